@@ -309,7 +309,7 @@ class SparseMethodImpl(AttentionImpl):
             floating = attn_mask.dtype.is_floating_point
             keep = (attn_mask >= 0 if floating else attn_mask != 0)[:, video]
         with torch.no_grad():
-            self.router.observe(self.config, query[:, video], key[:, video], keep, context)
+            self.router.group(self.config, query[:, video], key[:, video], keep, context)
 
     def end_request(self, request_id: str) -> None:
         """See `AttentionImpl.end_request`."""

@@ -7,6 +7,7 @@ Shapes: B batch, S tokens, H query heads, Hkv key heads, D head size, R and N gr
 keys.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -96,49 +97,46 @@ def _of_sequence(
         layout: where the video lies.
         keep: bool [B, Sk], keys to attend to; None for all.
     """
-    q_order = queries.order + layout.start
-    k_order = keys.order + layout.start
-    q_groups = queries.starts, queries.counts
-    k_groups = keys.starts, keys.counts
-    if keep is not None:
-        left = layout.num_video - queries.counts.sum(2, keepdim=True, dtype=torch.int32)
-        q_groups = _append(q_groups, layout.num_video - left, left)
-        chosen = F.pad(chosen, (0, 0, 0, 1), value=True)
-    num_text = layout.num_keys - layout.num_video
-    if num_text:
-        text, count = _text(layout, keep, k_order.device)
-        batch, heads = k_order.shape[:2]
-        k_order = torch.cat((k_order, text.unsqueeze(1).expand(batch, heads, -1)), 2)
-        count = count.view(-1, 1, 1).expand(batch, heads, 1)
-        k_groups = _append(k_groups, torch.full_like(count, layout.num_video), count)
-        chosen = F.pad(chosen, (0, 1), value=True)
-    return GroupMap(
-        queries=Groups(order=q_order, starts=q_groups[0], counts=q_groups[1]),
-        keys=Groups(order=k_order, starts=k_groups[0], counts=k_groups[1]),
-        keep=chosen,
+    video = layout.num_video
+    rows, columns = (
+        Groups(order=x.order + layout.start, starts=x.starts, counts=x.counts)
+        for x in (queries, keys)
     )
+    if keep is not None:
+        left = video - rows.counts.sum(2, keepdim=True, dtype=torch.int32)
+        rows = _with_one_more(rows, video - left, left)
+        chosen = F.pad(chosen, (0, 0, 0, 1), value=True)
+    if layout.num_keys > video:
+        text, count = (
+            x[:, None].expand(*columns.order.shape[:2], -1)
+            for x in _text(layout, keep, columns.order.device)
+        )
+        columns = replace(columns, order=torch.cat((columns.order, text), 2))
+        columns = _with_one_more(columns, torch.full_like(count, video), count)
+        chosen = F.pad(chosen, (0, 1), value=True)
+    return GroupMap(queries=rows, keys=columns, keep=chosen)
 
 
-def _append(
-    groups: tuple[torch.Tensor, torch.Tensor], start: torch.Tensor, count: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    starts, counts = groups
-    return torch.cat((starts, start), 2), torch.cat((counts, count), 2)
+def _with_one_more(groups: Groups, start: torch.Tensor, count: torch.Tensor) -> Groups:
+    """Return groups, and one that begins at `start` in their order; [B, H, 1] each."""
+    starts = torch.cat((groups.starts, start), 2)
+    return replace(groups, starts=starts, counts=torch.cat((groups.counts, count), 2))
 
 
 def _text(
     layout: SequenceLayout, keep: torch.Tensor | None, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the positions of text [B|1, text], kept ones first, and how many are kept [B|1]."""
+    """Return the positions of text [B|1, text], kept ones first, and how many are kept [B|1, 1]."""
     end = layout.start + layout.num_video
     before = torch.arange(layout.start, dtype=torch.int32, device=device)
     behind = torch.arange(end, layout.num_keys, dtype=torch.int32, device=device)
     text = torch.cat((before, behind)).unsqueeze(0)
     if keep is None:
-        return text, torch.full((1,), text.shape[1], dtype=torch.int32, device=device)
+        return text, torch.full((1, 1), text.shape[1], dtype=torch.int32, device=device)
     kept = torch.cat((keep[:, : layout.start], keep[:, end:]), 1)
     first = torch.argsort(~kept, dim=1, stable=True)
-    return text.expand_as(first).gather(1, first), kept.sum(1, dtype=torch.int32)
+    count = kept.sum(1, keepdim=True, dtype=torch.int32)
+    return text.expand_as(first).gather(1, first), count
 
 
 def _density(groups: GroupMap, layout: SequenceLayout, keep: torch.Tensor | None) -> torch.Tensor:

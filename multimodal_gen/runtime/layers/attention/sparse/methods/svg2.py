@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from typing_extensions import override
@@ -172,7 +172,7 @@ class CentroidCache:
 
     def __init__(self) -> None:
         self._found: OrderedDict[_Branch, Centroids] = OrderedDict()
-        self._calls: OrderedDict[_Run, tuple[int, int]] = OrderedDict()
+        self._calls: OrderedDict[_Run, tuple[int, int]] = OrderedDict()  # the last step, and number
 
     def __len__(self) -> int:
         return len(self._found)
@@ -190,11 +190,9 @@ class CentroidCache:
             return *run, context.branch_key
         if context.cfg_branch is not None:
             return *run, (context.cfg_branch, 0)
-        last, calls = self._calls.pop(run, (step, -1))
+        last, calls = self._calls.get(run, (step, -1))
         calls = calls + 1 if last == step else 0
-        self._calls[run] = step, calls
-        while len(self._calls) > _MAX_BRANCHES:
-            self._calls.popitem(last=False)
+        _remember(self._calls, run, (step, calls))
         return *run, (None, calls)
 
     def find(self, branch: _Branch | None, step: int) -> Centroids | None:
@@ -214,21 +212,23 @@ class CentroidCache:
         """Keep centroids for the next step; after the last one, drop what there is."""
         if branch is None:
             return
-        self._found.pop(branch, None)
         if num_steps is not None and centroids.step >= num_steps - 1:
-            return
-        self._found[branch] = centroids
-        while len(self._found) > _MAX_BRANCHES:
-            self._found.popitem(last=False)
+            self._found.pop(branch, None)
+        else:
+            _remember(self._found, branch, centroids)
 
     def end(self, request_id: str) -> None:
         """Drop what there is of a request."""
-        for branch in list(self._found):
-            if branch[0] == request_id:
-                self._found.pop(branch, None)
-        for run in list(self._calls):
-            if run[0] == request_id:
-                self._calls.pop(run, None)
+        self._found = OrderedDict(x for x in self._found.items() if x[0][0] != request_id)
+        self._calls = OrderedDict(x for x in self._calls.items() if x[0][0] != request_id)
+
+
+def _remember(known: OrderedDict[Any, Any], place: _Run | _Branch, what: object) -> None:
+    """Set an entry, the newest; of too many the oldest goes."""
+    known[place] = what
+    known.move_to_end(place)
+    if len(known) > _MAX_BRANCHES:
+        known.popitem(last=False)
 
 
 class SVG2Router(Router[SVG2Config]):
@@ -284,31 +284,29 @@ class SVG2Router(Router[SVG2Config]):
                 'as torch.compile(mode="reduce-overhead") does'
             )
         before = self.centroids.find(branch, step)
-        known = (None, None) if before is None else (before.query, before.key)
         # A layer that did not run in the steps between, under a cache, catches up on them.
         age = 1 if before is None else max(step - before.step, 1)
-        sides: dict[str, Clusters] = {}
+        found: dict[str, Clusters] = {}
 
-        def cluster(side: str, x: torch.Tensor, num: int, warm: torch.Tensor | None) -> None:
-            sides[side] = self.cluster_side(settings, x, num, warm, keep, age)
+        def cluster(side: str, x: torch.Tensor, num: int) -> None:
+            known: torch.Tensor | None = getattr(before, side, None)
+            found[side] = self.cluster_side(settings, x, num, known, keep, age)
 
-        run_on_two_streams(
-            (
-                partial(cluster, "query", query, settings.svg2_num_q_centroids, known[0]),
-                partial(cluster, "key", key, settings.svg2_num_k_centroids, known[1]),
-            ),
-            query.device,
+        sides = (
+            ("query", query, settings.svg2_num_q_centroids),
+            ("key", key, settings.svg2_num_k_centroids),
         )
-        queries, keys = sides["query"], sides["key"]
-        for found in sides.values():
-            record_on_current_stream(found.centroids, found.order, found.starts, found.counts)
+        run_on_two_streams([partial(cluster, *side) for side in sides], query.device)
+        for clusters in found.values():
+            record_on_current_stream(
+                clusters.centroids, clusters.order, clusters.starts, clusters.counts
+            )
         # In the dtype of the tokens: two branches of a model of 40 layers hold much already.
-        q_centroids, k_centroids = (x.centroids.to(query.dtype) for x in (queries, keys))
+        left = {side: clusters.centroids.to(query.dtype) for side, clusters in found.items()}
         if before is None:  # keys that are kept together then lie together
-            k_centroids = by_similarity(k_centroids)
-        left = Centroids(step=step, query=q_centroids, key=k_centroids)
-        self.centroids.keep(branch, left, context.num_steps)
-        return queries, keys
+            left["key"] = by_similarity(left["key"])
+        self.centroids.keep(branch, Centroids(step=step, **left), context.num_steps)
+        return found["query"], found["key"]
 
     def cluster_side(
         self,
@@ -354,17 +352,6 @@ class SVG2Router(Router[SVG2Config]):
     @override
     def observes(self, settings: SVG2Config) -> bool:
         return settings.svg2_zero_step_kmeans_init
-
-    @override
-    def observe(
-        self,
-        settings: SVG2Config,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        keep: torch.Tensor | None,
-        context: ForwardContext,
-    ) -> None:
-        self.group(settings, query, key, keep, context)
 
     @override
     def end_request(self, request_id: str) -> None:
