@@ -34,7 +34,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
     SelectionScope,
     Source,
 )
-from multimodal_gen.runtime.layers.attention.sparse.methods.svg2.backend import SVG2Config
+from multimodal_gen.runtime.layers.attention.sparse.methods.svg2 import SVG2Config
 from multimodal_gen.runtime.layers.attention.sparse.tiles import run_on_two_streams
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum

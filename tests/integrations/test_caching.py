@@ -33,7 +33,7 @@ from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.integrations.models.adapter import ModelAdapter
 from multimodal_gen.integrations.steps import StepTracker
 from multimodal_gen.kernels.kmeans.api import Clusters, by_similarity, initial_centroids, kmeans
-from multimodal_gen.runtime.layers.attention.sparse.methods.svg2.backend import SVG2Impl
+from multimodal_gen.runtime.layers.attention.sparse.methods.svg2 import SVG2Router
 from tests.integrations.conftest import generate
 
 STEPS = 6
@@ -190,12 +190,12 @@ class Witness:
     def _left(self, *_: object) -> None:
         self.modules.pop()
 
-    def cluster(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        def checked(impl, query, key, layout, context, keep):
-            found = own(impl, query, key, layout, context, keep)
+    def group(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        def checked(router, settings, query, key, keep, context):
+            found = own(router, settings, query, key, keep, context)
             whole = "both" if len(query) == 2 else self.branch
             branch = "cond" if self.branch == "cond_uncond" and len(query) == 1 else whole
-            site = f"{impl.site.component}.{impl.site.name}"
+            site = f"{router.layer.site.component}.{router.layer.site.name}"
             truth = (self.modules[-1], self.steps)
             if (site, context.current_timestep) != truth:
                 self.wrong.append(f"{truth} was called {(site, context.current_timestep)}")
@@ -203,23 +203,22 @@ class Witness:
             if context.cfg_branch not in (told, None):
                 self.wrong.append(f"{truth}, {branch} was called {context.cfg_branch}")
             self.ran.update([(*truth[0].split(".", 1), truth[1])])
-            self._recompute((truth[0], branch), query, key, layout, found, keep)
+            self._recompute((truth[0], branch), query, key, found, keep)
             return found
 
         return checked
 
-    def _recompute(self, place, query, key, layout, found: tuple[Clusters, Clusters], keep) -> None:
-        kept = None if keep is None else keep[:, layout.video]
+    def _recompute(self, place, query, key, found: tuple[Clusters, Clusters], keep) -> None:
         before = self.kept.get(place)
         ends = []
-        for index, x in enumerate((query[:, layout.video], key[:, layout.video])):
+        for index, x in enumerate((query, key)):
             num = (SVG2["svg2_num_q_centroids"], SVG2["svg2_num_k_centroids"])[index]
             if before is None:
-                start, count = by_similarity(initial_centroids(x, num, keep=kept)), AT_FIRST
+                start, count = by_similarity(initial_centroids(x, num, keep=keep)), AT_FIRST
             else:
                 start = before[1 + index]
                 count = min((self.steps - before[0]) * AT_STEP, AT_FIRST)
-            again = kmeans(x, start, iterations=count, keep=kept)
+            again = kmeans(x, start, iterations=count, keep=keep)
             self.compared += 1
             if not torch.equal(again.centroids, found[index].centroids):
                 self.wrong.append(f"{place} at step {self.steps} began from something else")
@@ -261,7 +260,7 @@ def test_under_a_cache_no_step_layer_or_branch_is_taken_for_another(cache, fresh
     if first:
         set_up(pipe, cache)
     witness.follow(pipe, monkeypatch)
-    monkeypatch.setattr(SVG2Impl, "_cluster", witness.cluster(SVG2Impl._cluster))
+    monkeypatch.setattr(SVG2Router, "group", witness.group(SVG2Router.group))
     backend = "sparse_video_gen_2_attn"
     with apply(pipe, attention_backend=backend, attention_backend_config=SVG2) as handle:
         if not first:
@@ -302,7 +301,7 @@ def assert_says_what_did_not_run(report: Any, witness: Witness) -> None:
 def test_calls_that_the_pipeline_gives_no_name_are_told_apart_all_the_same(fresh, monkeypatch):
     pipe, witness = fresh("wan"), Witness()
     witness.follow(pipe, monkeypatch)
-    monkeypatch.setattr(SVG2Impl, "_cluster", witness.cluster(SVG2Impl._cluster))
+    monkeypatch.setattr(SVG2Router, "group", witness.group(SVG2Router.group))
     monkeypatch.setattr(forward_hooks, "branch_name", lambda: None)
     attention = pipe.transformer.blocks[1].attn1
     own = attention.forward
@@ -328,7 +327,7 @@ def test_a_second_generation_begins_anew(fresh, monkeypatch):
     pipe, witness = fresh("wan"), Witness()
     pipe.transformer.enable_cache(taylor(1))
     witness.follow(pipe, monkeypatch)
-    monkeypatch.setattr(SVG2Impl, "_cluster", witness.cluster(SVG2Impl._cluster))
+    monkeypatch.setattr(SVG2Router, "group", witness.group(SVG2Router.group))
     backend = "sparse_video_gen_2_attn"
     with apply(pipe, attention_backend=backend, attention_backend_config=SVG2):
         for _ in range(2):

@@ -3,8 +3,8 @@
 import pytest
 
 from multimodal_gen.integrations.diffusers import apply
-from multimodal_gen.runtime.layers.attention.sparse.methods.svg2 import backend as svg2_attn
-from multimodal_gen.runtime.layers.attention.sparse.methods.svg2.clusters import CentroidCache
+from multimodal_gen.runtime.layers.attention.sparse.methods import svg2 as svg2_attn
+from multimodal_gen.runtime.layers.attention.sparse.methods.svg2 import CentroidCache
 from tests.integrations.conftest import generate
 
 FAMILIES = [
@@ -150,13 +150,13 @@ def test_a_pipeline_of_two_experts_goes_on_from_step_to_step(fresh, caches):
     config = {**FEW, **NO_DENSE_PART}
     found = []
 
-    class Counting(svg2_attn.SVG2Impl):
-        def _cluster_side(self, x, num, known, keep, age):
+    class Counting(svg2_attn.SVG2Router):
+        def cluster_side(self, settings, x, num, known, keep, age):
             found.append(known is not None)
-            return super()._cluster_side(x, num, known, keep, age)
+            return super().cluster_side(settings, x, num, known, keep, age)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(svg2_attn, "SVG2Impl", Counting)
+        patch.setattr(svg2_attn.SVG2Backend, "router", Counting)
         handle = apply(pipe, attention_backend=SVG2, attention_backend_config=config)
     with handle:
         generate(pipe, "wan22")

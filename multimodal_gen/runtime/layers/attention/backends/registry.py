@@ -53,7 +53,7 @@ _BUILTIN: MappingProxyType[AttentionBackendEnum, tuple[str, ...]] = MappingProxy
         AttentionBackendEnum.VMOBA_ATTN: ("sparse.methods.vmoba.backend:VMoBABackend",),
         AttentionBackendEnum.SLA_ATTN: ("sparse.methods.sla:SLABackend",),
         AttentionBackendEnum.SAGE_SLA_ATTN: ("sparse.methods.sla:SageSLABackend",),
-        AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN: ("sparse.methods.svg2.backend:SVG2Backend",),
+        AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN: ("sparse.methods.svg2:SVG2Backend",),
         AttentionBackendEnum.SOL_ATTN: ("sparse.methods.sol:SolBackend",),
         AttentionBackendEnum.SUBBLOCK_SPARSE_ATTN: ("sparse.methods.subblock:SubblockBackend",),
         AttentionBackendEnum.PISA_ATTN: ("sparse.methods.pisa:PisaBackend",),

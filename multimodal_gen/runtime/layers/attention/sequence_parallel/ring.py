@@ -99,8 +99,9 @@ def _reason_against(bound: Binding) -> str | None:
     selection, impl = bound.selection, bound.impl
     if not (selection.source.explicit and selection.asked.backend is selection.backend):
         return None
-    if Feature.RING in bound.features:
-        return impl.ring_reason()
+    reason = impl.ring_reason()
+    if reason is not None or Feature.RING in bound.features:
+        return reason
     if selection.backend.is_sparse and not provides(impl, "forward_ring"):
         return "what it attends to depends on all tokens of a head, which a ring never joins"
     return "it gives no log-sum-exp to merge by"

@@ -127,7 +127,7 @@ class SparseMethodImpl(AttentionImpl):
             name
             for name, has in (
                 ("add_coarse", self.gated),
-                ("observe", self.router.observes),
+                ("observe", self.router.observes(self.config)),
                 ("end_request", self.router.keeps_state),
             )
             if not has
@@ -263,6 +263,8 @@ class SparseMethodImpl(AttentionImpl):
         layout, router = layout_of(*sizes, context, self.label), self.router
         settings = self.settings(context)
         cut = router.cut(settings, layout.grid)
+        if cut.in_groups:  # of which there are as many as the data have
+            return None
         grid = cut.layout(layout).grid
         tile = fit_tile(cut.tile, grid)
         if router.chooses == "pattern":
@@ -292,8 +294,18 @@ class SparseMethodImpl(AttentionImpl):
         context: ForwardContext | None,
         attn_mask: torch.Tensor | None,
     ) -> None:
-        """See `AttentionImpl.observe`."""
-        self.router.observe(self.config, query, key, context, attn_mask)
+        """See `AttentionImpl.observe`; what is kept for a request is for its later steps alone."""
+        if context is not None and (context.request_id is None or context.is_last_step):
+            return
+        video = layout_of(query.shape[1], key.shape[1], context, self.label).video
+        assert context is not None, "a layout needs a context"
+        keep = None
+        if attn_mask is not None and tuple(attn_mask.shape) == (key.shape[0], key.shape[1]):
+            # As in `normalise_mask`, the other kinds of mask promise finite tokens.
+            floating = attn_mask.dtype.is_floating_point
+            keep = (attn_mask >= 0 if floating else attn_mask != 0)[:, video]
+        with torch.no_grad():
+            self.router.group(self.config, query[:, video], key[:, video], keep, context)
 
     def end_request(self, request_id: str) -> None:
         """See `AttentionImpl.end_request`."""
@@ -333,7 +345,9 @@ class SparseMethodImpl(AttentionImpl):
         """See `AttentionImpl.ring_reason`."""
         if getattr(self.config, "skip_below", None) is not None:
             return "skip_below compares the scores of a row over all keys in one pass"
-        return self.router.limits(self.config).ring or whole_tiles_only(self.kernel)
+        reason = self.router.limits(self.config).ring
+        reason = reason or self.router.cut(self.config, _ANY_GRID).ring_reason
+        return reason or whole_tiles_only(self.kernel)
 
     def forward_ring(
         self, inputs: RingInputs, context: ForwardContext | None = None

@@ -260,6 +260,10 @@ REFUSED = {
     | {"temporal_topk": 1, "spatial_topk": 2, "st_topk": 2, "first_full_step": 1},
     "sparse_video_gen_2_attn": {"svg2_first_times_fp": 0.5, "svg2_first_layers_fp": 0.0},
 }
+WHY_NOT = {
+    "vmoba_attn": "what it attends to depends on all tokens of a head, which a ring never joins",
+    "sparse_video_gen_2_attn": "k-means runs over all tokens of a head, and ranks that hold a part",
+}
 
 
 @pytest.mark.parametrize("backend", REFUSED)
@@ -270,6 +274,7 @@ def test_methods_that_route_by_all_tokens_are_refused_before_their_first_step(tw
             f"attention backend {backend} (reference) must not be part of a ring"
         )
         assert "use --ring-degree 1 --ulysses-degree 2, or choose another backend" in text
+        assert WHY_NOT[backend] in text
 
 
 SEARCH = {"sta_mode": "STA_searching", "tile_size": [2, 2, 2]}

@@ -9,7 +9,7 @@ from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.runtime.layers.attention import warn_once
 from multimodal_gen.runtime.layers.attention.sparse.methods.sla import SLAConfig
 from multimodal_gen.runtime.layers.attention.sparse.methods.sta.router import SlidingTileConfig
-from multimodal_gen.runtime.layers.attention.sparse.methods.svg2.backend import SVG2Config, SVG2Impl
+from multimodal_gen.runtime.layers.attention.sparse.methods.svg2 import SVG2Config, SVG2Router
 from multimodal_gen.runtime.layers.attention.sparse.methods.vmoba.backend import VMoBAConfig
 from multimodal_gen.runtime.layers.attention.sparse.methods.vsa import VideoSparseConfig
 from multimodal_gen.runtime.layers.attention.sparse.windows import kept_map
@@ -156,10 +156,10 @@ def test_masked_keys_are_in_no_mean(name):
 @pytest.mark.parametrize("where", ["no text", "text first"])
 def test_clusters_that_are_not_kept_count_by_their_means(where, monkeypatch):
     text, found = TEXTS[where], []
-    attend = SVG2Impl._cluster
-    monkeypatch.setattr(SVG2Impl, "_cluster", lambda *x: found.append(attend(*x)) or found[-1])
-    select = SVG2Impl._select
-    monkeypatch.setattr(SVG2Impl, "_select", lambda *x: found.append(select(*x)) or found[-1])
+    group = SVG2Router.group
+    monkeypatch.setattr(SVG2Router, "group", lambda *x: found.append(group(*x)) or found[-1])
+    choose = SVG2Router.choose
+    monkeypatch.setattr(SVG2Router, "choose", lambda *x: found.append(choose(*x)) or found[-1])
     qkv = inputs(SVG2, text, kv_heads=2)
     out = run_sparse(SVG2.layer(kv_heads=2), qkv, GRID, text=text)
     (queries, keys), keep = found

@@ -170,6 +170,7 @@ class SolRouter(Router[SolConfig]):
 def _sink(config: SolConfig, stats: BlockStats) -> torch.Tensor:
     """Return the blocks of the sink, bool [N]."""
     order, layout, start = stats.order, stats.layout, config.sink_start
+    assert order is not None, "blocks are cut"
     assert layout is not None, "a cache is refused"
     if start is None:
         start = max(layout.num_keys - config.sink_tokens, 0)

@@ -3,10 +3,7 @@
 import pytest
 import torch
 
-from multimodal_gen.runtime.layers.attention.sparse.methods.svg2.clusters import (
-    CentroidCache,
-    Centroids,
-)
+from multimodal_gen.runtime.layers.attention.sparse.methods.svg2 import CentroidCache, Centroids
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 
 

@@ -22,7 +22,12 @@ from multimodal_gen.runtime.layers.attention.scope import (
     Source,
 )
 from multimodal_gen.runtime.layers.attention.selector import resolve
-from multimodal_gen.runtime.layers.attention.sparse.methods.svg2.backend import SVG2Config, SVG2Impl
+from multimodal_gen.runtime.layers.attention.sparse.methods.svg2 import (
+    CentroidCache,
+    SVG2Backend,
+    SVG2Config,
+    SVG2Router,
+)
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 from multimodal_gen.testing.fakes import FakeDevice, simulated_environment
@@ -271,24 +276,24 @@ def test_a_batch_of_both_branches_keeps_them_apart():
         assert torch.allclose(found, out[i : i + 1], atol=1e-6)
 
 
-def impl_of(attention):
-    impl = attention.attn_impl
-    assert isinstance(impl, SVG2Impl)
-    return impl
+def centroids_of(attention) -> CentroidCache:
+    router = attention.attn_impl.router
+    assert isinstance(router, SVG2Router)
+    return router.centroids
 
 
 def test_centroids_are_dropped_with_the_last_step_of_a_request():
     attention, qkv = layer(), inputs()
     for step in range(3):
         run(attention, qkv, step=step, num_steps=3, request_id="a", cfg_branch="cond")
-        assert len(impl_of(attention)._centroids) == (step < 2)
+        assert len(centroids_of(attention)) == (step < 2)
 
 
 def test_requests_that_never_end_are_forgotten_in_time():
     attention, qkv = layer(svg2_kmeans_iter_init=1), inputs(batch=1)
     for i in range(20):
         run(attention, qkv, step=1, num_steps=3, request_id=str(i), cfg_branch="cond")
-    assert len(impl_of(attention)._centroids) == 8
+    assert len(centroids_of(attention)) == 8
 
 
 @pytest.mark.parametrize("step", [0, 1, 4])
@@ -296,7 +301,7 @@ def test_a_run_without_a_name_starts_anew_at_every_step(step):
     attention, qkv, other = layer(), inputs(seed=0), inputs(seed=5)
     run(attention, other, step=3)
     assert torch.equal(run(attention, qkv, step=step), run(layer(), qkv, step=step))
-    assert len(impl_of(attention)._centroids) == 0
+    assert len(centroids_of(attention)) == 0
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -308,7 +313,7 @@ def test_centroids_are_dropped_when_the_last_step_is_dense(branches, early):
         for branch in branches:
             known = {"num_steps": 4, "request_id": "a", "cfg_branch": branch}
             run(attention, qkv, step=step, **known)
-        kept.append(len(impl_of(attention)._centroids))
+        kept.append(len(centroids_of(attention)))
     assert kept == [2, 2, 2, 0]
 
 
@@ -322,21 +327,21 @@ def test_a_request_that_stops_early_is_ended_by_its_caller():
     for step in range(2):
         run(alone, steps[step], step=step, num_steps=9, request_id="b", cfg_branch="cond")
     together.end_request("a")
-    assert len(impl_of(together)._centroids) == 1
+    assert len(centroids_of(together)) == 1
     outs = [
         run(attention, steps[2], step=2, num_steps=9, request_id="b", cfg_branch="cond")
         for attention in (together, alone)
     ]
     assert torch.equal(*outs)
     together.end_request("b")
-    assert len(impl_of(together)._centroids) == 0
+    assert len(centroids_of(together)) == 0
 
 
 def test_the_dense_last_step_of_a_request_leaves_others_alone():
     attention, qkv = layer(dense_steps="3"), inputs(batch=1)
     for step, request in ((2, "a"), (1, "b"), (3, "a")):
         run(attention, qkv, step=step, num_steps=4, request_id=request, cfg_branch="cond")
-    assert len(impl_of(attention)._centroids) == 1
+    assert len(centroids_of(attention)) == 1
 
 
 @pytest.mark.parametrize(
@@ -385,7 +390,9 @@ def test_a_layer_whose_kmeans_is_missing_is_not_built():
 def on_the_authors_kernel(*, heads=2, kv_heads=2, scale=SCALE):
     """Return an implementation as selection makes it on a GPU."""
     config = SVG2Config(kernel="svg", svg2_first_times_fp=0.5)
-    return SVG2Impl(heads, HEAD_SIZE, scale, False, kv_heads, config=config, variant="svg")
+    return SVG2Backend.get_impl_cls()(
+        heads, HEAD_SIZE, scale, False, kv_heads, config=config, variant="svg"
+    )
 
 
 @pytest.mark.parametrize(
@@ -509,7 +516,7 @@ def test_dense_steps_whose_tokens_are_not_those_of_the_grid_warm_nothing_up():
     call = AttentionCall(query[:, :5], key[:, :5], value[:, :5], no_grid="they are five")
     with set_forward_context(0, latent_grid=GRID, num_steps=9, request_id="a"), torch.no_grad():
         assert attention.attend(call).shape == call.query.shape
-    assert len(impl_of(attention)._centroids) == 0
+    assert len(attention.attn_impl.router.centroids) == 0
 
 
 def test_the_report_has_the_share_of_pairs():
@@ -546,7 +553,7 @@ def test_causal_layers_are_refused():
         )
 
 
-CONFIGS = Path(__file__).parents[7] / "configs" / "attention"
+CONFIGS = Path(__file__).parents[6] / "configs" / "attention"
 # The settings of the authors' scripts and of the paper: clusters of queries and keys, dense steps
 # of 50 and dense layers of 40.
 SETTINGS = {

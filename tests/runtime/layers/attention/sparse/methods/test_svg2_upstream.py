@@ -8,10 +8,8 @@ import torch
 
 from multimodal_gen.errors import UnsupportedBackendError
 from multimodal_gen.kernels.cluster_attention.api import Groups, cluster_attention
-from multimodal_gen.runtime.layers.attention.sparse.methods.svg2.clusters import (
-    ClusterMap,
-    attend_upstream,
-)
+from multimodal_gen.runtime.layers.attention.sparse.methods.svg2_upstream import attend_upstream
+from multimodal_gen.runtime.layers.attention.sparse.router import GroupMap
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout, SparseCall
 
 TOKENS, HEADS, SIZE = 60, 2, 16
@@ -30,9 +28,9 @@ def side(counts: list[int], seed: int) -> Groups:
     return Groups(order=torch.stack(orders).unsqueeze(0), starts=starts, counts=sizes)
 
 
-def make_clusters() -> ClusterMap:
+def make_clusters() -> GroupMap:
     keep = torch.tensor([[True, False, True], [False, True, True]]).expand(1, HEADS, 2, 3)
-    return ClusterMap(queries=side([25, 35], 1), keys=side([10, 30, 20], 2), keep=keep)
+    return GroupMap(queries=side([25, 35], 1), keys=side([10, 30, 20], 2), keep=keep)
 
 
 def make_call(query, key, value, *, scale: float = SCALE, **options) -> SparseCall:

@@ -1,0 +1,198 @@
+"""Runs a router that groups the tokens of every head itself, where one process has all tokens.
+
+Groups are of any size, and lie anywhere in the video. Text and masked tokens are groups of their
+own.
+
+Shapes: B batch, S tokens, H query heads, Hkv key heads, D head size, R and N groups of queries and
+keys.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from multimodal_gen.kernels.cluster_attention.api import cluster_attention, query_pieces
+from multimodal_gen.kernels.cluster_attention.plan import Groups, cluster_plan, kept_pairs
+from multimodal_gen.kernels.kmeans.api import Clusters
+from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import pairs_are_told, tell_plan
+from multimodal_gen.runtime.layers.attention.sparse.router import BlockStats, GroupMap, Router
+from multimodal_gen.runtime.layers.attention.sparse.tiles import (
+    SequenceLayout,
+    SparseCall,
+    attend_text,
+    head_slices,
+    run_on_two_streams,
+)
+from multimodal_gen.runtime.managers.forward_context import ForwardContext
+
+__all__ = ["attend_groups"]
+
+# Of the heads at a time where there is a tail, whose many small operations take the host long.
+_SHARE_WITH_TAIL = 0.1
+
+
+def attend_groups(
+    router: Router[Any], settings: Any, call: SparseCall, context: ForwardContext
+) -> torch.Tensor:
+    """Return the method's attention of a call, [B, Sq, H, D]; does not wait for the device."""
+    query, layer = call.query, router.layer
+    with torch.no_grad():
+        groups = _chosen(router, settings, call, context)
+        share = _density(groups, call.layout, call.keep)
+    if call.first_head == 0:  # the first heads of a call stand for all of it
+        layer.dense_above.learn(share, 0, context)
+    layer.note(context, share, query.shape[2])
+    out = query.new_empty((*query.shape[:3], call.value.shape[3]))
+    attend_text(call, out)
+    upstream = router.group_kernels.get(call.kernel.name)
+    if upstream is None:
+        _attend(call, groups, out)
+    else:
+        upstream(call, groups, out, layer.label)
+    return out
+
+
+def _chosen(
+    router: Router[Any], settings: Any, call: SparseCall, context: ForwardContext
+) -> GroupMap:
+    """Return the router's groups of the whole sequence, and its choice among them."""
+    layout, keep = call.layout, call.keep
+    video = layout.video
+    masked = None if keep is None else keep[:, video]
+    queries, keys = router.group(
+        settings, call.query[:, video], call.key[:, video], masked, context
+    )
+    stats = BlockStats(
+        query=queries.centroids,
+        key=keys.centroids,
+        real=(None, None),
+        order=None,
+        scale=call.scale,
+        counts=keys.counts,
+        layout=layout,
+    )
+    budget = router.budget(settings, stats.num, layout.num_video)
+    router.layer.warn_of(layout, budget)
+    chosen = router.choose(settings, stats, budget)
+    chosen = chosen.expand(*queries.counts.shape, stats.num)
+    return _of_sequence(queries, keys, chosen, layout, keep)
+
+
+def _of_sequence(
+    queries: Clusters,
+    keys: Clusters,
+    chosen: torch.Tensor,
+    layout: SequenceLayout,
+    keep: torch.Tensor | None,
+) -> GroupMap:
+    """Put the groups of the video into the sequence.
+
+    Args:
+        queries: groups of the video's queries; masked tokens are in none.
+        keys: groups of the video's keys, the same.
+        chosen: bool [B, H, R, N].
+        layout: where the video lies.
+        keep: bool [B, Sk], keys to attend to; None for all.
+    """
+    video = layout.num_video
+    rows, columns = (
+        Groups(order=x.order + layout.start, starts=x.starts, counts=x.counts)
+        for x in (queries, keys)
+    )
+    if keep is not None:
+        left = video - rows.counts.sum(2, keepdim=True, dtype=torch.int32)
+        rows = _with_one_more(rows, video - left, left)
+        chosen = F.pad(chosen, (0, 0, 0, 1), value=True)
+    if layout.num_keys > video:
+        text, count = (
+            x[:, None].expand(*columns.order.shape[:2], -1)
+            for x in _text(layout, keep, columns.order.device)
+        )
+        columns = replace(columns, order=torch.cat((columns.order, text), 2))
+        columns = _with_one_more(columns, torch.full_like(count, video), count)
+        chosen = F.pad(chosen, (0, 1), value=True)
+    return GroupMap(queries=rows, keys=columns, keep=chosen)
+
+
+def _with_one_more(groups: Groups, start: torch.Tensor, count: torch.Tensor) -> Groups:
+    """Return groups, and one that begins at `start` in their order; [B, H, 1] each."""
+    starts = torch.cat((groups.starts, start), 2)
+    return replace(groups, starts=starts, counts=torch.cat((groups.counts, count), 2))
+
+
+def _text(
+    layout: SequenceLayout, keep: torch.Tensor | None, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the positions of text [B|1, text], kept ones first, and how many are kept [B|1, 1]."""
+    end = layout.start + layout.num_video
+    before = torch.arange(layout.start, dtype=torch.int32, device=device)
+    behind = torch.arange(end, layout.num_keys, dtype=torch.int32, device=device)
+    text = torch.cat((before, behind)).unsqueeze(0)
+    if keep is None:
+        return text, torch.full((1, 1), text.shape[1], dtype=torch.int32, device=device)
+    kept = torch.cat((keep[:, : layout.start], keep[:, end:]), 1)
+    first = torch.argsort(~kept, dim=1, stable=True)
+    count = kept.sum(1, keepdim=True, dtype=torch.int32)
+    return text.expand_as(first).gather(1, first), count
+
+
+def _density(groups: GroupMap, layout: SequenceLayout, keep: torch.Tensor | None) -> torch.Tensor:
+    """Return the share of pairs attended to, []."""
+    batch, heads = groups.keep.shape[:2]
+    kept = kept_pairs(groups.keep, groups.queries.counts, groups.keys.counts)
+    # Filled on the device: a copy would wait for it.
+    keys = torch.full_like(kept, layout.num_keys * batch)
+    if keep is not None:
+        keys = keep.sum().double()
+    others = layout.num_queries - layout.num_video
+    pairs = kept / heads + others * keys
+    return pairs / (layout.num_queries * keys).clamp_min(1.0)
+
+
+def _attend(call: SparseCall, groups: GroupMap, out: torch.Tensor) -> None:
+    """Write the attention of the video's queries into `out`, [B, Sq, H, D].
+
+    Works on a share of the heads at a time, which bounds the memory of the copies.
+    """
+    query, kv_heads = call.query, call.key.shape[2]
+    group = query.shape[2] // kv_heads
+    pieces = query_pieces(groups.queries)
+    if pairs_are_told():
+        _tell(call, groups)
+    text = call.layout.num_keys > call.layout.num_video
+    num_pooled = groups.keys.counts.shape[2] - text  # the last group is text
+
+    def attend(kv: slice) -> None:
+        heads = slice(kv.start * group, kv.stop * group)
+        cluster_attention(
+            query[:, :, heads],
+            call.key[:, :, kv],
+            call.value[:, :, kv],
+            groups.queries.heads(heads),
+            groups.keys.heads(kv),
+            groups.keep[:, heads],
+            out[:, :, heads],
+            scale=call.scale,
+            kernel=call.kernel,
+            pieces=pieces.heads(heads),
+            num_pooled=num_pooled if call.tail else 0,
+        )
+
+    slices = head_slices(query, out, kv_heads)
+    if call.tail:
+        slices = head_slices(query, out, kv_heads, _SHARE_WITH_TAIL)
+    run_on_two_streams([partial(attend, kv) for kv in slices], query.device)
+
+
+def _tell(call: SparseCall, groups: GroupMap) -> None:
+    heads = call.query.shape[2]
+    tell_plan(
+        slice(0, heads),
+        cluster_plan(groups.queries, groups.keys, groups.keep),
+        (call.layout.num_queries, call.layout.num_keys),
+        queries=groups.queries.order,
+        keys=groups.keys.order.repeat_interleave(heads // call.key.shape[2], dim=1),
+    )
