@@ -29,7 +29,7 @@ from multimodal_gen.runtime.layers.attention.sparse.methods.sol import SolConfig
 from multimodal_gen.runtime.layers.attention.sparse.methods.sta.backend import SlidingTileConfig
 from multimodal_gen.runtime.layers.attention.sparse.methods.subblock import SubblockConfig
 from multimodal_gen.runtime.layers.attention.sparse.methods.svg2.backend import SVG2Config
-from multimodal_gen.runtime.layers.attention.sparse.methods.vmoba.backend import VMoBAConfig
+from multimodal_gen.runtime.layers.attention.sparse.methods.vmoba import VMoBAConfig
 from multimodal_gen.runtime.layers.attention.sparse.methods.vsa import VideoSparseConfig
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 

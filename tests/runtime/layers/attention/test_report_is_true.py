@@ -39,12 +39,11 @@ from multimodal_gen.runtime.layers.attention.scope import (
     Source,
 )
 from multimodal_gen.runtime.layers.attention.selector import resolve
-from multimodal_gen.runtime.layers.attention.sparse.methods import sparge, vsa
+from multimodal_gen.runtime.layers.attention.sparse.methods import sparge, vmoba, vsa
 from multimodal_gen.runtime.layers.attention.sparse.methods.sla import backend as sla
 from multimodal_gen.runtime.layers.attention.sparse.methods.sla import sage as sage_sla
 from multimodal_gen.runtime.layers.attention.sparse.methods.sta import backend as sta
 from multimodal_gen.runtime.layers.attention.sparse.methods.svg2 import backend as svg2
-from multimodal_gen.runtime.layers.attention.sparse.methods.vmoba import backend as vmoba
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import (
     AttentionBackendEnum,

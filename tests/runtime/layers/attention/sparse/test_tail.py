@@ -11,7 +11,7 @@ from multimodal_gen.runtime.layers.attention.sparse.methods.sla.backend import S
 from multimodal_gen.runtime.layers.attention.sparse.methods.sta.backend import SlidingTileConfig
 from multimodal_gen.runtime.layers.attention.sparse.methods.sta.windows import kept_map
 from multimodal_gen.runtime.layers.attention.sparse.methods.svg2.backend import SVG2Config, SVG2Impl
-from multimodal_gen.runtime.layers.attention.sparse.methods.vmoba.backend import VMoBAConfig
+from multimodal_gen.runtime.layers.attention.sparse.methods.vmoba import VMoBAConfig
 from multimodal_gen.runtime.layers.attention.sparse.methods.vsa import VideoSparseConfig
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.testing.sparse import (

@@ -1,27 +1,28 @@
-"""How V-MoBA cuts the tokens of a video into chunks, and attention over those a query selects.
+"""Runs a router whose rows choose chunks of keys, each for itself.
 
-Shapes: B batch, S tokens, V video tokens, Sk keys, H heads, D head size, N chunks, G groups of
-chunks; q/k suffix = query/key side.
+A row of the video attends to the chunks that it chose and to all keys that are not of the video, or
+that have no chunk; other queries attend to everything. Rows are sorted by what they chose, one
+group of chunks at a time; each group attends for itself, and the parts of a row are merged. Why is
+in kernels/row_choice/README.md.
+
+Shapes: B batch, S tokens, V rows (video tokens), Sk keys, H heads, D head size, N chunks, G groups
+of chunks; q/k suffix = query/key side.
 """
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention, rows_for_choice
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.slots import SeenTiles, pooled_seen
 from multimodal_gen.kernels.block_sparse.tail import PooledBlocks, add_tail
 from multimodal_gen.kernels.block_sparse.tuning import CHOICE_ROWS
-from multimodal_gen.kernels.chunk_select.api import (
-    ChunkMeans,
-    Rule,
-    chunk_means,
-    pack_bits,
-    select_chunks,
-)
+from multimodal_gen.kernels.chunk_select.api import ChunkMeans, chunk_means, pack_bits
 from multimodal_gen.kernels.row_choice.api import (
     ChunkGroups,
     SortedRows,
@@ -34,128 +35,94 @@ from multimodal_gen.kernels.row_choice.api import (
 from multimodal_gen.kernels.static_cache import static_cache
 from multimodal_gen.kernels.tile_order.api import gather_tokens
 from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import bits_of, tell_pairs
+from multimodal_gen.runtime.layers.attention.sparse.router import Router, RowStats, SparseLayer
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SequenceLayout,
     SparseCall,
     TiledSequence,
-    attend_rows,
+    attend_densely,
+    attend_text,
+    fit_tile,
     kept_first,
     pooled_video,
     tiled_sequence,
 )
+from multimodal_gen.runtime.managers.forward_context import ForwardContext
 
 __all__ = [
-    "ChunkKind",
-    "Partition",
-    "attend_chunks",
-    "attend_seen_chunks",
-    "chunk_kind",
-    "chunk_shape",
-    "density",
-    "partition",
-    "select",
+    "RowChunks",
+    "attend_by_rows",
+    "attend_choice",
+    "attend_seen_by_rows",
+    "choose_rows",
+    "key_blocks",
+    "row_chunks",
+    "row_stats",
 ]
 
-ChunkKind = Literal["temporal", "spatial", "st"]
 _Grid = tuple[int, int, int]
 
-
-def chunk_kind(layer: int, first: int, cycle: tuple[int, int, int]) -> ChunkKind:
-    """Return the kind of chunk that a layer has.
-
-    Args:
-        layer: index of the layer.
-        first: the layer that the cycles begin at.
-        cycle: temporal, spatial and spatio-temporal layers of a cycle, in this order.
-    """
-    place = (layer - first) % sum(cycle)
-    if place < cycle[0]:
-        return "temporal"
-    return "spatial" if place < cycle[0] + cycle[1] else "st"
+# What copies of a few heads may take, as a share of queries, keys, values and results of all heads;
+# lists take up to a tenth more. One head at a time takes least, but a share takes the host 0.3 ms
+# and the GPU 0.03 (H200, 2026-11).
+_MOST_COPIES = 0.5
+# Pairs of queries and keys of a few heads that keep a GPU busy; for these, twice as many bytes.
+_PAIRS_AT_ONCE = 2e9
 
 
-def chunk_shape(kind: ChunkKind, size: tuple[int, ...], grid: _Grid) -> _Grid:
-    """Return a chunk's tokens along time, height and width, at most those of the grid.
-
-    Args:
-        kind: what `size` means.
-        size: frames; height and width; or time, height and width.
-        grid: (T, H, W) of the video.
-    """
-    full = {
-        "temporal": (size[0], grid[1], grid[2]),
-        "spatial": (grid[0], *size[-2:]),
-        "st": size,
-    }[kind]
-    t, h, w = (min(pair) for pair in zip(full, grid, strict=True))
-    return t, h, w
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Partition:
+class RowChunks(NamedTuple):
     """The chunks of a video; shared between callers, not to be written to.
 
     Attributes:
         keys: the keys, chunk by chunk, then everything else; a block for each chunk, and one for
             the rest if there is any.
-        own: int32 [V], the chunk of every token of the video, in the order of the sequence.
-        in_order: whether the sequence already lies chunk by chunk.
+        own: int32 [V], the chunk of every row.
     """
 
     keys: TiledSequence
     own: torch.Tensor
-    in_order: bool
-
-    @property
-    def num_chunks(self) -> int:
-        """N."""
-        return self.keys.num_tiles
-
-    @property
-    def has_rest(self) -> bool:
-        """Whether there are keys that are not of the video."""
-        return self.keys.blocks.num > self.num_chunks
-
-    def key_blocks(
-        self, groups: ChunkGroups, heads: int, keep: torch.Tensor | None
-    ) -> tuple[torch.Tensor, Blocks]:
-        """Return where every key comes from, and the key blocks of all groups of all heads.
-
-        Args:
-            groups: how the chunks are grouped.
-            heads: query heads.
-            keep: bool [B, Sk], keys that may be attended to; None for all.
-
-        Returns:
-            The index, int32 [Sk] or [B, Sk]; and for head h * G + g the chunks of group g, those
-            it lacks being empty, then the keys that are not of the video, if any.
-        """
-        index, blocks = self.keys.index, self.keys.blocks
-        if keep is not None:
-            index, blocks = kept_first(index, blocks, keep)
-        starts, lengths = (_grouped(x, self, groups) for x in blocks.bounds(index.device))
-        return index, Blocks.ragged(
-            starts.repeat(1, heads, 1),
-            lengths.repeat(1, heads, 1),
-            total=blocks.total,
-            size=blocks.size,
-        )
 
 
-def _grouped(bound: torch.Tensor, chunks: Partition, groups: ChunkGroups) -> torch.Tensor:
+def key_blocks(
+    keys: TiledSequence, groups: ChunkGroups, heads: int, keep: torch.Tensor | None
+) -> tuple[torch.Tensor, Blocks]:
+    """Return where every key comes from, and the key blocks of all groups of all heads.
+
+    Args:
+        keys: see `RowChunks`.
+        groups: how the chunks are grouped.
+        heads: query heads.
+        keep: bool [B, Sk], keys that may be attended to; None for all.
+
+    Returns:
+        The index, int32 [Sk] or [B, Sk]; and for head h * G + g the chunks of group g, those it
+        lacks being empty, then the keys that are not of the video, if any.
+    """
+    index, blocks = keys.index, keys.blocks
+    if keep is not None:
+        index, blocks = kept_first(index, blocks, keep)
+    starts, lengths = (_grouped(x, groups) for x in blocks.bounds(index.device))
+    return index, Blocks.ragged(
+        starts.repeat(1, heads, 1),
+        lengths.repeat(1, heads, 1),
+        total=blocks.total,
+        size=blocks.size,
+    )
+
+
+def _grouped(bound: torch.Tensor, groups: ChunkGroups) -> torch.Tensor:
     """Arrange starts or lengths [B|1, 1, N (+ 1)] by group: [B|1, G, size (+ 1)]."""
-    num = chunks.num_chunks
-    missing = groups.num * groups.size - num
-    by_group = torch.nn.functional.pad(bound[:, 0, :num], (0, missing))
+    num = groups.num_chunks
+    by_group = F.pad(bound[:, 0, :num], (0, groups.num * groups.size - num))
     by_group = by_group.view(-1, groups.num, groups.size)
-    if not chunks.has_rest:
+    if bound.shape[2] == num:
         return by_group
     rest = bound[:, 0, num:].unsqueeze(1).expand(-1, groups.num, -1)
     return torch.cat((by_group, rest), dim=2)
 
 
 @static_cache(maxsize=64)
-def partition(layout: SequenceLayout, chunk: _Grid, device: torch.device) -> Partition:
+def row_chunks(layout: SequenceLayout, chunk: _Grid, device: torch.device) -> RowChunks:
     """Return the chunks of a video; the last 64 are cached.
 
     Args:
@@ -172,29 +139,53 @@ def partition(layout: SequenceLayout, chunk: _Grid, device: torch.device) -> Par
         chunks = torch.arange(len(starts), dtype=torch.int32)
         own[order.order.cpu().long()] = chunks.repeat_interleave(lengths)
         if rest:
-            starts = torch.cat((starts, torch.tensor([video], dtype=torch.int32)))
-            lengths = torch.cat((lengths, torch.tensor([rest], dtype=torch.int32)))
+            starts, lengths = _with_rest(starts, lengths, video, rest)
         blocks = Blocks.ragged(
             starts.to(device),
             lengths.to(device),
             total=layout.num_keys,
             size=max(order.largest, rest),
         )
-        positions = torch.arange(layout.num_keys, dtype=torch.int32)
-        in_order = bool((keys.index.cpu() == positions).all())
-        return Partition(keys=replace(keys, blocks=blocks), own=own.to(device), in_order=in_order)
+        return RowChunks(keys=replace(keys, blocks=blocks), own=own.to(device))
 
 
-# What copies of a few heads may take, as a share of queries, keys, values and results of all heads;
-# lists take up to a tenth more. One head at a time takes least, but a share takes the host 0.3 ms
-# and the GPU 0.03 (H200, 2026-11).
-_MOST_COPIES = 0.5
-# Pairs of queries and keys of a few heads that keep a GPU busy; for these, twice as many bytes.
-_PAIRS_AT_ONCE = 2e9
+def _with_rest(
+    starts: torch.Tensor, lengths: torch.Tensor, first: int, rest: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return bounds on the CPU with a block more, of `rest` tokens from `first` on."""
+    more = torch.tensor([[first], [rest]], dtype=torch.int32)
+    return torch.cat((starts, more[0])), torch.cat((lengths, more[1]))
 
 
-def select(call: SparseCall, chunks: Partition, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what the video's queries select, and how many pairs that is; see `select_chunks`."""
+def attend_by_rows(
+    router: Router[Any], settings: Any, call: SparseCall, context: ForwardContext
+) -> torch.Tensor:
+    """Return the method's attention of a call, [B, Sq, H, D]; waits for nothing."""
+    whole, layer = call.layout, router.layer
+    cut = router.cut(settings, whole.grid)
+    layout = cut.layout(whole)
+    call = call if layout is whole else replace(call, layout=layout)
+    chunk = fit_tile(cut.tile, layout.grid)
+    chunks = row_chunks(layout, chunk, call.query.device)
+    num = chunks.keys.num_tiles
+    share: float | torch.Tensor = 1.0
+    layer.warn_of(whole, router.budget(settings, num, whole.num_video))
+    out = router.attend_upstream(settings, call, chunks.keys.order)
+    if router.density(settings, num, whole.num_video) == 1:
+        out = attend_densely(call) if out is None else out
+    else:
+        bits, pairs = choose_rows(router, settings, row_stats(call, chunks))
+        share = kept = _share(call, pairs)
+        if out is None:
+            out = attend_choice(call, chunks, bits)
+            if call.first_head == 0:  # the first heads of a call stand for all of it
+                layer.dense_above.learn(kept, math.prod(chunk), context)
+    layer.note(context, share, call.query.shape[2])
+    return out
+
+
+def row_stats(call: SparseCall, chunks: RowChunks) -> RowStats:
+    """Return what the rows of a call choose by."""
     order, video = chunks.keys.order, call.layout.video
     means = chunk_means(
         call.key,
@@ -206,10 +197,18 @@ def select(call: SparseCall, chunks: Partition, rule: Rule) -> tuple[torch.Tenso
     )
     # The video lies at the same positions on both sides, so its masked keys are queries, too.
     keep = None if call.keep is None else call.keep[:, video]
-    return select_chunks(call.query[:, video], means, chunks.own, rule, keep=keep)
+    return RowStats(query=call.query[:, video], chunks=means, own=chunks.own, keep=keep)
 
 
-def density(call: SparseCall, pairs: torch.Tensor) -> torch.Tensor:
+def choose_rows(
+    router: Router[Any], settings: Any, stats: RowStats
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what rows choose, which has no gradient; see `Router.choose_rows`."""
+    with torch.no_grad():
+        return router.choose_rows(settings, stats)
+
+
+def _share(call: SparseCall, pairs: torch.Tensor) -> torch.Tensor:
     """Return the share of pairs attended to, [], given the `pairs` of video queries and keys.
 
     Masked keys that are not of the video are taken for others.
@@ -218,73 +217,82 @@ def density(call: SparseCall, pairs: torch.Tensor) -> torch.Tensor:
     return call.layout.density(pairs.double() / (batch * heads * call.layout.num_video**2))
 
 
-def attend_chunks(
+def attend_choice(
     call: SparseCall,
-    chunks: Partition,
-    rule: Rule,
+    chunks: RowChunks,
+    bits: torch.Tensor,
     *,
     groups: ChunkGroups | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the attention of a call, and the share of pairs attended to; waits for nothing.
+) -> torch.Tensor:
+    """Return the attention of a call whose rows have chosen; waits for nothing.
 
-    Queries of the video attend to the chunks they select and to all keys that are not of the
-    video, and to the means of the others where the call has a tail; other queries to everything.
-    Works on a few heads at a time, which bounds the memory.
+    Rows attend to the chunks they chose and to all keys that are not of the video, and to the means
+    of the others where the call has a tail; other queries to everything. Works on a few heads at a
+    time, which bounds the memory.
 
     Args:
         call: the call.
         chunks: the chunks of its video.
-        rule: how queries choose among them.
+        bits: int32 [B, H, V, words], what its rows chose.
         groups: how the chunks are grouped; None for what suits the sizes.
 
     Returns:
-        [B, Sq, H, D] in the order of the sequence, zero where a query sees no key; and float64 [].
+        [B, Sq, H, D] in the order of the sequence, zero where a query sees no key.
     """
-    bits, pairs = select(call, chunks, rule)
     heads, rows = slice(0, call.query.shape[2]), partial(_rows_of_bits, bits, chunks, call.layout)
     tell_pairs(heads, rows)
     pooled = pooled_video(call, chunks.keys) if call.tail else None
-    out = _attend_bits(call, chunks, bits, groups=groups, pooled=pooled)
-    return out, density(call, pairs)
+    return _attend_bits(call, chunks.keys, bits, groups=groups, pooled=pooled)
 
 
-def attend_seen_chunks(
-    call: SparseCall, tiles: SeenTiles, rule: Rule, *, spatial: bool = False
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return attention over the chunks of a cache that queries select; waits for nothing.
+def attend_seen_by_rows(
+    router: Router[Any],
+    settings: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tiles: SeenTiles,
+    context: ForwardContext | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return output and lse of queries in their tile order over the chunks of a cache.
 
-    Args:
-        call: the call; its queries in the order of their tiles, its keys all rows of the cache.
-        tiles: what is seen of them; every block is a chunk.
-        rule: how queries choose among them.
-        spatial: whether the tiles of one place are one chunk, in all slots together.
-
-    Returns:
-        [B, Sq, H, D]; its log-sum-exp, [B, H, Sq]; and the share of pairs attended to, float64 [].
+    Every block of the cache is a chunk; or those of one place are one, in all slots together.
     """
-    query, order, blocks = call.query, tiles.order, tiles.plan.kv
-    starts, lengths = (bound.view(-1) for bound in blocks.tensors())
+    layer, order, blocks = router.layer, tiles.order, tiles.plan.kv
+    places = len(order.starts) if router.spans_time(settings) else None
     own = torch.repeat_interleave(tiles.itself, order.lengths, output_size=order.num_tokens)
-    found = chunk_means(call.key, starts, lengths.clamp_min(1), size=blocks.size)
-    seen = replace(found, counts=lengths.expand(len(query), -1).contiguous(), masked=True)
-    if spatial:
-        places = len(order.starts)
-        chosen, pairs = select_chunks(query, _by_place(seen, places), own % places, rule)
+    bits, pairs = choose_rows(router, settings, _seen_stats(query, key, tiles, own, places))
+    if places is not None:
+        held = blocks.tensors()[1].view(-1) > 0
         num_slots = blocks.num // places
-        chosen_places = bits_of(chosen, places)
-        bits = pack_bits(chosen_places.repeat(1, 1, 1, num_slots) & (lengths > 0))
-    else:
-        bits, pairs = select_chunks(query, seen, own, rule)
+        bits = pack_bits(bits_of(bits, places).repeat(1, 1, 1, num_slots) & held)
+    call = _call_of_rows(query, key, value, layer)
     # What is seen of a cache lies as it is read: where keys come from is never asked.
     keys = TiledSequence(order=order, index=own, blocks=blocks, num_tiles=blocks.num, in_order=True)
-    lse = torch.empty(
-        (query.shape[0], query.shape[2], query.shape[1]), dtype=torch.float32, device=query.device
-    )
-    pooled = pooled_seen(call.key, call.value, tiles) if call.tail else None
-    chunks = Partition(keys=keys, own=own, in_order=True)
-    out = _attend_bits(call, chunks, bits, pooled=pooled, lse=lse)
-    every = query.shape[0] * query.shape[2] * order.num_tokens * tiles.num_tokens
-    return out, lse, pairs.double() / every
+    lse = _empty_lse(query)
+    pooled = pooled_seen(key, value, tiles) if layer.pools_tail else None
+    out = _attend_bits(call, keys, bits, pooled=pooled, lse=lse)
+    if context is not None:
+        every = query.shape[0] * query.shape[2] * order.num_tokens * tiles.num_tokens
+        layer.note(context, pairs.double() / every, query.shape[2])
+    return out, lse
+
+
+def _seen_stats(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    tiles: SeenTiles,
+    own: torch.Tensor,
+    places: int | None,
+) -> RowStats:
+    """Return what rows choose by among the blocks of a cache, or among so many places of them."""
+    blocks = tiles.plan.kv
+    starts, lengths = (bound.view(-1) for bound in blocks.tensors())
+    found = chunk_means(key, starts, lengths.clamp_min(1), size=blocks.size)
+    seen = replace(found, counts=lengths.expand(len(query), -1).contiguous(), masked=True)
+    if places is None:
+        return RowStats(query=query, chunks=seen, own=own)
+    return RowStats(query=query, chunks=_by_place(seen, places), own=own % places)
 
 
 def _by_place(seen: ChunkMeans, places: int) -> ChunkMeans:
@@ -297,9 +305,26 @@ def _by_place(seen: ChunkMeans, places: int) -> ChunkMeans:
     return ChunkMeans(means=means.sum(2), counts=total, masked=True)
 
 
+def _call_of_rows(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: SparseLayer
+) -> SparseCall:
+    """Return a call whose queries are all rows."""
+    rows, keys = query.shape[1], key.shape[1]
+    layout = SequenceLayout(grid=(1, 1, rows), start=0, num_queries=rows, num_keys=keys)
+    return SparseCall(
+        query=query, key=key, value=value, layout=layout, scale=layer.scale, kernel=layer.kernel
+    )
+
+
+def _empty_lse(query: torch.Tensor) -> torch.Tensor:
+    """Return room for the log-sum-exp of queries, fp32 [B, H, S]."""
+    batch, rows, heads, _ = query.shape
+    return query.new_empty((batch, heads, rows), dtype=torch.float32)
+
+
 def _attend_bits(
     call: SparseCall,
-    chunks: Partition,
+    chunks: TiledSequence,
     bits: torch.Tensor,
     *,
     groups: ChunkGroups | None = None,
@@ -310,27 +335,26 @@ def _attend_bits(
 
     Args:
         call: the call.
-        chunks: the chunks.
+        chunks: the keys, by chunk; see `RowChunks`.
         bits: int32 [B, H, V, words], which chunks every query of the video chose.
-        groups: see `attend_chunks`.
+        groups: see `attend_choice`.
         pooled: means of all chunks, where those that a row did not choose count by them.
         lse: [B, H, V], where the log-sum-exp of the video's queries goes.
     """
     query, key, layout = call.query, call.key, call.layout
     group = query.shape[2] // key.shape[2]
-    groups = groups or chunk_groups(chunks.num_chunks, layout.num_video)
+    groups = groups or chunk_groups(chunks.num_tiles, layout.num_video)
     out = torch.empty((*query.shape[:3], call.value.shape[3]), dtype=query.dtype, device=key.device)
     # Rows of a query block that suit the kernel that will run.
     copied = not chunks.in_order or call.keep is not None
     block = rows_for_choice(query, call.kernel, () if copied else (key, call.value))
-    rows = sort_rows(bits, groups, block=block, extra=chunks.has_rest)
+    rows = sort_rows(bits, groups, block=block, extra=chunks.num_text_blocks > 0)
     # Kernels with such blocks write the parts over the copies of the queries.
     passes = _passes(call, groups, overwritten=block == CHOICE_ROWS, copied=copied)
     at_once = (passes[0].stop - passes[0].start) * group
-    keys = chunks.key_blocks(groups, at_once, call.keep)
+    keys = key_blocks(chunks, groups, at_once, call.keep)
     order = _in_order(rows.counts.numel() // len(passes), key.device)
-    for span in layout.text:
-        out[:, span] = attend_rows(query[:, span], key, call.value, call.keep, call.scale)
+    attend_text(call, out)
 
     def attend(part: slice) -> None:
         heads = slice(part.start * group, part.stop * group)
@@ -338,16 +362,17 @@ def _attend_bits(
         if copied:
             k, v = gather_tokens((k, v), keys[0])
         chosen = rows.of_heads(heads)
-        plan = BlockPlan(
-            indices=chosen.indices,
-            counts=chosen.counts,
-            q=Blocks.padded(chosen.lengths, chosen.room // chosen.counts.shape[2]),
-            kv=keys[1],
-            row_bits=chosen.bits.unsqueeze(-1),
-            order=order,
-        )
         own, target = query[:, layout.video, heads], out[:, layout.video, heads]
-        parts, of_parts = _attend_parts(call, move_rows(own, chosen), k, v, plan)
+        parts, of_parts = block_sparse_attention(
+            move_rows(own, chosen),
+            k,
+            v,
+            _plan_of_rows(chosen, keys[1], order),
+            scale=call.scale,
+            return_lse=True,
+            kernel=call.kernel,
+            overwrite_q=True,  # with the parts, if the kernel can
+        )
         if pooled is None:
             merge_parts(parts, of_parts, chosen, target)
             total = None if lse is None else lse_of_parts(of_parts, chosen)
@@ -364,26 +389,20 @@ def _attend_bits(
     return out
 
 
-def _attend_parts(
-    call: SparseCall, moved: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: BlockPlan
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return attention within each group and its log-sum-exp, the former over `moved` if it can."""
-    parts, lse = block_sparse_attention(
-        moved,
-        k,
-        v,
-        plan,
-        scale=call.scale,
-        return_lse=True,
-        kernel=call.kernel,
-        overwrite_q=True,
+def _plan_of_rows(rows: SortedRows, keys: Blocks, order: torch.Tensor) -> BlockPlan:
+    return BlockPlan(
+        indices=rows.indices,
+        counts=rows.counts,
+        q=Blocks.padded(rows.lengths, rows.room // rows.counts.shape[2]),
+        kv=keys,
+        row_bits=rows.bits.unsqueeze(-1),
+        order=order,
     )
-    return parts, lse
 
 
 def _rows_of_bits(
     bits: torch.Tensor,
-    chunks: Partition,
+    chunks: RowChunks,
     layout: SequenceLayout,
     rows: torch.Tensor,
     heads: slice,
@@ -400,7 +419,7 @@ def _rows_of_bits(
     place = rows.to(bits.device) - layout.start
     of_video = (place >= 0) & (place < layout.num_video)
     words = bits[:, heads, place.clamp(0, layout.num_video - 1)]
-    chosen = bits_of(words, chunks.num_chunks)[..., chunks.own.long()]
+    chosen = bits_of(words, chunks.keys.num_tiles)[..., chunks.own.long()]
     kept = chosen.new_ones((*chosen.shape[:3], layout.num_keys))
     kept[..., layout.video] = chosen
     return kept | ~of_video[:, None]
