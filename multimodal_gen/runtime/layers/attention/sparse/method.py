@@ -335,6 +335,10 @@ class SparseMethodImpl(AttentionImpl):
             return "skip_below compares the scores of a row over all keys in one pass"
         return self.router.limits(self.config).ring or whole_tiles_only(self.kernel)
 
+    def ulysses_reason(self) -> str | None:
+        """See `AttentionImpl.ulysses_reason`."""
+        return self.router.limits(self.config).ulysses
+
     def forward_ring(
         self, inputs: RingInputs, context: ForwardContext | None = None
     ) -> torch.Tensor:

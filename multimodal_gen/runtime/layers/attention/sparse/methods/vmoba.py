@@ -254,11 +254,17 @@ class VMoBARouter(Router[VMoBAConfig]):
         return CacheCut(rows=kept.tokens) if rows >= kept.tokens else kept.in_rows(rows)
 
     def limits(self, settings: VMoBAConfig) -> Limits:
-        """Return what the authors' kernel cannot do."""
-        cache = None
+        """What is ranked together must be in one place."""
+        scope = settings.moba_threshold_type
+        ulysses = cache = None
+        if scope not in ("query_head", "head_global"):
+            ulysses = (
+                f"`moba_threshold_type` {scope} ranks the chunks of all heads together, and a rank "
+                f"has some of the heads; query_head and head_global rank within a head"
+            )
         if self.layer.kernel.name == UPSTREAM:
             cache = f"kernel {UPSTREAM} takes no lists of a cache"
-        return Limits(cache=cache)
+        return Limits(ulysses=ulysses, cache=cache)
 
     def _kind(self, settings: VMoBAConfig) -> _Kind:
         site = self.layer.site

@@ -389,6 +389,17 @@ def test_gradients_are_those_of_attention_under_the_choice():
     )
 
 
+@pytest.mark.parametrize("scope", ["query_head", "head_global", "block", "overall"])
+def test_what_ranks_over_heads_says_that_these_must_be_in_one_process(scope):
+    settings = config(moba_threshold_type=scope)
+    impl = VMoBAImpl(HEADS, HEAD_SIZE, SCALE, config=settings)
+    ulysses = impl.ulysses_reason()
+    if scope in ("query_head", "head_global"):
+        assert ulysses is None
+    else:
+        assert ulysses.startswith(f"`moba_threshold_type` {scope} ranks the chunks of all heads")
+
+
 def test_the_report_has_the_density_of_every_step():
     qkv = inputs(WHOLE)
     attention = layer(1, **TOPK)
