@@ -10,7 +10,7 @@ of chunks; q/k suffix = query/key side.
 """
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ from multimodal_gen.kernels.row_choice.api import (
 from multimodal_gen.kernels.static_cache import static_cache
 from multimodal_gen.kernels.tile_order.api import gather_tokens
 from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import bits_of, tell_pairs
+from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import Shard
 from multimodal_gen.runtime.layers.attention.sparse.router import Router, RowStats, SparseLayer
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SequenceLayout,
@@ -50,6 +51,7 @@ from multimodal_gen.runtime.layers.attention.sparse.tiles import (
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 
 __all__ = [
+    "RankRows",
     "RowChunks",
     "attend_by_rows",
     "attend_choice",
@@ -58,6 +60,7 @@ __all__ = [
     "key_blocks",
     "row_chunks",
     "row_stats",
+    "with_one_rest",
 ]
 
 _Grid = tuple[int, int, int]
@@ -303,6 +306,79 @@ def _by_place(seen: ChunkMeans, places: int) -> ChunkMeans:
     weight = (counts / total.clamp_min(1).unsqueeze(1)).to(seen.means.dtype)
     means = seen.means.view(batch, heads, -1, places, size) * weight[:, None, :, :, None]
     return ChunkMeans(means=means.sum(2), counts=total, masked=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RankRows:
+    """What the rows of a rank in a ring chose of the chunks of all ranks.
+
+    Attributes:
+        bits: int32 [B, H, V, words], for its rows in the order of the sequence.
+        mine: what this rank holds.
+        layer: what computes.
+        pooled: means of all chunks, where those that a row did not choose count by them.
+    """
+
+    bits: torch.Tensor
+    mine: Shard
+    layer: SparseLayer
+    pooled: PooledBlocks | None = None
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        theirs: Shard,
+        blocks: Blocks,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rows' attention to a shard's part of their chunks; see `AttendShard`."""
+        call = _call_of_rows(query, key, value, self.layer)
+        place, held = _held_chunks(theirs)
+        starts, lengths = (F.pad(x, (0, 1))[..., place] for x in blocks.bounds(key.device))
+        keys = TiledSequence(
+            order=theirs.keys.order,
+            index=theirs.keys.index,
+            blocks=Blocks.ragged(starts, lengths, total=blocks.total, size=blocks.size),
+            num_tiles=len(theirs.block_of),
+            in_order=True,
+        )
+        lse = _empty_lse(query)
+        out = _attend_bits(call, keys, self.bits & held, lse=lse)
+        if self.pooled is None or theirs is not self.mine:
+            return out, lse
+        scale, kernel = self.layer.scale, self.layer.kernel
+        return add_tail(out, lse, query, self.pooled, self.bits, None, scale=scale, kernel=kernel)
+
+
+@static_cache(maxsize=256)
+def _held_chunks(shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return where a shard has its part of every chunk among its blocks, and which it has any of.
+
+    The former is int64 [N (+ 1)], the rest behind the chunks, and the number of blocks for chunks
+    that are not there; the latter bits of an int32 [words].
+    """
+    with torch.inference_mode(False), torch.device("cpu"):
+        block = shard.block_of.cpu().long()
+        held, blocks = block >= 0, shard.keys.blocks.num
+        rest = torch.arange(shard.keys.num_tiles, blocks)
+        place = torch.cat((torch.where(held, block, blocks), rest))
+        return place.to(shard.block_of.device), pack_bits(held).to(shard.block_of.device)
+
+
+@static_cache(maxsize=256)
+def with_one_rest(shard: Shard) -> Shard:
+    """Return a shard whose tokens that are not of the video are one block."""
+    if shard.keys.num_text_blocks < 2:
+        return shard
+    total, device = len(shard.keys.index), shard.keys.index.device
+    rest = total - shard.num_video
+    with torch.inference_mode(False), torch.device("cpu"):
+        bounds = _with_rest(shard.starts.cpu(), shard.lengths.cpu(), shard.num_video, rest)
+        starts, lengths = (bound.to(device) for bound in bounds)
+        size = max(shard.keys.order.largest, rest)
+        blocks = Blocks.ragged(starts, lengths, total=total, size=size)
+        return replace(shard, keys=replace(shard.keys, blocks=blocks))
 
 
 def _call_of_rows(

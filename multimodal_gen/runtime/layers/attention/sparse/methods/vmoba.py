@@ -256,7 +256,12 @@ class VMoBARouter(Router[VMoBAConfig]):
     def limits(self, settings: VMoBAConfig) -> Limits:
         """What is ranked together must be in one place."""
         scope = settings.moba_threshold_type
-        ulysses = cache = None
+        ring = ulysses = cache = None
+        if scope != "query_head":
+            ring = (
+                f"`moba_threshold_type` {scope} ranks the chunks of all queries together, and a "
+                f"rank has some of the queries; query_head ranks those of each query"
+            )
         if scope not in ("query_head", "head_global"):
             ulysses = (
                 f"`moba_threshold_type` {scope} ranks the chunks of all heads together, and a rank "
@@ -264,7 +269,7 @@ class VMoBARouter(Router[VMoBAConfig]):
             )
         if self.layer.kernel.name == UPSTREAM:
             cache = f"kernel {UPSTREAM} takes no lists of a cache"
-        return Limits(ulysses=ulysses, cache=cache)
+        return Limits(ring=ring, ulysses=ulysses, cache=cache)
 
     def _kind(self, settings: VMoBAConfig) -> _Kind:
         site = self.layer.site
@@ -291,7 +296,9 @@ class VMoBABackend(SparseBackend):
     config_cls: ClassVar[type[VMoBAConfig]] = VMoBAConfig
     router: ClassVar[type[VMoBARouter]] = VMoBARouter
     variants: ClassVar[tuple[Variant, ...]] = (
-        *engine_variants(BLOCK_SPARSE, (Feature.GQA, Feature.KEY_MASK), plans=("row_bits",)),
+        *engine_variants(
+            BLOCK_SPARSE, (Feature.GQA, Feature.KEY_MASK, Feature.RING), plans=("row_bits",)
+        ),
         upstream_variant(UPSTREAM, FASTVIDEO_KERNEL, _FLASH_ATTN),
     )
 

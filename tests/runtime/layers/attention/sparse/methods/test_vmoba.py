@@ -390,10 +390,14 @@ def test_gradients_are_those_of_attention_under_the_choice():
 
 
 @pytest.mark.parametrize("scope", ["query_head", "head_global", "block", "overall"])
-def test_what_ranks_over_heads_says_that_these_must_be_in_one_process(scope):
+def test_what_ranks_over_tokens_or_heads_says_where_these_must_be(scope):
     settings = config(moba_threshold_type=scope)
     impl = VMoBAImpl(HEADS, HEAD_SIZE, SCALE, config=settings)
-    ulysses = impl.ulysses_reason()
+    ring, ulysses = impl.ring_reason(), impl.ulysses_reason()
+    if scope == "query_head":
+        assert ring is None
+    else:
+        assert ring.startswith(f"`moba_threshold_type` {scope} ranks the chunks of all queries")
     if scope in ("query_head", "head_global"):
         assert ulysses is None
     else:
