@@ -37,7 +37,7 @@ from _harness import (
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.rules import scope_from
 from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
-from multimodal_gen.runtime.layers.attention.sparse.methods.vmoba import chunks
+from multimodal_gen.runtime.layers.attention.sparse.executors import rows as by_rows
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.testing.inputs import QKV, make_video_qkv
 
@@ -189,12 +189,12 @@ def with_copies(run: Callable[[], torch.Tensor], share: float) -> Callable[[], t
     """Return a call of V-MoBA that copies at most such a share of its tensors at once."""
 
     def limited() -> torch.Tensor:
-        kept = chunks._MOST_COPIES, chunks._PAIRS_AT_ONCE
-        chunks._MOST_COPIES, chunks._PAIRS_AT_ONCE = share, 0.0
+        kept = by_rows._MOST_COPIES, by_rows._PAIRS_AT_ONCE
+        by_rows._MOST_COPIES, by_rows._PAIRS_AT_ONCE = share, 0.0
         try:
             return run()
         finally:
-            chunks._MOST_COPIES, chunks._PAIRS_AT_ONCE = kept
+            by_rows._MOST_COPIES, by_rows._PAIRS_AT_ONCE = kept
 
     return limited
 

@@ -32,15 +32,16 @@ from _harness import (
 
 from multimodal_gen.kernels.block_sparse.api import rows_for_choice
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
-from multimodal_gen.kernels.chunk_select.api import Rule
+from multimodal_gen.kernels.chunk_select.api import Rule, select_chunks
 from multimodal_gen.kernels.row_choice.api import chunk_groups, sort_rows
-from multimodal_gen.runtime.layers.attention.sparse.methods.vmoba.chunks import (
-    Partition,
-    attend_chunks,
-    partition,
-    select,
+from multimodal_gen.runtime.layers.attention.sparse.executors.rows import (
+    RowChunks,
+    attend_choice,
+    key_blocks,
+    row_chunks,
+    row_stats,
 )
-from multimodal_gen.runtime.layers.attention.sparse.methods.vmoba.upstream import (
+from multimodal_gen.runtime.layers.attention.sparse.methods.vmoba_upstream import (
     UPSTREAM,
     attend_upstream,
 )
@@ -108,12 +109,13 @@ class ChunkCall:
     """A call, the chunks of its video, and how queries choose among them."""
 
     call: SparseCall
-    chunks: Partition
+    chunks: RowChunks
     rule: Rule
 
     def select(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what is selected, and how many pairs that is."""
-        return select(self.call, self.chunks, self.rule)
+        stats = row_stats(self.call, self.chunks)
+        return select_chunks(stats.query, stats.chunks, stats.own, self.rule)
 
 
 def make_call(case: Case) -> ChunkCall:
@@ -135,7 +137,7 @@ def make_call(case: Case) -> ChunkCall:
         layout=layout,
         scale=case.head_size**-0.5,
     )
-    chunks = partition(layout, case.chunk, qkv.query.device)
+    chunks = row_chunks(layout, case.chunk, qkv.query.device)
     return ChunkCall(call=call, chunks=chunks, rule=Rule(topk=case.topk))
 
 
@@ -143,7 +145,7 @@ def make_contenders(given: ChunkCall) -> dict[str, Run]:
     """Return what can run here; the rest is named and left out."""
     call, chunks, rule = given.call, given.chunks, given.rule
     query, key, value = call.query, call.key, call.value
-    found: dict[str, Run] = {"vmoba layer": lambda: attend_chunks(call, chunks, rule)[0]}
+    found: dict[str, Run] = {"vmoba layer": lambda: attend_choice(call, chunks, given.select()[0])}
     if DEVICE == "cuda" and importlib.util.find_spec("fa3_fwd_interface"):
         dense = importlib.import_module("fa3_fwd_interface").flash_attn_func
 
@@ -163,7 +165,7 @@ def make_contenders(given: ChunkCall) -> dict[str, Run]:
         print(f"left out: fastvideo-kernel, copies the queries of {query.shape[2]} heads per chunk")
     else:
         found[upstream] = lambda: attend_upstream(
-            call, chunks, rule, keeps_own=False, backend="vmoba_attn"
+            call, chunks.keys.order, rule, keeps_own=False, backend="vmoba_attn"
         )
     return found
 
@@ -183,7 +185,7 @@ def find_upstream(*, fa3: bool) -> str | None:
 
 def expected(given: ChunkCall, rows: torch.Tensor, *, dense: bool) -> torch.Tensor:
     """Return the attention of a few rows in float64, [rows, H, D]."""
-    call, bits, num = given.call, given.select()[0], given.chunks.num_chunks
+    call, bits, num = given.call, given.select()[0], given.chunks.keys.num_tiles
     n = torch.arange(num, device=bits.device)
     chosen = (bits[0, :, rows][..., n // 32] >> (n % 32) & 1).bool()
     q, k, v = (x[0].transpose(0, 1).double() for x in (call.query, call.key, call.value))
@@ -197,10 +199,10 @@ def union(given: ChunkCall, pairs: float) -> float:
     """Return the pairs that are computed over those that are kept, from the first heads."""
     call, (bits, _) = given.call, given.select()
     heads = min(3, call.query.shape[2])
-    groups = chunk_groups(given.chunks.num_chunks, call.layout.num_video)
+    groups = chunk_groups(given.chunks.keys.num_tiles, call.layout.num_video)
     block = rows_for_choice(call.query, call.kernel, ())
     rows = sort_rows(bits[:, :heads], groups, block=block)
-    _, keys = given.chunks.key_blocks(groups, heads, None)
+    _, keys = key_blocks(given.chunks.keys, groups, heads, None)
     plan = BlockPlan(
         indices=rows.indices, counts=rows.counts, q=Blocks.padded(rows.lengths, block), kv=keys
     )

@@ -20,11 +20,12 @@ from multimodal_gen.kernels.row_choice.api import (
     sort_rows,
 )
 from multimodal_gen.kernels.row_choice.reference import merge_parts_reference
-from multimodal_gen.runtime.layers.attention.sparse.methods.vmoba import chunks as vmoba_chunks
-from multimodal_gen.runtime.layers.attention.sparse.methods.vmoba.chunks import (
-    attend_chunks,
-    partition,
-    select,
+from multimodal_gen.runtime.layers.attention.sparse.executors import rows as by_rows
+from multimodal_gen.runtime.layers.attention.sparse.executors.rows import (
+    RowChunks,
+    attend_choice,
+    row_chunks,
+    row_stats,
 )
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout, SparseCall
 from multimodal_gen.testing.tolerance import assert_within_error_budget
@@ -46,6 +47,15 @@ RULES = [
     Rule(topk=5, scope="head_global"),
     Rule(threshold=0.25, scope="overall"),
 ]
+
+
+def select(call: SparseCall, chunks: RowChunks, rule: Rule) -> torch.Tensor:
+    stats = row_stats(call, chunks)
+    return select_chunks(stats.query, stats.chunks, stats.own, rule, keep=stats.keep)[0]
+
+
+def attend(call: SparseCall, chunks: RowChunks, rule: Rule) -> torch.Tensor:
+    return attend_choice(call, chunks, select(call, chunks, rule))
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
@@ -113,8 +123,8 @@ def test_rows_are_sorted_and_merged_as_defined(dtype, num_chunks, size, extra, b
 @pytest.fixture
 def one_head_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small inputs take as many shares of heads as large ones."""
-    monkeypatch.setattr(vmoba_chunks, "_MOST_COPIES", 0.0)
-    monkeypatch.setattr(vmoba_chunks, "_PAIRS_AT_ONCE", 1)
+    monkeypatch.setattr(by_rows, "_MOST_COPIES", 0.0)
+    monkeypatch.setattr(by_rows, "_PAIRS_AT_ONCE", 1)
 
 
 @pytest.mark.usefixtures("one_head_at_a_time")
@@ -142,14 +152,14 @@ def test_the_layer_attends_to_what_was_chosen_and_waits_for_nothing(
         kernel=SelectedKernel(kernel, named=True),
         keep=keep,
     )
-    chunks = partition(shape, chunk, query.device)
-    attend_chunks(call, chunks, rule)  # compiles
+    chunks = row_chunks(shape, chunk, query.device)
+    attend(call, chunks, rule)  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:
-        out, _ = attend_chunks(call, chunks, rule)
+        out = attend(call, chunks, rule)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    chosen = unpacked(select(call, chunks, rule)[0], chunks.num_chunks)
+    chosen = unpacked(select(call, chunks, rule), chunks.keys.num_tiles)
     mask = torch.ones(2, 4, total, total, dtype=torch.bool, device="cuda")
     mask[:, :, shape.video, shape.video] = chosen[..., chunks.own.long()]
     if keep is not None:
@@ -168,9 +178,9 @@ def test_tiles_are_redone_where_parts_take_the_place_of_queries(together, monkey
     query[:, ::5] *= 40  # whose sums overflow against the reference of a fixed step
     layout = SequenceLayout(grid=GRID, start=0, num_queries=tokens, num_keys=tokens)
     call = SparseCall(query=query, key=key, value=value, layout=layout, scale=128**-0.5)
-    chunks = partition(layout, (2, 4, 5), query.device)
+    chunks = row_chunks(layout, (2, 4, 5), query.device)
     rule = Rule(topk=9)
-    chosen = unpacked(select(call, chunks, rule)[0], chunks.num_chunks)
-    out, _ = attend_chunks(call, chunks, rule)
+    chosen = unpacked(select(call, chunks, rule), chunks.keys.num_tiles)
+    out = attend(call, chunks, rule)
     mask = chosen[..., chunks.own.long()]
     assert_within_error_budget(out, query, key, value, scale=128**-0.5, mask=mask)

@@ -21,11 +21,7 @@ def test_a_smoke_run_writes_a_row_per_contender(run_bench, tmp_path):
 
 def test_a_wrong_output_is_named_and_not_timed(bench, monkeypatch, capsys):
     vmoba = bench("vmoba")
-    monkeypatch.setattr(
-        vmoba,
-        "attend_chunks",
-        lambda call, *_: (torch.zeros_like(call.query), torch.zeros(())),
-    )
+    monkeypatch.setattr(vmoba, "attend_choice", lambda call, *_: torch.zeros_like(call.query))
     rows, wrong = vmoba.measure(vmoba.SMOKE[0], commit="c0ffee", rounds=1)
     assert wrong == ["smoke vmoba layer"]
     assert [row.contender for row in rows] == ["sdpa dense"]

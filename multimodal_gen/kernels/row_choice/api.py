@@ -17,6 +17,7 @@ from multimodal_gen.kernels.row_choice.reference import (
     row_positions_reference,
     sorted_bits_reference,
 )
+from multimodal_gen.kernels.tensors import records_gradient
 
 __all__ = [
     "ChunkGroups",
@@ -202,7 +203,13 @@ def lse_of_parts(lse: torch.Tensor, rows: SortedRows) -> torch.Tensor:
     batch, heads, groups, _ = rows.position.shape
     found = lse.view(batch, heads, groups, -1).gather(3, rows.position.long())
     unused = rows.position >= rows.used.unsqueeze(-1)
-    return found.masked_fill(unused, -torch.inf).logsumexp(2)
+    found = found.masked_fill(unused, -torch.inf)
+    if not records_gradient(lse):
+        return found.logsumexp(2)
+    # The gradient of a sum of nothing is NaN.
+    nothing = (found == -torch.inf).all(2, keepdim=True)
+    total = found.masked_fill(nothing, 0.0).logsumexp(2)
+    return total.masked_fill(nothing.squeeze(2), -torch.inf)
 
 
 def merge_parts(

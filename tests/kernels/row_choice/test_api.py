@@ -9,6 +9,7 @@ from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.row_choice.api import (
     ChunkGroups,
     chunk_groups,
+    lse_of_parts,
     merge_parts,
     move_rows,
     sort_rows,
@@ -104,6 +105,17 @@ def test_rows_without_any_key_become_zero():
     out = torch.ones(1, 3, 1, 4)
     merge_parts(parts, lse, rows, out)
     assert (out == 0).all()
+
+
+def test_rows_without_any_key_leave_gradients_of_their_parts_finite():
+    rows = sort_rows(random_bits((1, 1, 20), 7), ChunkGroups(num_chunks=7, size=3))
+    lse = random(1, 3, rows.room).index_fill(2, torch.arange(0, rows.room, 2), -torch.inf)
+    total = lse_of_parts(lse.requires_grad_(), rows)
+    seen = total > -torch.inf
+    assert 0 < int(seen.sum()) < 20
+    (found,) = torch.autograd.grad(total.masked_fill(~seen, 0.0).sum(), lse)
+    assert found.isfinite().all()
+    assert torch.equal(total.detach(), lse_of_parts(lse.detach(), rows))
 
 
 def test_gradients_flow_through_sorting_and_merging():

@@ -28,7 +28,7 @@ from multimodal_gen.runtime.layers.attention.sparse.methods.sol import SolConfig
 from multimodal_gen.runtime.layers.attention.sparse.methods.sta.router import SlidingTileConfig
 from multimodal_gen.runtime.layers.attention.sparse.methods.subblock import SubblockConfig
 from multimodal_gen.runtime.layers.attention.sparse.methods.svg2 import SVG2Config
-from multimodal_gen.runtime.layers.attention.sparse.methods.vmoba.backend import VMoBAConfig
+from multimodal_gen.runtime.layers.attention.sparse.methods.vmoba import VMoBAConfig
 from multimodal_gen.runtime.layers.attention.sparse.methods.vsa import VideoSparseConfig
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 

@@ -40,9 +40,8 @@ from multimodal_gen.runtime.layers.attention.scope import (
     Source,
 )
 from multimodal_gen.runtime.layers.attention.selector import resolve
-from multimodal_gen.runtime.layers.attention.sparse.methods import sla, sparge, svg2, vsa
+from multimodal_gen.runtime.layers.attention.sparse.methods import sla, sparge, svg2, vmoba, vsa
 from multimodal_gen.runtime.layers.attention.sparse.methods.sta import router as sta
-from multimodal_gen.runtime.layers.attention.sparse.methods.vmoba import backend as vmoba
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import (
     AttentionBackendEnum,

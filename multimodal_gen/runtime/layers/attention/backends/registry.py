@@ -50,7 +50,7 @@ _BUILTIN: MappingProxyType[AttentionBackendEnum, tuple[str, ...]] = MappingProxy
         AttentionBackendEnum.TRITON_ATTN: ("backends.triton_attn:TritonAttentionBackend",),
         AttentionBackendEnum.SLIDING_TILE_ATTN: ("sparse.methods.sta.router:SlidingTileBackend",),
         AttentionBackendEnum.VIDEO_SPARSE_ATTN: ("sparse.methods.vsa:VideoSparseBackend",),
-        AttentionBackendEnum.VMOBA_ATTN: ("sparse.methods.vmoba.backend:VMoBABackend",),
+        AttentionBackendEnum.VMOBA_ATTN: ("sparse.methods.vmoba:VMoBABackend",),
         AttentionBackendEnum.SLA_ATTN: ("sparse.methods.sla:SLABackend",),
         AttentionBackendEnum.SAGE_SLA_ATTN: ("sparse.methods.sla:SageSLABackend",),
         AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN: ("sparse.methods.svg2:SVG2Backend",),

@@ -61,6 +61,7 @@ from multimodal_gen.runtime.managers.forward_context import ForwardContext
 
 __all__ = [
     "AttendPlan",
+    "AttendShard",
     "Halo",
     "PlanOf",
     "RingTail",
@@ -152,6 +153,12 @@ AttendPlan = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, BlockPlan], tuple[torch.Tensor, torch.Tensor]
 ]
 """Computes q, k, v and a plan to the output and its log-sum-exp."""
+
+AttendShard = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, Shard, Blocks], tuple[torch.Tensor, torch.Tensor]
+]
+"""Computes a rank's video queries, which choose for themselves, over the keys and values of a shard
+as they travel, with what its blocks hold of kept keys, to the output and its log-sum-exp."""
 
 
 def ring_layout(inputs: RingInputs, context: ForwardContext | None, backend: str) -> SequenceLayout:
@@ -483,6 +490,7 @@ def attend_ring_tiles(
     kernel: KernelChoice = AUTO,
     queries: Shard | None = None,
     attend: AttendPlan | None = None,
+    by_rows: AttendShard | None = None,
     halo: Halo | None = None,
     tail: RingTail | None = None,
 ) -> torch.Tensor:
@@ -496,6 +504,7 @@ def attend_ring_tiles(
         kernel: what the block-sparse engine is to run.
         queries: this rank's tokens in the tiles of queries, where those of keys are others.
         attend: what computes the plans, where that is not the block-sparse engine.
+        by_rows: what computes queries of the video instead, where they have no plans.
         halo: which keys ranks send each other instead of passing all of them round, where the
             sequence has no text and no mask and no gradient is asked for; None for the ring.
         tail: what queries of the video see of tiles that they do not keep; None for nothing.
@@ -531,6 +540,7 @@ def attend_ring_tiles(
         blocks=None if mine is None else mine.queries,
         tail=tail,
         kernel=kernel,
+        by_rows=by_rows,
     )
     shared: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     if inputs.shared_key is not None and inputs.shared_value is not None:
@@ -624,6 +634,7 @@ class _Parts:
         blocks: how its video tokens are cut, if there are any.
         tail: what they see of tiles that they do not keep.
         kernel: what the tail is to run.
+        by_rows: see `attend_ring_tiles`.
         shared: the keys that all ranks hold.
     """
 
@@ -636,6 +647,7 @@ class _Parts:
     blocks: Blocks | None
     tail: RingTail | None
     kernel: KernelChoice
+    by_rows: AttendShard | None = None
     shared: _ShardKeys | None = None
 
     def attend(self, query: torch.Tensor, part: KeyPart) -> tuple[torch.Tensor, torch.Tensor]:
@@ -657,6 +669,8 @@ class _Parts:
     def _by_plan(
         self, query: torch.Tensor, part: KeyPart, theirs: _ShardKeys
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.by_rows is not None:
+            return self.by_rows(query, part.key, part.value, theirs.shard, theirs.blocks)
         plan, tail = self.plan_of(theirs.shard), self.tail
         if plan is None:
             found = attend_to_nothing(query, part.value)

@@ -24,6 +24,13 @@ METHODS = {
     "subblock_sparse_attn": {"sparsity": 0.9, "skip_first_steps": 0, "min_seq_len": 0},
     "sol_attn": {"dense_steps": 0, "dense_layers": None, "tail": "none", "tile_size": [2, 2, 4]},
     "pisa_attn": {"density": 0.3, "first_order": False},
+    "vmoba_attn": {
+        "first_full_step": 0,
+        "temporal_layer": 0,
+        "spatial_layer": 0,
+        "st_chunk_size": [2, 3, 4],
+        "moba_threshold": 0.3,
+    },
 }
 TAILS = {f"{backend} tail": {**config, "tail": "pooled"} for backend, config in METHODS.items()}
 REFUSED = {"sla_attn": {"topk_ratio": 0.2, "BLKQ": 64}}
@@ -39,14 +46,14 @@ def layer_of(backend, cls=USPAttention):
     return cls(HEADS, 32, prefix="blocks.1.attn", scope=scope_from_args(args))
 
 
-def attend(layer, inputs, text=0):
+def attend(layer, inputs, text=0, mask=None):
     """Call a layer, with a gate where there are four inputs, and text behind the video."""
     span = TextSpan(start=math.prod(GRID), length=text) if text else None
     with set_forward_context(1, latent_grid=GRID, num_steps=2, text_span=span):
         more = {"gate_compress": inputs[3]} if len(inputs) == 4 else {}
         if text:
             more["num_replicated_suffix"] = text
-        return layer(*inputs[:3], **more)
+        return layer(*inputs[:3], mask, **more)
 
 
 def check(backend, gated, lengths=LENGTHS, text=0):
@@ -77,6 +84,23 @@ def check(backend, gated, lengths=LENGTHS, text=0):
         torch.testing.assert_close(mine, own(theirs, lengths, 0, text), rtol=1e-4, atol=1e-5)
 
 
+def check_masked(backend, lengths):
+    """Compare gradients where chunks of keys, and all keys that some rows keep, are masked."""
+    keep = torch.ones(1, sum(lengths), dtype=torch.bool)
+    keep[:, :48], keep[:, 96:144], keep[:, 190:] = False, False, False
+    weight = torch.randn(1, sum(lengths), HEADS, 32, generator=torch.Generator().manual_seed(5))
+    weight = weight * keep[..., None, None]
+    leaves = [x.requires_grad_() for x in make_qkv(1, sum(lengths), HEADS, 32)]
+    with use_parallel_groups(None):
+        want = attend(layer_of(backend), leaves, mask=keep)
+        expected = torch.autograd.grad(want, leaves, weight)
+    local = [own(x, lengths).detach().requires_grad_() for x in leaves]
+    out = attend(layer_of(backend), local, mask=own(keep, lengths))
+    found = torch.autograd.grad(out, local, own(weight, lengths))
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, own(theirs, lengths), rtol=1e-4, atol=1e-5)
+
+
 def check_refused(backend):
     """A ring says that it has no backward pass."""
     local = [own(x, LENGTHS).requires_grad_() for x in make_qkv(1, sum(LENGTHS), HEADS, 32)]
@@ -93,6 +117,12 @@ def test_two_ranks_have_the_gradients_of_one(two_ranks, backend, mesh):
 @pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(ring=2)], ids=["ulysses", "ring"])
 def test_two_ranks_have_the_gradients_of_a_gate(two_ranks, mesh):
     two_ranks.run(mesh, check, "video_sparse_attn", True)
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, (48, 144)], ids=str)
+@pytest.mark.parametrize("backend", ["vmoba_attn", "vmoba_attn tail"])
+def test_rows_without_keys_have_gradients(two_ranks, backend, lengths):
+    two_ranks.run(Mesh(ring=2), check_masked, backend, lengths)
 
 
 @pytest.mark.slow

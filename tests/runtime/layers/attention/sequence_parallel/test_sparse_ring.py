@@ -21,6 +21,15 @@ GRID, RAGGED, LARGE = (4, 6, 8), (3, 5, 7), (5, 7, 13)
 MESHES = [Mesh(ring=4), Mesh(ulysses=2, ring=2)]
 TEXT = {"none": (0, 0), "front": (5, 0), "back": (0, 3)}
 VSA = {"sparsity": 0.7, "tile_size": [4, 4, 4]}
+VMOBA = {
+    "first_full_step": 0,
+    "temporal_chunk_size": 1,
+    "spatial_chunk_size": [3, 4],
+    "st_chunk_size": [2, 3, 4],
+    "temporal_topk": 2,
+    "spatial_topk": 2,
+    "st_topk": 3,
+}
 STA = {"window": [1, 3, 1], "tile_size": [2, 2, 2], "skip_time_steps": 0}
 
 
@@ -252,12 +261,6 @@ def test_windows_by_head_are_those_of_the_ranks_heads(four_ranks, tmp_path):
 
 
 REFUSED = {
-    "vmoba_attn": {
-        "temporal_chunk_size": 2,
-        "spatial_chunk_size": [3, 4],
-        "st_chunk_size": [2, 3, 4],
-    }
-    | {"temporal_topk": 1, "spatial_topk": 2, "st_topk": 2, "first_full_step": 1},
     "sparse_video_gen_2_attn": {"svg2_first_times_fp": 0.5, "svg2_first_layers_fp": 0.0},
 }
 WHY_NOT = {
@@ -384,7 +387,8 @@ def test_the_coarse_stage_is_added_on_dense_steps_too(four_ranks, sparsity):
 
 
 @pytest.mark.parametrize(
-    ("backend", "config"), [("sliding_tile_attn", STA), ("video_sparse_attn", VSA)]
+    ("backend", "config"),
+    [("sliding_tile_attn", STA), ("video_sparse_attn", VSA), ("vmoba_attn", VMOBA)],
 )
 def test_a_compiled_block_is_one_graph(two_ranks, backend, config):
     two_ranks.run(Mesh(ring=2), check_compiled, backend, config, (60, 45))
@@ -458,3 +462,62 @@ def test_new_cells_four(four_ranks, name, mesh):
     for text, masked in CASES:
         args = (NEW[name][1], (5, 13, 13), (300, 0, 291, 254), (4, 2), TEXT[text], masked)
         four_ranks.run(mesh, check, NEW[name][0], *args)
+
+
+RULES = {
+    "topk": {"moba_select_mode": "topk"},
+    "threshold": {"moba_threshold": 0.4},
+    "tail": {"moba_threshold": 0.4, "tail": "pooled"},
+}
+
+
+def vmoba(kind, rule):
+    """Return settings with one kind of chunk in all layers."""
+    kinds = {f"{other}_layer": int(other == kind) for other in ("temporal", "spatial", "st")}
+    return {**VMOBA, **kinds, **RULES[rule]}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("kind", ["temporal", "spatial", "st"])
+def test_rows_choose_over_two_ranks_as_on_one(two_ranks, kind, rule):
+    for grid, by_ranks in LENGTHS.items():
+        for lengths, (text, masked) in zip(by_ranks[2] * 2, CASES, strict=True):
+            args = (vmoba(kind, rule), grid, lengths, (2, 1), TEXT[text], masked)
+            two_ranks.run(Mesh(ring=2), check, "vmoba_attn", *args)
+
+
+def check_text_of_shards(config, text, lengths, masked):
+    """Compare with one process where text lies in the shards, in front of the video or behind."""
+    batch = 2 if masked else 1
+    whole = make_qkv(batch, sum(lengths), 2, 32)
+    mask = key_mask(sum(lengths)) if masked else None
+    alone, split = (sparse_layer("vmoba_attn", config, 2, 2) for _ in range(2))
+    local = [x if x is None else own(x, lengths) for x in (*whole, mask)]
+    want = run(alone, None, (*whole, mask), RAGGED, text, {})
+    out = run(split, parallel_groups(), local, RAGGED, text, {})
+    torch.testing.assert_close(out, own(want, lengths))
+
+
+@pytest.mark.parametrize("rule", ["topk", "tail"])
+@pytest.mark.parametrize("text", [(60, 0), (0, 60)], ids=str)
+def test_text_of_shards_is_attended_to_by_all_rows(four_ranks, text, rule):
+    for lengths, masked in itertools.product([(50, 70, 0, 45), (5, 60, 50, 50)], (False, True)):
+        args = (vmoba("st", rule), text, lengths, masked)
+        four_ranks.run(Mesh(ring=4), check_text_of_shards, *args)
+
+
+@pytest.mark.parametrize("scope", ["overall", "block", "head_global"])
+def test_scopes_over_all_queries_are_refused(two_ranks, scope):
+    config = {**VMOBA, "moba_threshold_type": scope, "first_full_step": 1}
+    for kind, text in two_ranks.run(Mesh(ring=2), ring_error, "vmoba_attn", config):
+        assert kind == "UnsupportedBackendError"
+        assert text.startswith("attention backend vmoba_attn (reference) must not be part of a")
+        assert f"`moba_threshold_type` {scope} ranks the chunks of all queries together" in text
+
+
+@pytest.mark.parametrize(("grid", "mesh"), GRIDS_AND_MESHES, ids=str)
+def test_rows_choose_over_four_ranks_as_on_one(four_ranks, grid, mesh):
+    for kind, rule in itertools.product(("temporal", "spatial", "st"), RULES):
+        for lengths, (text, masked) in zip(LENGTHS[grid][4] * 2, CASES, strict=True):
+            args = (vmoba(kind, rule), grid, lengths, (4, 2), TEXT[text], masked)
+            four_ranks.run(mesh, check, "vmoba_attn", *args)

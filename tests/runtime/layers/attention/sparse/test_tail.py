@@ -10,7 +10,7 @@ from multimodal_gen.runtime.layers.attention import warn_once
 from multimodal_gen.runtime.layers.attention.sparse.methods.sla import SLAConfig
 from multimodal_gen.runtime.layers.attention.sparse.methods.sta.router import SlidingTileConfig
 from multimodal_gen.runtime.layers.attention.sparse.methods.svg2 import SVG2Config, SVG2Router
-from multimodal_gen.runtime.layers.attention.sparse.methods.vmoba.backend import VMoBAConfig
+from multimodal_gen.runtime.layers.attention.sparse.methods.vmoba import VMoBAConfig
 from multimodal_gen.runtime.layers.attention.sparse.methods.vsa import VideoSparseConfig
 from multimodal_gen.runtime.layers.attention.sparse.windows import kept_map
 from multimodal_gen.runtime.platforms import AttentionBackendEnum

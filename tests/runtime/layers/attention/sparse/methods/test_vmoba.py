@@ -17,14 +17,11 @@ from multimodal_gen.runtime.layers.attention.config_text import read_mapping
 from multimodal_gen.runtime.layers.attention.scope import (
     LayerSite,
 )
-from multimodal_gen.runtime.layers.attention.sparse.methods.vmoba import chunks as vmoba_chunks
-from multimodal_gen.runtime.layers.attention.sparse.methods.vmoba.backend import (
+from multimodal_gen.runtime.layers.attention.sparse.executors import rows as by_rows
+from multimodal_gen.runtime.layers.attention.sparse.executors.rows import row_chunks
+from multimodal_gen.runtime.layers.attention.sparse.methods.vmoba import (
+    VMoBABackend,
     VMoBAConfig,
-    VMoBAImpl,
-)
-from multimodal_gen.runtime.layers.attention.sparse.methods.vmoba.chunks import (
-    chunk_shape,
-    partition,
 )
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout, SparseCall
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
@@ -55,6 +52,7 @@ WHOLE, RAGGED = (4, 6, 8), (5, 5, 9)
 KINDS = ("temporal", "spatial", "st")
 TEXTS = text_places(RAGGED, 30)
 config, run = METHOD.config, run_sparse
+VMoBAImpl = VMoBABackend.get_impl_cls()
 
 
 def layer(index=0, **options):
@@ -96,8 +94,8 @@ def test_heads_that_are_served_one_by_one_get_what_all_at_once_get(
     qkv = inputs(RAGGED, text=TEXTS[text], kv_heads=kv_heads)
     attention = layer(KINDS.index(kind), kv_heads=kv_heads, **TOPK)
     expected = run(attention, qkv, RAGGED, text=TEXTS[text])
-    monkeypatch.setattr(vmoba_chunks, "_MOST_COPIES", 0.0)
-    monkeypatch.setattr(vmoba_chunks, "_PAIRS_AT_ONCE", 1)
+    monkeypatch.setattr(by_rows, "_MOST_COPIES", 0.0)
+    monkeypatch.setattr(by_rows, "_PAIRS_AT_ONCE", 1)
     assert torch.equal(run(attention, qkv, RAGGED, text=TEXTS[text]), expected)
 
 
@@ -119,15 +117,15 @@ def test_copies_of_a_share_of_heads_are_bounded(grid, chunk, heads, kv_heads, ov
     tokens = math.prod(grid)
     query, key = (torch.empty(1, tokens, n, 128, dtype=torch.bfloat16) for n in (heads, kv_heads))
     layout = SequenceLayout(grid=grid, start=0, num_queries=tokens, num_keys=tokens)
-    chunks = partition(layout, chunk, query.device)
+    keys = row_chunks(layout, chunk, query.device).keys
     call = SparseCall(query=query, key=key, value=key, layout=layout, scale=1.0)
-    groups = chunk_groups(chunks.num_chunks, tokens)
-    copied = not chunks.in_order
-    passes = vmoba_chunks._passes(call, groups, overwritten=overwritten, copied=copied)
+    groups = chunk_groups(keys.num_tiles, tokens)
+    copied = not keys.in_order
+    passes = by_rows._passes(call, groups, overwritten=overwritten, copied=copied)
     assert [p.stop - p.start for p in passes] == [at_once] * (kv_heads // at_once)
     parts = (1 if overwritten else 2) * groups.num * heads // kv_heads
     copies = at_once * (parts + 2 * copied)
-    most = vmoba_chunks._MOST_COPIES * 2 * (heads + kv_heads)
+    most = by_rows._MOST_COPIES * 2 * (heads + kv_heads)
     assert at_once == 1 or copies <= 2 * most
 
 
@@ -391,6 +389,21 @@ def test_gradients_are_those_of_attention_under_the_choice():
     )
 
 
+@pytest.mark.parametrize("scope", ["query_head", "head_global", "block", "overall"])
+def test_what_ranks_over_tokens_or_heads_says_where_these_must_be(scope):
+    settings = config(moba_threshold_type=scope)
+    impl = VMoBAImpl(HEADS, HEAD_SIZE, SCALE, config=settings)
+    ring, ulysses = impl.ring_reason(), impl.ulysses_reason()
+    if scope == "query_head":
+        assert ring is None
+    else:
+        assert ring.startswith(f"`moba_threshold_type` {scope} ranks the chunks of all queries")
+    if scope in ("query_head", "head_global"):
+        assert ulysses is None
+    else:
+        assert ulysses.startswith(f"`moba_threshold_type` {scope} ranks the chunks of all heads")
+
+
 def test_the_report_has_the_density_of_every_step():
     qkv = inputs(WHOLE)
     attention = layer(1, **TOPK)
@@ -498,7 +511,7 @@ def test_the_last_temporal_chunk_may_be_short_for_the_authors_kernel(package):
     assert_within_error_budget(out, *qkv, scale=SCALE, mask=mask)
 
 
-CONFIGS = Path(__file__).parents[7] / "configs" / "attention"
+CONFIGS = Path(__file__).parents[6] / "configs" / "attention"
 # The authors' settings: latent grid, and how many chunks of each kind they cut it in.
 PAPER = {
     "vmoba_attn.yaml": ((21, 30, 52), (7, 24, 72)),
@@ -521,17 +534,17 @@ def test_the_authors_settings_load_and_run(name):
     paper_grid, chunks = PAPER[name]
     cpu = torch.device("cpu")
     for kind, count in zip(KINDS, chunks, strict=True):
-        size = chunk_shape(kind, settings.chunk_size(kind), paper_grid)
+        size = settings.chunk(kind, paper_grid)
         assert math.prod(-(-n // edge) for n, edge in zip(paper_grid, size, strict=True)) == count
     grid = (8, 6, 14)
     attention = layer(**{**raw, "first_full_step": 0, "temporal_topk": 2})
     qkv = inputs(grid, batch=1)
     out = run(attention, qkv, grid)
     rule = settings.rule("temporal")
-    partition_of = partition(
+    partition_of = row_chunks(
         SequenceLayout(grid=grid, start=0, num_queries=672, num_keys=672), (3, 6, 14), cpu
     )
-    assert partition_of.num_chunks == 3
+    assert partition_of.keys.num_tiles == 3
     means = naive_means(qkv.key, [list(range(i, min(i + 252, 672))) for i in range(0, 672, 252)])
     chosen = naive_choice(qkv.query, means, partition_of.own.tolist(), rule)
     mask = chosen[..., partition_of.own.long()]

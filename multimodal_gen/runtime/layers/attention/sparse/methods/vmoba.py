@@ -7,7 +7,6 @@ no chunk and compete in no scope.
 Shapes: B batch, S tokens, H heads, D head size.
 """
 
-import math
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import ClassVar, Literal
@@ -15,49 +14,39 @@ from typing import ClassVar, Literal
 import torch
 
 from multimodal_gen.errors import ConfigError, UsageError
-from multimodal_gen.kernels.block_sparse.slots import CacheCut, KeptChunks, SeenTiles
-from multimodal_gen.kernels.chunk_select.api import Rule
+from multimodal_gen.kernels.block_sparse.slots import CacheCut, KeptChunks
+from multimodal_gen.kernels.chunk_select.api import Rule, select_chunks
 from multimodal_gen.kernels.engine import BLOCK_SPARSE
 from multimodal_gen.kernels.requirements import PackageProbe
-from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
-    AttentionBackend,
-    AttentionImpl,
-    DenseLimits,
-)
+from multimodal_gen.kernels.tile_order.api import TileOrder
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import DenseLimits
 from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.backends.engine import (
     FASTVIDEO_KERNEL,
     engine_variants,
     upstream_variant,
 )
-from multimodal_gen.runtime.layers.attention.config import SparseConfig, option
+from multimodal_gen.runtime.layers.attention.config import BackendConfig, SparseConfig, option
 from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.layers.attention.selectors import Ratio, ratio_now
 from multimodal_gen.runtime.layers.attention.sparse.base import (
-    SparseImpl,
     Tail,
     refuse_foreign_tail,
     tail_option,
 )
-from multimodal_gen.runtime.layers.attention.sparse.methods.vmoba.chunks import (
-    ChunkKind,
-    attend_chunks,
-    attend_seen_chunks,
-    chunk_kind,
-    chunk_shape,
-    density,
-    partition,
-    select,
-)
-from multimodal_gen.runtime.layers.attention.sparse.methods.vmoba.upstream import (
+from multimodal_gen.runtime.layers.attention.sparse.method import SparseBackend
+from multimodal_gen.runtime.layers.attention.sparse.methods.vmoba_upstream import (
     UPSTREAM,
     attend_upstream,
 )
-from multimodal_gen.runtime.layers.attention.sparse.tiles import (
-    SequenceLayout,
-    SparseCall,
-    attend_densely,
+from multimodal_gen.runtime.layers.attention.sparse.router import (
+    Budget,
+    Cut,
+    Limits,
+    Router,
+    RowStats,
 )
+from multimodal_gen.runtime.layers.attention.sparse.tiles import SparseCall
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
@@ -66,6 +55,9 @@ _FLASH_ATTN = PackageProbe(
     distribution="flash-attn",
     install="pip install flash-attn --no-build-isolation",
 )
+
+
+_Kind = Literal["temporal", "spatial", "st"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +159,7 @@ class VMoBAConfig(SparseConfig):
                         f"give it, or set `{kind}_layer` to 0"
                     )
 
-    def kind(self, layer: int | None) -> ChunkKind:
+    def kind(self, layer: int | None) -> _Kind:
         """Return the kind of chunk that a layer has.
 
         Raises:
@@ -180,14 +172,19 @@ class VMoBAConfig(SparseConfig):
                 "without one; construct it with site=LayerSite(layer=3, ...), or layers that take "
                 "a `prefix` with one such as 'blocks.3.attn'"
             )
-        return chunk_kind(layer or 0, self.first_full_layer, cycle)
+        place = ((layer or 0) - self.first_full_layer) % sum(cycle)
+        if place < cycle[0]:
+            return "temporal"
+        return "spatial" if place < cycle[0] + cycle[1] else "st"
 
-    def chunk_size(self, kind: ChunkKind) -> tuple[int, ...]:
-        """Return the size of a kind of chunk as it was given."""
+    def chunk(self, kind: _Kind, grid: tuple[int, int, int]) -> tuple[int, ...]:
+        """Return the tokens of a chunk along time, height and width, which a grid may cut."""
         size = getattr(self, f"{kind}_chunk_size")
-        return (size,) if kind == "temporal" else tuple(size)
+        if kind == "temporal":
+            return (size, *grid[1:])
+        return (grid[0], *size) if kind == "spatial" else tuple(size)
 
-    def rule(self, kind: ChunkKind) -> Rule:
+    def rule(self, kind: _Kind) -> Rule:
         """Return how queries choose among chunks of a kind."""
         scope = self.moba_threshold_type
         if self.moba_select_mode == "topk":
@@ -195,7 +192,105 @@ class VMoBAConfig(SparseConfig):
         return Rule(threshold=ratio_now(self.moba_threshold), scope=scope)
 
 
-class VMoBABackend(AttentionBackend):
+class VMoBARouter(Router[VMoBAConfig]):
+    """The chunks that each query selects, of the kind that the layer has."""
+
+    chooses = "rows"
+
+    def cut(self, settings: VMoBAConfig, grid: tuple[int, int, int]) -> Cut:
+        """Return the layer's chunks; a `ConfigError` where the settings are for another grid."""
+        _check_grid(settings, grid)
+        return Cut(settings.chunk(self._kind(settings), grid))
+
+    def spans_time(self, settings: VMoBAConfig) -> bool:
+        """Spatial chunks do."""
+        return self._kind(settings) == "spatial"
+
+    def budget(self, settings: VMoBAConfig, blocks: int, tokens: int) -> Budget | None:
+        """Return how many chunks a query keeps, unless scores decide."""
+        rule = self._rule(settings)
+        own_only = rule.keeps_own_only(blocks)
+        if rule.keeps_all(blocks) or (own_only and settings.only_own_chunk == "full"):
+            return Budget(blocks, blocks)
+        return None if rule.topk is None else Budget(rule.topk, blocks)
+
+    def choose_rows(
+        self, settings: VMoBAConfig, stats: RowStats
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return each query's own chunk and those it selects."""
+        rule = self._rule(settings)
+        return select_chunks(stats.query, stats.chunks, stats.own, rule, keep=stats.keep)
+
+    def attend_upstream(
+        self, settings: VMoBAConfig, call: SparseCall, order: TileOrder
+    ) -> torch.Tensor | None:
+        """Return what the authors' kernel computes, where it was asked for."""
+        if call.kernel.name != UPSTREAM:
+            return None
+        rule, keeps_own = self._rule(settings), settings.only_own_chunk == "keep"
+        keeps_own = keeps_own and rule.keeps_own_only(len(order.starts))
+        return attend_upstream(call, order, rule, keeps_own=keeps_own, backend=self.layer.label)
+
+    def check_run(self, settings: VMoBAConfig, context: ForwardContext) -> None:
+        """Refuse settings for another latent grid, as a call would."""
+        if context.latent_grid is not None:
+            _check_grid(settings, context.latent_grid)
+
+    def cut_of_cache(
+        self, settings: VMoBAConfig, kept: KeptChunks, grid: tuple[int, int, int] | None
+    ) -> CacheCut | str:
+        """Return frames for temporal chunks, and the cache's tiles for all others.
+
+        The chunks of a cache are cut by themselves in time.
+        """
+        kind = self._kind(settings)
+        if kind != "temporal":
+            return kept.in_tiles(settings.chunk(kind, (kept.frames, 0, 0)))
+        frames = settings.chunk(kind, (0, 0, 0))[0]
+        if kept.frames:
+            rows = frames * (kept.tokens // kept.frames)
+        elif grid is not None:
+            rows = frames * grid[1] * grid[2]
+        else:
+            return "how many tokens a latent frame has is unknown"
+        return CacheCut(rows=kept.tokens) if rows >= kept.tokens else kept.in_rows(rows)
+
+    def limits(self, settings: VMoBAConfig) -> Limits:
+        """What is ranked together must be in one place."""
+        scope = settings.moba_threshold_type
+        ring = ulysses = cache = None
+        if scope != "query_head":
+            ring = (
+                f"`moba_threshold_type` {scope} ranks the chunks of all queries together, and a "
+                f"rank has some of the queries; query_head ranks those of each query"
+            )
+        if scope not in ("query_head", "head_global"):
+            ulysses = (
+                f"`moba_threshold_type` {scope} ranks the chunks of all heads together, and a rank "
+                f"has some of the heads; query_head and head_global rank within a head"
+            )
+        if self.layer.kernel.name == UPSTREAM:
+            cache = f"kernel {UPSTREAM} takes no lists of a cache"
+        return Limits(ring=ring, ulysses=ulysses, cache=cache)
+
+    def _kind(self, settings: VMoBAConfig) -> _Kind:
+        site = self.layer.site
+        return settings.kind(None if site is None else site.layer)
+
+    def _rule(self, settings: VMoBAConfig) -> Rule:
+        return settings.rule(self._kind(settings))
+
+
+def _check_grid(config: VMoBAConfig, grid: tuple[int, int, int]) -> None:
+    if config.patch_resolution not in (None, grid):
+        raise ConfigError(
+            f"`patch_resolution` of vmoba_attn must be the run's, {list(grid)} in latent "
+            f"positions after patching, got {list(config.patch_resolution)}; leave it out to use "
+            f"these chunks at any resolution"
+        )
+
+
+class VMoBABackend(SparseBackend):
     """V-MoBA."""
 
     backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.VMOBA_ATTN
@@ -205,146 +300,15 @@ class VMoBABackend(AttentionBackend):
     dense_above: ClassVar[DenseLimits] = MappingProxyType(
         {"gluon": ((0, 0.43), (1365, 0.62), (1890, 0.71), (4680, 0.79))}
     )
+    router: ClassVar[type[VMoBARouter]] = VMoBARouter
     variants: ClassVar[tuple[Variant, ...]] = (
-        *engine_variants(BLOCK_SPARSE, (Feature.GQA, Feature.KEY_MASK), plans=("row_bits",)),
+        *engine_variants(
+            BLOCK_SPARSE, (Feature.GQA, Feature.KEY_MASK, Feature.RING), plans=("row_bits",)
+        ),
         upstream_variant(UPSTREAM, FASTVIDEO_KERNEL, _FLASH_ATTN),
     )
 
     @classmethod
-    def get_impl_cls(cls) -> type[AttentionImpl]:
-        """Return the implementation."""
-        return VMoBAImpl
-
-
-class VMoBAImpl(SparseImpl[VMoBAConfig]):
-    """V-MoBA of one layer."""
-
-    declaration = VMoBABackend
-
-    def check_run(self, context: ForwardContext) -> None:
-        """Refuse settings for another latent grid, as a call would; warn if no step is sparse.
-
-        Raises:
-            ConfigError: the settings are for another grid.
-        """
-        super().check_run(context)
-        if context.latent_grid is not None:
-            self._check_grid(context.latent_grid)
-
-    def ulysses_reason(self) -> str | None:
-        """See `AttentionImpl.ulysses_reason`."""
-        scope = self.config.moba_threshold_type
-        if scope in ("query_head", "head_global"):
-            return None
-        return (
-            f"`moba_threshold_type` {scope} ranks the chunks of all heads together, and a rank has "
-            f"some of the heads; query_head and head_global rank within a head"
-        )
-
-    def _check_grid(self, grid: tuple[int, int, int]) -> None:
-        given = self.config.patch_resolution
-        if given not in (None, grid):
-            raise ConfigError(
-                f"`patch_resolution` of vmoba_attn must be the run's, {list(grid)} in latent "
-                f"positions after patching, got {list(given or ())}; leave it out to use these "
-                f"chunks at any resolution"
-            )
-
-    def known_density(
-        self, layout: SequenceLayout, context: ForwardContext, heads: slice
-    ) -> tuple[float, int] | None:
-        """See `SparseImpl.known_density`; of whole chunks. Where scores decide, nobody knows."""
-        config, grid = self.settings(context), layout.grid
-        self._check_grid(grid)
-        kind = config.kind(None if self.site is None else self.site.layer)
-        rule, shape = config.rule(kind), chunk_shape(kind, config.chunk_size(kind), grid)
-        num = math.prod(-(-n // edge) for n, edge in zip(grid, shape, strict=True))
-        if rule.keeps_own_only(num) and config.only_own_chunk == "full":
-            share = 1.0
-        elif rule.topk is not None or rule.keeps_all(num):
-            share = 1.0 if rule.keeps_all(num) else (rule.topk or 0) / num
-        else:
-            return None
-        return layout.density(share), math.prod(shape)
-
-    def cut_of_cache(self, kept: KeptChunks, context: ForwardContext | None) -> CacheCut | str:
-        """See `AttentionImpl`: temporal chunks are frames, all others are the cache's tiles.
-
-        The chunks of a cache are cut by themselves in time.
-        """
-        kind = self.config.kind(None if self.site is None else self.site.layer)
-        size = self.config.chunk_size(kind)
-        if kind == "spatial":  # which has a part in every chunk of the cache
-            size = (kept.frames, *size)
-        if kind != "temporal":
-            return self.cut_with(kept.in_tiles(size), (UPSTREAM,))
-        grid = None if context is None else context.latent_grid
-        if kept.frames:
-            rows = size[0] * (kept.tokens // kept.frames)
-        elif grid is not None:
-            rows = size[0] * grid[1] * grid[2]
-        else:
-            return "how many tokens a latent frame has is unknown"
-        whole = rows >= kept.tokens
-        cut = CacheCut(rows=kept.tokens) if whole else kept.in_rows(rows)
-        return self.cut_with(cut, (UPSTREAM,))
-
-    def forward_tiles(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        tiles: SeenTiles,
-        context: ForwardContext | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `AttentionImpl.forward_tiles`."""
-        config, num = self.settings(context), tiles.num_tiles
-        kind = config.kind(None if self.site is None else self.site.layer)
-        rule = config.rule(kind)
-        if kind == "spatial":
-            num = len(tiles.order.starts)
-        all_of_it = rule.keeps_own_only(num) and config.only_own_chunk == "full"
-        if rule.keeps_all(num) or all_of_it:
-            return self.attend_lists(query, key, value, tiles, None, context)
-        self.kernel.begin_call()
-        call = SparseCall(
-            query=query,
-            key=key,
-            value=value,
-            layout=SequenceLayout(
-                grid=(1, 1, query.shape[1]),
-                start=0,
-                num_queries=query.shape[1],
-                num_keys=key.shape[1],
-            ),
-            scale=self.softmax_scale,
-            kernel=self.kernel,
-            tail=self.pools_tail,
-        )
-        out, lse, share = attend_seen_chunks(call, tiles, rule, spatial=kind == "spatial")
-        if context is not None:
-            self.record(context, share, query.shape[2])
-        return out, lse
-
-    def attend(self, call: SparseCall, context: ForwardContext) -> torch.Tensor:
-        """Return attention over the selected chunks; see `SparseImpl.attend`."""
-        config, grid = self.settings(context), call.layout.grid
-        self._check_grid(grid)
-        kind = config.kind(None if self.site is None else self.site.layer)
-        rule, shape = config.rule(kind), chunk_shape(kind, config.chunk_size(kind), grid)
-        chunks = partition(call.layout, shape, call.query.device)
-        own_only = rule.keeps_own_only(chunks.num_chunks)
-        share: float | torch.Tensor = 1.0
-        if call.kernel.name == UPSTREAM:
-            keeps_own = own_only and config.only_own_chunk == "keep"
-            if not own_only:
-                share = density(call, select(call, chunks, rule)[1])
-            out = attend_upstream(call, chunks, rule, keeps_own=keeps_own, backend=self.label)
-        elif rule.keeps_all(chunks.num_chunks) or (own_only and config.only_own_chunk == "full"):
-            out = attend_densely(call)
-        else:
-            out, kept = attend_chunks(call, chunks, rule)
-            self.learn_share(kept, math.prod(shape), context, call.first_head)
-            share = kept
-        self.record(context, share, call.query.shape[2])
-        return out
+    def block_sizes(cls, config: BackendConfig | None) -> tuple[int, int]:
+        """Rows choose, and chunks are of any size."""
+        return 0, 0

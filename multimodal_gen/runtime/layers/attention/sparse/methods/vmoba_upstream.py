@@ -15,7 +15,6 @@ import torch
 
 from multimodal_gen.kernels.chunk_select.api import Rule
 from multimodal_gen.kernels.tile_order.api import TileOrder
-from multimodal_gen.runtime.layers.attention.sparse.methods.vmoba.chunks import Partition
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SparseCall
 from multimodal_gen.runtime.layers.attention.sparse.upstream import call_reasons, refuse_upstream
 
@@ -25,13 +24,13 @@ UPSTREAM = "fastvideo_kernel"
 
 
 def attend_upstream(
-    call: SparseCall, chunks: Partition, rule: Rule, *, keeps_own: bool, backend: str
+    call: SparseCall, order: TileOrder, rule: Rule, *, keeps_own: bool, backend: str
 ) -> torch.Tensor:
     """Compute a call with the package's kernel.
 
     Args:
         call: the call.
-        chunks: the chunks of its video.
+        order: the chunks of its video.
         rule: how queries choose among them.
         keeps_own: whether a call that selects only own chunks must keep to them.
         backend: the method, for messages.
@@ -42,9 +41,9 @@ def attend_upstream(
     Raises:
         UnsupportedBackendError: the kernel cannot serve the call; lists the reasons.
     """
-    found, order = call_reasons(call), chunks.keys.order
+    found = call_reasons(call)
     # Chunks of equal length, but for the last one, which lie one after the other.
-    one_after_the_other = chunks.num_chunks == -(-order.num_tokens // order.largest)
+    one_after_the_other = len(order.starts) == -(-order.num_tokens // order.largest)
     if not (one_after_the_other and _short_at_end(order)):
         found.insert(
             0, f"needs chunks that divide the grid, got {list(order.tile)} in {list(order.grid)}"

@@ -1,0 +1,572 @@
+"""Runs a router whose rows choose chunks of keys, each for itself.
+
+A row of the video attends to the chunks that it chose and to all keys that are not of the video, or
+that have no chunk; other queries attend to everything. Rows are sorted by what they chose, one
+group of chunks at a time; each group attends for itself, and the parts of a row are merged. Why is
+in kernels/row_choice/README.md.
+
+Shapes: B batch, S tokens, V rows (video tokens), Sk keys, H heads, D head size, N chunks, G groups
+of chunks; q/k suffix = query/key side.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from multimodal_gen.kernels.block_sparse.api import block_sparse_attention, rows_for_choice
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.block_sparse.slots import SeenTiles, pooled_seen
+from multimodal_gen.kernels.block_sparse.tail import PooledBlocks, add_tail
+from multimodal_gen.kernels.block_sparse.tuning import CHOICE_ROWS
+from multimodal_gen.kernels.chunk_select.api import ChunkMeans, chunk_means, pack_bits
+from multimodal_gen.kernels.row_choice.api import (
+    ChunkGroups,
+    SortedRows,
+    chunk_groups,
+    lse_of_parts,
+    merge_parts,
+    move_rows,
+    sort_rows,
+)
+from multimodal_gen.kernels.static_cache import static_cache
+from multimodal_gen.kernels.tile_order.api import gather_tokens
+from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import bits_of, tell_pairs
+from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import Shard
+from multimodal_gen.runtime.layers.attention.sparse.router import Router, RowStats, SparseLayer
+from multimodal_gen.runtime.layers.attention.sparse.tiles import (
+    SequenceLayout,
+    SparseCall,
+    TiledSequence,
+    attend_densely,
+    attend_text,
+    fit_tile,
+    kept_first,
+    pooled_video,
+    tiled_sequence,
+)
+from multimodal_gen.runtime.managers.forward_context import ForwardContext
+
+__all__ = [
+    "RankRows",
+    "RowChunks",
+    "attend_by_rows",
+    "attend_choice",
+    "attend_seen_by_rows",
+    "choose_rows",
+    "key_blocks",
+    "row_chunks",
+    "row_stats",
+    "with_one_rest",
+]
+
+_Grid = tuple[int, int, int]
+
+# What copies of a few heads may take, as a share of queries, keys, values and results of all heads;
+# lists take up to a tenth more. One head at a time takes least, but a share takes the host 0.3 ms
+# and the GPU 0.03 (H200, 2026-11).
+_MOST_COPIES = 0.5
+# Pairs of queries and keys of a few heads that keep a GPU busy; for these, twice as many bytes.
+_PAIRS_AT_ONCE = 2e9
+
+
+class RowChunks(NamedTuple):
+    """The chunks of a video; shared between callers, not to be written to.
+
+    Attributes:
+        keys: the keys, chunk by chunk, then everything else; a block for each chunk, and one for
+            the rest if there is any.
+        own: int32 [V], the chunk of every row.
+    """
+
+    keys: TiledSequence
+    own: torch.Tensor
+
+
+def key_blocks(
+    keys: TiledSequence, groups: ChunkGroups, heads: int, keep: torch.Tensor | None
+) -> tuple[torch.Tensor, Blocks]:
+    """Return where every key comes from, and the key blocks of all groups of all heads.
+
+    Args:
+        keys: see `RowChunks`.
+        groups: how the chunks are grouped.
+        heads: query heads.
+        keep: bool [B, Sk], keys that may be attended to; None for all.
+
+    Returns:
+        The index, int32 [Sk] or [B, Sk]; and for head h * G + g the chunks of group g, those it
+        lacks being empty, then the keys that are not of the video, if any.
+    """
+    index, blocks = keys.index, keys.blocks
+    if keep is not None:
+        index, blocks = kept_first(index, blocks, keep)
+    starts, lengths = (_grouped(x, groups) for x in blocks.bounds(index.device))
+    return index, Blocks.ragged(
+        starts.repeat(1, heads, 1),
+        lengths.repeat(1, heads, 1),
+        total=blocks.total,
+        size=blocks.size,
+    )
+
+
+def _grouped(bound: torch.Tensor, groups: ChunkGroups) -> torch.Tensor:
+    """Arrange starts or lengths [B|1, 1, N (+ 1)] by group: [B|1, G, size (+ 1)]."""
+    num = groups.num_chunks
+    by_group = F.pad(bound[:, 0, :num], (0, groups.num * groups.size - num))
+    by_group = by_group.view(-1, groups.num, groups.size)
+    if bound.shape[2] == num:
+        return by_group
+    rest = bound[:, 0, num:].unsqueeze(1).expand(-1, groups.num, -1)
+    return torch.cat((by_group, rest), dim=2)
+
+
+@static_cache(maxsize=64)
+def row_chunks(layout: SequenceLayout, chunk: _Grid, device: torch.device) -> RowChunks:
+    """Return the chunks of a video; the last 64 are cached.
+
+    Args:
+        layout: where the video lies.
+        chunk: tokens of a chunk along (time, height, width); those at the edges may be smaller.
+        device: where the tensors lie.
+    """
+    keys = tiled_sequence(layout, layout.num_keys, chunk, device)
+    order = keys.order
+    video, rest = layout.num_video, layout.num_keys - layout.num_video
+    with torch.inference_mode(False), torch.device("cpu"):
+        starts, lengths = order.starts.cpu(), order.lengths.cpu()
+        own = torch.empty(video, dtype=torch.int32)
+        chunks = torch.arange(len(starts), dtype=torch.int32)
+        own[order.order.cpu().long()] = chunks.repeat_interleave(lengths)
+        if rest:
+            starts, lengths = _with_rest(starts, lengths, video, rest)
+        blocks = Blocks.ragged(
+            starts.to(device),
+            lengths.to(device),
+            total=layout.num_keys,
+            size=max(order.largest, rest),
+        )
+        return RowChunks(keys=replace(keys, blocks=blocks), own=own.to(device))
+
+
+def _with_rest(
+    starts: torch.Tensor, lengths: torch.Tensor, first: int, rest: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return bounds on the CPU with a block more, of `rest` tokens from `first` on."""
+    more = torch.tensor([[first], [rest]], dtype=torch.int32)
+    return torch.cat((starts, more[0])), torch.cat((lengths, more[1]))
+
+
+def attend_by_rows(
+    router: Router[Any], settings: Any, call: SparseCall, context: ForwardContext
+) -> torch.Tensor:
+    """Return the method's attention of a call, [B, Sq, H, D]; waits for nothing."""
+    whole, layer = call.layout, router.layer
+    cut = router.cut(settings, whole.grid)
+    layout = cut.layout(whole)
+    call = call if layout is whole else replace(call, layout=layout)
+    chunk = fit_tile(cut.tile, layout.grid)
+    chunks = row_chunks(layout, chunk, call.query.device)
+    num = chunks.keys.num_tiles
+    share: float | torch.Tensor = 1.0
+    layer.warn_of(whole, router.budget(settings, num, whole.num_video))
+    out = router.attend_upstream(settings, call, chunks.keys.order)
+    if router.density(settings, num, whole.num_video) == 1:
+        out = attend_densely(call) if out is None else out
+    else:
+        bits, pairs = choose_rows(router, settings, row_stats(call, chunks))
+        share = kept = _share(call, pairs)
+        if out is None:
+            out = attend_choice(call, chunks, bits)
+            if call.first_head == 0:  # the first heads of a call stand for all of it
+                layer.dense_above.learn(kept, math.prod(chunk), context)
+    layer.note(context, share, call.query.shape[2])
+    return out
+
+
+def row_stats(call: SparseCall, chunks: RowChunks) -> RowStats:
+    """Return what the rows of a call choose by."""
+    order, video = chunks.keys.order, call.layout.video
+    means = chunk_means(
+        call.key,
+        order.starts,
+        order.lengths,
+        size=order.largest,
+        index=chunks.keys.index,
+        keep=call.keep,
+    )
+    # The video lies at the same positions on both sides, so its masked keys are queries, too.
+    keep = None if call.keep is None else call.keep[:, video]
+    return RowStats(query=call.query[:, video], chunks=means, own=chunks.own, keep=keep)
+
+
+def choose_rows(
+    router: Router[Any], settings: Any, stats: RowStats
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what rows choose, which has no gradient; see `Router.choose_rows`."""
+    with torch.no_grad():
+        return router.choose_rows(settings, stats)
+
+
+def _share(call: SparseCall, pairs: torch.Tensor) -> torch.Tensor:
+    """Return the share of pairs attended to, [], given the `pairs` of video queries and keys.
+
+    Masked keys that are not of the video are taken for others.
+    """
+    batch, _, heads, _ = call.query.shape
+    return call.layout.density(pairs.double() / (batch * heads * call.layout.num_video**2))
+
+
+def attend_choice(
+    call: SparseCall,
+    chunks: RowChunks,
+    bits: torch.Tensor,
+    *,
+    groups: ChunkGroups | None = None,
+) -> torch.Tensor:
+    """Return the attention of a call whose rows have chosen; waits for nothing.
+
+    Rows attend to the chunks they chose and to all keys that are not of the video, and to the means
+    of the others where the call has a tail; other queries to everything. Works on a few heads at a
+    time, which bounds the memory.
+
+    Args:
+        call: the call.
+        chunks: the chunks of its video.
+        bits: int32 [B, H, V, words], what its rows chose.
+        groups: how the chunks are grouped; None for what suits the sizes.
+
+    Returns:
+        [B, Sq, H, D] in the order of the sequence, zero where a query sees no key.
+    """
+    heads, rows = slice(0, call.query.shape[2]), partial(_rows_of_bits, bits, chunks, call.layout)
+    tell_pairs(heads, rows)
+    pooled = pooled_video(call, chunks.keys) if call.tail else None
+    return _attend_bits(call, chunks.keys, bits, groups=groups, pooled=pooled)
+
+
+def attend_seen_by_rows(
+    router: Router[Any],
+    settings: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tiles: SeenTiles,
+    context: ForwardContext | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return output and lse of queries in their tile order over the chunks of a cache.
+
+    Every block of the cache is a chunk; or those of one place are one, in all slots together.
+    """
+    layer, order, blocks = router.layer, tiles.order, tiles.plan.kv
+    places = len(order.starts) if router.spans_time(settings) else None
+    own = torch.repeat_interleave(tiles.itself, order.lengths, output_size=order.num_tokens)
+    bits, pairs = choose_rows(router, settings, _seen_stats(query, key, tiles, own, places))
+    if places is not None:
+        held = blocks.tensors()[1].view(-1) > 0
+        num_slots = blocks.num // places
+        bits = pack_bits(bits_of(bits, places).repeat(1, 1, 1, num_slots) & held)
+    call = _call_of_rows(query, key, value, layer)
+    # What is seen of a cache lies as it is read: where keys come from is never asked.
+    keys = TiledSequence(order=order, index=own, blocks=blocks, num_tiles=blocks.num, in_order=True)
+    lse = _empty_lse(query)
+    pooled = pooled_seen(key, value, tiles) if layer.pools_tail else None
+    out = _attend_bits(call, keys, bits, pooled=pooled, lse=lse)
+    if context is not None:
+        every = query.shape[0] * query.shape[2] * order.num_tokens * tiles.num_tokens
+        layer.note(context, pairs.double() / every, query.shape[2])
+    return out, lse
+
+
+def _seen_stats(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    tiles: SeenTiles,
+    own: torch.Tensor,
+    places: int | None,
+) -> RowStats:
+    """Return what rows choose by among the blocks of a cache, or among so many places of them."""
+    blocks = tiles.plan.kv
+    starts, lengths = (bound.view(-1) for bound in blocks.tensors())
+    found = chunk_means(key, starts, lengths.clamp_min(1), size=blocks.size)
+    seen = replace(found, counts=lengths.expand(len(query), -1).contiguous(), masked=True)
+    if places is None:
+        return RowStats(query=query, chunks=seen, own=own)
+    return RowStats(query=query, chunks=_by_place(seen, places), own=own % places)
+
+
+def _by_place(seen: ChunkMeans, places: int) -> ChunkMeans:
+    """Return the means of the tiles of every place, over all slots."""
+    batch, heads, _, size = seen.means.shape
+    counts = seen.counts.view(batch, -1, places)
+    total = counts.sum(1, dtype=torch.int32)
+    weight = (counts / total.clamp_min(1).unsqueeze(1)).to(seen.means.dtype)
+    means = seen.means.view(batch, heads, -1, places, size) * weight[:, None, :, :, None]
+    return ChunkMeans(means=means.sum(2), counts=total, masked=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RankRows:
+    """What the rows of a rank in a ring chose of the chunks of all ranks.
+
+    Attributes:
+        bits: int32 [B, H, V, words], for its rows in the order of the sequence.
+        mine: what this rank holds.
+        layer: what computes.
+        pooled: means of all chunks, where those that a row did not choose count by them.
+    """
+
+    bits: torch.Tensor
+    mine: Shard
+    layer: SparseLayer
+    pooled: PooledBlocks | None = None
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        theirs: Shard,
+        blocks: Blocks,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rows' attention to a shard's part of their chunks; see `AttendShard`."""
+        call = _call_of_rows(query, key, value, self.layer)
+        place, held = _held_chunks(theirs)
+        starts, lengths = (F.pad(x, (0, 1))[..., place] for x in blocks.bounds(key.device))
+        keys = TiledSequence(
+            order=theirs.keys.order,
+            index=theirs.keys.index,
+            blocks=Blocks.ragged(starts, lengths, total=blocks.total, size=blocks.size),
+            num_tiles=len(theirs.block_of),
+            in_order=True,
+        )
+        lse = _empty_lse(query)
+        out = _attend_bits(call, keys, self.bits & held, lse=lse)
+        if self.pooled is None or theirs is not self.mine:
+            return out, lse
+        scale, kernel = self.layer.scale, self.layer.kernel
+        return add_tail(out, lse, query, self.pooled, self.bits, None, scale=scale, kernel=kernel)
+
+
+@static_cache(maxsize=256)
+def _held_chunks(shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return where a shard has its part of every chunk among its blocks, and which it has any of.
+
+    The former is int64 [N (+ 1)], the rest behind the chunks, and the number of blocks for chunks
+    that are not there; the latter bits of an int32 [words].
+    """
+    with torch.inference_mode(False), torch.device("cpu"):
+        block = shard.block_of.cpu().long()
+        held, blocks = block >= 0, shard.keys.blocks.num
+        rest = torch.arange(shard.keys.num_tiles, blocks)
+        place = torch.cat((torch.where(held, block, blocks), rest))
+        return place.to(shard.block_of.device), pack_bits(held).to(shard.block_of.device)
+
+
+@static_cache(maxsize=256)
+def with_one_rest(shard: Shard) -> Shard:
+    """Return a shard whose tokens that are not of the video are one block."""
+    if shard.keys.num_text_blocks < 2:
+        return shard
+    total, device = len(shard.keys.index), shard.keys.index.device
+    rest = total - shard.num_video
+    with torch.inference_mode(False), torch.device("cpu"):
+        bounds = _with_rest(shard.starts.cpu(), shard.lengths.cpu(), shard.num_video, rest)
+        starts, lengths = (bound.to(device) for bound in bounds)
+        size = max(shard.keys.order.largest, rest)
+        blocks = Blocks.ragged(starts, lengths, total=total, size=size)
+        return replace(shard, keys=replace(shard.keys, blocks=blocks))
+
+
+def _call_of_rows(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: SparseLayer
+) -> SparseCall:
+    """Return a call whose queries are all rows."""
+    rows, keys = query.shape[1], key.shape[1]
+    layout = SequenceLayout(grid=(1, 1, rows), start=0, num_queries=rows, num_keys=keys)
+    return SparseCall(
+        query=query, key=key, value=value, layout=layout, scale=layer.scale, kernel=layer.kernel
+    )
+
+
+def _empty_lse(query: torch.Tensor) -> torch.Tensor:
+    """Return room for the log-sum-exp of queries, fp32 [B, H, S]."""
+    batch, rows, heads, _ = query.shape
+    return query.new_empty((batch, heads, rows), dtype=torch.float32)
+
+
+def _attend_bits(
+    call: SparseCall,
+    chunks: TiledSequence,
+    bits: torch.Tensor,
+    *,
+    groups: ChunkGroups | None = None,
+    pooled: PooledBlocks | None = None,
+    lse: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return attention over the chunks that rows chose, a few heads at a time.
+
+    Args:
+        call: the call.
+        chunks: the keys, by chunk; see `RowChunks`.
+        bits: int32 [B, H, V, words], which chunks every query of the video chose.
+        groups: see `attend_choice`.
+        pooled: means of all chunks, where those that a row did not choose count by them.
+        lse: [B, H, V], where the log-sum-exp of the video's queries goes.
+    """
+    query, key, layout = call.query, call.key, call.layout
+    group = query.shape[2] // key.shape[2]
+    groups = groups or chunk_groups(chunks.num_tiles, layout.num_video)
+    out = torch.empty((*query.shape[:3], call.value.shape[3]), dtype=query.dtype, device=key.device)
+    # Rows of a query block that suit the kernel that will run.
+    copied = not chunks.in_order or call.keep is not None
+    block = rows_for_choice(query, call.kernel, () if copied else (key, call.value))
+    rows = sort_rows(bits, groups, block=block, extra=chunks.num_text_blocks > 0)
+    # Kernels with such blocks write the parts over the copies of the queries.
+    passes = _passes(call, groups, overwritten=block == CHOICE_ROWS, copied=copied)
+    at_once = (passes[0].stop - passes[0].start) * group
+    keys = key_blocks(chunks, groups, at_once, call.keep)
+    order = _in_order(rows.counts.numel() // len(passes), key.device)
+    attend_text(call, out)
+
+    def attend(part: slice) -> None:
+        heads = slice(part.start * group, part.stop * group)
+        k, v = key[:, :, part], call.value[:, :, part]
+        if copied:
+            k, v = gather_tokens((k, v), keys[0])
+        chosen = rows.of_heads(heads)
+        own, target = query[:, layout.video, heads], out[:, layout.video, heads]
+        parts, of_parts = block_sparse_attention(
+            move_rows(own, chosen),
+            k,
+            v,
+            _plan_of_rows(chosen, keys[1], order),
+            scale=call.scale,
+            return_lse=True,
+            kernel=call.kernel,
+            overwrite_q=True,  # with the parts, if the kernel can
+        )
+        if pooled is None:
+            merge_parts(parts, of_parts, chosen, target)
+            total = None if lse is None else lse_of_parts(of_parts, chosen)
+        else:
+            means = pooled.heads(part)
+            total = _merge_with_tail(
+                call, own, parts, of_parts, chosen, means, bits[:, heads], target
+            )
+        if lse is not None and total is not None:
+            lse[:, heads] = total
+
+    for part in passes:
+        attend(part)  # whose copies are gone before the next ones are made
+    return out
+
+
+def _plan_of_rows(rows: SortedRows, keys: Blocks, order: torch.Tensor) -> BlockPlan:
+    return BlockPlan(
+        indices=rows.indices,
+        counts=rows.counts,
+        q=Blocks.padded(rows.lengths, rows.room // rows.counts.shape[2]),
+        kv=keys,
+        row_bits=rows.bits.unsqueeze(-1),
+        order=order,
+    )
+
+
+def _rows_of_bits(
+    bits: torch.Tensor,
+    chunks: RowChunks,
+    layout: SequenceLayout,
+    rows: torch.Tensor,
+    heads: slice,
+) -> torch.Tensor:
+    """Return what rows of the sequence keep; see `kept_pairs.OfRows`.
+
+    Args:
+        bits: int32 [B, H, V, words], which chunks every query of the video selects.
+        chunks: the chunks.
+        layout: where the video lies.
+        rows: int64 [R].
+        heads: which of the heads.
+    """
+    place = rows.to(bits.device) - layout.start
+    of_video = (place >= 0) & (place < layout.num_video)
+    words = bits[:, heads, place.clamp(0, layout.num_video - 1)]
+    chosen = bits_of(words, chunks.keys.num_tiles)[..., chunks.own.long()]
+    kept = chosen.new_ones((*chosen.shape[:3], layout.num_keys))
+    kept[..., layout.video] = chosen
+    return kept | ~of_video[:, None]
+
+
+def _merge_with_tail(
+    call: SparseCall,
+    query: torch.Tensor,
+    parts: torch.Tensor,
+    lse: torch.Tensor,
+    rows: SortedRows,
+    pooled: PooledBlocks,
+    bits: torch.Tensor,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """Write attention that also sees the means of the chunks that rows did not choose.
+
+    Returns the log-sum-exp over both, [B, H, V].
+
+    Args:
+        call: the call.
+        query: the video's queries of some heads, [B, V, H, D].
+        parts: see `merge_parts`.
+        lse: see `merge_parts`.
+        rows: see `merge_parts`.
+        pooled: means of all chunks.
+        bits: int32 [B, H, V, words], the chunks that each row chose.
+        out: [B, V, H, D], is written to.
+    """
+    # Gradients need what was merged, which must not be written over.
+    merged = torch.empty_like(out) if torch.is_grad_enabled() else out
+    merge_parts(parts, lse, rows, merged)
+    total = lse_of_parts(lse, rows)
+    found, total = add_tail(
+        merged, total, query, pooled, bits, None, scale=call.scale, kernel=call.kernel
+    )
+    if found is not out:
+        out.copy_(found)
+    return total
+
+
+@static_cache(maxsize=64)
+def _in_order(num: int, device: torch.device) -> torch.Tensor:
+    """Return the order that starts query blocks as they lie; the last 64 are cached.
+
+    Neighbours read the same keys. To start those with most keys first takes longer: sorting, and
+    by what the L2 cache then lacks.
+    """
+    with torch.inference_mode(False):
+        return torch.arange(num, dtype=torch.int32, device=device)
+
+
+def _passes(
+    call: SparseCall, groups: ChunkGroups, *, overwritten: bool, copied: bool
+) -> list[slice]:
+    """Return the key heads in equal shares with small copies, but enough to keep the GPU busy.
+
+    Args:
+        call: the call.
+        groups: how the chunks are grouped, each of which may have a copy of every query.
+        overwritten: whether parts take the place of these copies.
+        copied: whether keys and values are copied, too.
+    """
+    query, kv_heads = call.query, call.key.shape[2]
+    num_copies = (1 if overwritten else 2) * groups.num
+    copies = num_copies * query.numel() + (2 * call.key.numel() if copied else 0)
+    every = 2 * (query.numel() + call.key.numel())
+    pairs = query.shape[0] * query.shape[1] * call.key.shape[1] * query.shape[2] // kv_heads
+    most = _MOST_COPIES * every * kv_heads / max(copies, 1)
+    shares = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
+    small, large = (max(n for n in shares if n <= max(m, 1)) for m in (most, 2 * most))
+    busy = next((n for n in shares if n * pairs >= _PAIRS_AT_ONCE), kv_heads)
+    at_once = max(small, min(busy, large))
+    return [slice(h, h + at_once) for h in range(0, kv_heads, at_once)]
