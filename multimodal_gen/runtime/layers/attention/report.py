@@ -13,7 +13,6 @@ from multimodal_gen.runtime.layers.attention.selectors import StepSet
 
 __all__ = [
     "AttentionReport",
-    "DetourCalls",
     "Footnotes",
     "Group",
     "Json",
@@ -110,24 +109,6 @@ class ReportEntry:
         if self.backward:
             data["backward"] = list(self.backward)
         return data
-
-
-class DetourCalls:
-    """How many calls of a layer something else served than its backends, for the report."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[Selection] = Counter()
-
-    def count(self, selection: Selection) -> None:
-        """Note one call: what served it, and why."""
-        self._counts[selection] += 1
-
-    def entries(self) -> tuple[ReportEntry, ...]:
-        """Return them as detours."""
-        return tuple(
-            ReportEntry(steps=None, selection=selection, calls=calls)
-            for selection, calls in self._counts.items()
-        )
 
 
 @dataclass(frozen=True, slots=True)

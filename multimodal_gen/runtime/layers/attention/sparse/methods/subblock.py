@@ -98,8 +98,8 @@ class SubblockRouter(Router[SubblockConfig]):
 
 def kept_blocks(sparsity: float, num_blocks: int) -> int:
     """Return how many key blocks a query block keeps: rounded up to a multiple of eight."""
-    kept = math.ceil((1 - Fraction(repr(float(sparsity)))) * num_blocks)
-    return min(max(-(-kept // _MULTIPLE) * _MULTIPLE, 1), num_blocks)
+    kept = max(math.ceil((1 - Fraction(repr(float(sparsity)))) * num_blocks), 1)
+    return min(-(-kept // _MULTIPLE) * _MULTIPLE, num_blocks)
 
 
 class SubblockBackend(SparseBackend):
