@@ -15,20 +15,14 @@ class WarpgroupLayouts:
     Attributes:
         keys: columns of its scores, BN.
         head_size: columns of its results, D.
+        s_depth: channels that one instruction multiplies for scores: 32 bytes.
+        o_depth: keys that one multiplies for results, likewise.
     """
 
     keys: int
     head_size: int
-
-    @property
-    def s_depth(self) -> int:
-        """Channels that one instruction multiplies for scores: 32 bytes."""
-        return 16
-
-    @property
-    def o_depth(self) -> int:
-        """Keys that one instruction multiplies for results, likewise."""
-        return 16
+    s_depth: int = 16
+    o_depth: int = 16
 
     @property
     def s_layout(self) -> gl.constexpr:

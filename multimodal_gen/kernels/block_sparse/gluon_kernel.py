@@ -45,6 +45,7 @@ from multimodal_gen.kernels.block_sparse.gluon_step_kernel import (
 from multimodal_gen.kernels.block_sparse.gluon_work_kernel import (
     Outs,
     Plan,
+    Rings,
     Shape,
     block_ahead,
     block_of,
@@ -53,11 +54,9 @@ from multimodal_gen.kernels.block_sparse.gluon_work_kernel import (
     first_turn,
     infinity,
     lost,
-    make_rings,
     step_start,
     store_rows,
     tail_keys,
-    whole_keys,
 )
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, launch_order, unit_stride
 from multimodal_gen.kernels.block_sparse.skip import Skip
@@ -124,7 +123,7 @@ def _producer(fed, W: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def consume(given, W: gl.constexpr, C: gl.constexpr):
+def _consumer(given, W: gl.constexpr, C: gl.constexpr):
     """One warpgroup: attends with 64 query rows of a tile; byte W of the tile's flag is its own."""
     work, rings, flags, scale_log2 = given
     dtype: gl.constexpr = rings.q.dtype
@@ -155,7 +154,7 @@ def consume(given, W: gl.constexpr, C: gl.constexpr):
         s = hopper.warpgroup_mma_wait(0, deps=[s_token])
         mbarrier.arrive(rings.k_empty.index(FIRST))
         if C.ragged:
-            keys = whole_keys(C)
+            keys = gl.to_tensor(BN)
             if C.passes:
                 if work.num_full == 0:
                     keys = tail_keys(work, 0, C)
@@ -244,10 +243,30 @@ def consume(given, W: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def _run(dq, dk, dv, tile, plan, outs, flags, scale_log2, C: gl.constexpr):
     """Allocate the rings and start the partitions of one tile."""
+    BN: gl.constexpr = C.keys
+    D: gl.constexpr = C.head_size
     CONSUMERS: gl.constexpr = C.consumers
     SLOTS: gl.constexpr = C.consumers * C.stages if C.own else C.stages
     SHARERS: gl.constexpr = 1 if C.own else C.consumers
-    rings = make_rings(dq, dk, dv, SLOTS, SHARERS, C)
+    one: gl.constexpr = mbarrier.MBarrierLayout()
+    rings = Rings(
+        gl.allocate_shared_memory(dq.dtype, [CONSUMERS, 1, 1, 64, D], dq.layout),
+        gl.allocate_shared_memory(dq.dtype, [SLOTS, 1, 1, BN, D], dk.layout),
+        gl.allocate_shared_memory(dq.dtype, [SLOTS, 1, 1, BN, D], dv.layout),
+        gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], one),
+        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], one),
+        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], one),
+        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], one),
+        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], one),
+    )
+    for w in gl.static_range(CONSUMERS):
+        mbarrier.init(rings.q_full.index(w), count=1)
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(rings.k_full.index(slot), count=1)
+        mbarrier.init(rings.v_full.index(slot), count=1)
+        mbarrier.init(rings.k_empty.index(slot), count=SHARERS)
+        mbarrier.init(rings.v_empty.index(slot), count=SHARERS)
+    hopper.fence_async_shared()
     work = find_work(0, tile, plan, outs, C)
     given = (work, rings, flags, scale_log2)
     fed = (dq, dk, dv, work, rings)
@@ -255,9 +274,9 @@ def _run(dq, dk, dv, tile, plan, outs, flags, scale_log2, C: gl.constexpr):
         other = find_work(1, tile, plan, outs, C)
         other_given = (other, rings, flags, scale_log2)
         other_fed = (dq, dk, dv, other, rings)
-        specialize(consume, (given, other_given), _producer, (fed, other_fed), C)
+        specialize(_consumer, (given, other_given), _producer, (fed, other_fed), C)
     else:
-        specialize(consume, (given,), _producer, (fed,), C)
+        specialize(_consumer, (given,), _producer, (fed,), C)
     if C.redo:
         for w in gl.static_range(CONSUMERS):
             mbarrier.invalidate(rings.q_full.index(w))

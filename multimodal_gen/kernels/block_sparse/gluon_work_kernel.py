@@ -5,8 +5,6 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia import hopper
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from multimodal_gen.kernels.hopper_kernel import WarpgroupLayouts
 
@@ -116,19 +114,14 @@ class Shape(WarpgroupLayouts):
         keys: keys of a step, BN.
         head_size: D, padded to 64 or 128.
         channels: D of the tensors; the copy engine fills the rest with zeros.
+        sub: steps per key block; 0 when the list already holds steps.
+        q_tiles: tiles per query block.
         consumers: consumer warpgroups of 64 rows.
         stages: tiles in a ring.
+        own: whether each consumer has its own query block.
         q_registers: whether Q is kept in registers.
         fast: fixed reference and flags instead of the online softmax.
         lazy: whether the online softmax keeps its reference while it can.
-        lse: whether lse is wanted.
-        registers: registers of a consumer thread.
-        producer_registers: registers of a producer thread.
-        sub: steps per key block; 0 when the list already holds steps.
-        box: keys that lie together in steps that are put together, of which each may have fewer;
-            0 where the keys of a step adjoin.
-        q_tiles: tiles per query block.
-        own: whether each consumer has its own query block.
         sync: publish the position in the key sweep every so many steps; 0 never.
         ragged: whether any step may be partial.
         ordered: whether `order` is given.
@@ -136,36 +129,38 @@ class Shape(WarpgroupLayouts):
         q_lengths: whether query blocks have lengths of their own.
         bits: whether rows choose among the blocks of their list; the list then holds steps.
         one_word: whether the choice of a row is a single word.
+        lse: whether lse is wanted.
         skip: how many powers of two below the reference a step is left out; 0 for none.
         passes: whether a consumer leaves out steps of blocks that none of its rows keeps.
         redo: tiles of which a program computes those that are flagged; 0 where all are computed.
+        registers: registers of a consumer thread.
+        producer_registers: registers of a producer thread.
     """
 
     keys: int
     head_size: int
     channels: int
+    sub: int
+    q_tiles: int
     consumers: int
     stages: int
+    own: bool
     q_registers: bool
     fast: bool
     lazy: bool
+    sync: int
+    ragged: bool
+    ordered: bool
+    q_starts: bool
+    q_lengths: bool
+    bits: bool
+    one_word: bool
     lse: bool
+    skip: float
+    passes: bool
+    redo: int
     registers: int
     producer_registers: int
-    sub: int = 0
-    box: int = 0
-    q_tiles: int = 1
-    own: bool = False
-    sync: int = 0
-    ragged: bool = True
-    ordered: bool = False
-    q_starts: bool = False
-    q_lengths: bool = False
-    bits: bool = False
-    one_word: bool = False
-    skip: float = 0.0
-    passes: bool = False
-    redo: int = 0
 
 
 @gluon.jit
@@ -240,53 +235,12 @@ def find_work(W: gl.constexpr, tile, plan, outs, C: gl.constexpr):
 
 
 @gluon.jit
-def whole_keys(C: gl.constexpr):
-    """Return what `tail_keys` returns of a whole step."""
-    keys = gl.to_tensor(C.keys)
-    if C.box > 0:
-        keys = gl.full([C.keys], C.keys, gl.int32, C.columns)
-    return keys
-
-
-@gluon.jit
 def tail_keys(work, tail, C: gl.constexpr):
-    """Return how many keys of a partial step are real; of boxes, a bound for the place of each."""
+    """Return how many keys of a partial step are real."""
     keys = work.tail_keys
-    if C.box > 0:
-        place = gl.arange(0, C.keys, C.columns)
-        length = gl.load(keys + tail * (C.keys // C.box) + place // C.box)
-        keys = gl.where(place % C.box < length, C.keys, 0)
-    elif C.sub == 0:
+    if C.sub == 0:
         keys = gl.load(keys + tail)
     return keys
-
-
-@gluon.jit
-def make_rings(dq, dk, dv, SLOTS: gl.constexpr, SHARERS: gl.constexpr, C: gl.constexpr):
-    """Return rings of so many slots, each of which is read by SHARERS consumers."""
-    BN: gl.constexpr = C.keys
-    D: gl.constexpr = C.head_size
-    CONSUMERS: gl.constexpr = C.consumers
-    one: gl.constexpr = mbarrier.MBarrierLayout()
-    rings = Rings(
-        gl.allocate_shared_memory(dq.dtype, [CONSUMERS, 1, 1, 64, D], dq.layout),
-        gl.allocate_shared_memory(dq.dtype, [SLOTS, 1, 1, BN, D], dk.layout),
-        gl.allocate_shared_memory(dq.dtype, [SLOTS, 1, 1, BN, D], dv.layout),
-        gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], one),
-        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], one),
-        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], one),
-        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], one),
-        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], one),
-    )
-    for w in gl.static_range(CONSUMERS):
-        mbarrier.init(rings.q_full.index(w), count=1)
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(rings.k_full.index(slot), count=1)
-        mbarrier.init(rings.v_full.index(slot), count=1)
-        mbarrier.init(rings.k_empty.index(slot), count=SHARERS)
-        mbarrier.init(rings.v_empty.index(slot), count=SHARERS)
-    hopper.fence_async_shared()
-    return rings
 
 
 @gluon.jit

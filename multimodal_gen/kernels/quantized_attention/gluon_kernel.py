@@ -25,10 +25,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from multimodal_gen.kernels.block_sparse.gluon_step_kernel import partial_sums
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, launch_order
 from multimodal_gen.kernels.block_sparse.steps_kernel import make_steps
-from multimodal_gen.kernels.hopper_kernel import specialize
 from multimodal_gen.kernels.launch.descriptors import describe, describe_tokens
 from multimodal_gen.kernels.launch.launcher import Launch, Launcher
 from multimodal_gen.kernels.quantized_attention.gluon_work_kernel import (
@@ -89,6 +87,7 @@ def _pack(p, C: gl.constexpr):
     carry words: of bytes, each would get a register of its own.
     """
     BN: gl.constexpr = C.keys
+    D: gl.constexpr = C.head_size
     if C.e4m3:
         p = gl.reshape(p, [64, BN // 16, 2, 4, 2])
         p = gl.reshape(gl.permute(p, [0, 1, 3, 2, 4]), [64, BN // 4, 2, 2])
@@ -99,16 +98,26 @@ def _pack(p, C: gl.constexpr):
             PACK, "=r,r,r,r,r", [p_0, p_1, p_2, p_3], dtype=gl.int32, is_pure=True, pack=1
         )
     else:
-        words = gl.convert_layout(p.to(gl.bfloat16), C.p_layout, assert_trivial=True)
+        o_layout: gl.constexpr = gl.NVMMADistributedLayout(
+            version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
+        )
+        p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
+        words = gl.convert_layout(p.to(gl.bfloat16), p_layout, assert_trivial=True)
     return words
 
 
 @gluon.jit
 def _operand(words, C: gl.constexpr):
     """Return packed weights as operand of P V, [64, BN]; takes no instruction."""
+    BN: gl.constexpr = C.keys
+    D: gl.constexpr = C.head_size
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 32]
+    )
+    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=4)
     pair = gl.join(words, words)
-    four = gl.reshape(gl.join(pair, pair), [64, C.keys])
-    four = gl.convert_layout(four, C.p_layout, assert_trivial=True)
+    four = gl.reshape(gl.join(pair, pair), [64, BN])
+    four = gl.convert_layout(four, p_layout, assert_trivial=True)
     return gl.inline_asm_elementwise(
         "", "=r,0,r,r,r", [four], dtype=gl.float8e4nv, is_pure=False, pack=4
     )
@@ -126,7 +135,11 @@ def _keep(weights):
 @gluon.jit
 def _scores(q, k_t, C: gl.constexpr):
     """Start Q K^T, with sums that read as fp32 are 12582912 too large."""
-    start = gl.full([64, C.keys], MAGIC, gl.int32, C.s_layout)
+    BN: gl.constexpr = C.keys
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 32]
+    )
+    start = gl.full([64, BN], MAGIC, gl.int32, s_layout)
     # Opaque, or the registers would be set after the fence that the product begins with.
     start = gl.inline_asm_elementwise("", "=r,0", [start], dtype=gl.int32, is_pure=False, pack=1)
     return hopper.warpgroup_mma(q, k_t, start, is_async=True)
@@ -139,14 +152,23 @@ def _wait_full(rings, entry, C: gl.constexpr):
 
 
 @gluon.jit
+def _partial_sums(p, C: gl.constexpr):
+    """Row sums as four partial sums per row, which needs no shuffle: [64, 4]."""
+    BN: gl.constexpr = C.keys
+    return gl.sum(gl.sum(gl.reshape(p, [64, BN // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
 def _weights(
     s, q_scale, k_scales, m, keys, MASKED: gl.constexpr, FIXED: gl.constexpr, C: gl.constexpr
 ):
     """Return weights, times 2^LIFT where they are e4m3, and the new reference."""
     BN: gl.constexpr = C.keys
+    s_layout: gl.constexpr = s.type.layout
+    rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     x = s.to(gl.float32, bitcast=True)
     if MASKED:
-        columns = gl.arange(0, BN, C.columns)
+        columns = gl.arange(0, BN, gl.SliceLayout(0, s_layout))
         x = gl.where(gl.expand_dims(columns < keys, 0), x, float("-inf"))
     m_new = m
     if C.unit < C.keys:
@@ -156,11 +178,11 @@ def _weights(
         bias = factor * (-MAGIC_VALUE)
         if not FIXED:
             top = gl.max(gl.fma(gl.max(x, 2), factor, bias), 1)
-            m_new = gl.maximum(m, gl.convert_layout(top, C.rows_s))
+            m_new = gl.maximum(m, gl.convert_layout(top, rows))
         inner: gl.constexpr = gl.SliceLayout(1, halves)
         bias -= gl.expand_dims(gl.convert_layout(m_new, inner), 1)
         p = gl.exp2(gl.fma(x, gl.expand_dims(factor, 2), gl.expand_dims(bias, 2)))
-        p = gl.convert_layout(gl.reshape(p, [64, BN]), C.s_layout, assert_trivial=True)
+        p = gl.convert_layout(gl.reshape(p, [64, BN]), s_layout, assert_trivial=True)
     else:
         factor = q_scale * k_scales[0]
         bias = factor * (-MAGIC_VALUE)
@@ -182,12 +204,13 @@ def _advance_e4m3(
     """Scores of `step` while P V of the step before is in flight; then its softmax."""
     BN: gl.constexpr = C.keys
     D: gl.constexpr = C.head_size
+    o_layout: gl.constexpr = state.acc.type.layout
     slot = step % C.stages
     weights = _operand(state.words, C)
     s_token = _scores(q, rings.k.index(slot).reshape([BN, D]).permute((1, 0)), C)
     acc = gl.fma(state.acc, gl.expand_dims(state.part_rescale, 1), state.part)
     v_tile = rings.v.index(slot).reshape([D, BN]).permute((1, 0))
-    zero = gl.zeros([64, D], gl.float32, C.o_layout)
+    zero = gl.zeros([64, D], gl.float32, o_layout)
     o_token = hopper.warpgroup_mma(weights, v_tile, zero, use_acc=False, is_async=True)
     s = hopper.warpgroup_mma_wait(1, deps=[s_token])
     p, m = _weights(s, q_scale, k_scales, state.m, keys, MASKED, False, C)
@@ -201,7 +224,7 @@ def _advance_e4m3(
     mbarrier.arrive(rings.empty.index(slot))
     # Words of the product in flight must not be made before its wait, or it is serialised.
     words = _pack(p, C)
-    rescale = gl.convert_layout(alpha * v_ratio, C.rows_o)
+    rescale = gl.convert_layout(alpha * v_ratio, gl.SliceLayout(1, o_layout))
     return State(acc, part, state.rescale, rescale, words, sums, m)
 
 
@@ -212,6 +235,7 @@ def _advance_bfloat16(
     """The same with bfloat16 weights and values, whose product sums into `acc` itself."""
     BN: gl.constexpr = C.keys
     D: gl.constexpr = C.head_size
+    rows_o: gl.constexpr = gl.SliceLayout(1, state.acc.type.layout)
     slot = step % C.stages
     s_token = _scores(q, rings.k.index(slot).reshape([BN, D]).permute((1, 0)), C)
     v_tile = rings.v.index(slot).reshape([BN, D])
@@ -220,7 +244,7 @@ def _advance_bfloat16(
     p, m = _weights(s, q_scale, k_scales, state.m, keys, MASKED, C.fast, C)
     sums = state.sums
     if C.fast:
-        sums += partial_sums(p, C)
+        sums += _partial_sums(p, C)
         words = _pack(p, C)
     else:
         alpha = gl.exp2(state.m - m)
@@ -231,7 +255,7 @@ def _advance_bfloat16(
     mbarrier.arrive(rings.empty.index(slot))
     if not C.fast:
         words = _pack(p, C)
-        acc = acc * gl.expand_dims(gl.convert_layout(alpha, C.rows_o), 1)
+        acc = acc * gl.expand_dims(gl.convert_layout(alpha, rows_o), 1)
     return State(acc, state.part, state.part_rescale, state.rescale, words, sums, m)
 
 
@@ -252,11 +276,12 @@ def _last_product(rings, state, slot, C: gl.constexpr):
     """Add P V of the last step to the others."""
     BN: gl.constexpr = C.keys
     D: gl.constexpr = C.head_size
+    o_layout: gl.constexpr = state.acc.type.layout
     if C.e4m3:
         acc = gl.fma(state.acc, gl.expand_dims(state.part_rescale, 1), state.part)
         v_tile = rings.v.index(slot).reshape([D, BN]).permute((1, 0))
         weights = _operand(state.words, C)
-        zero = gl.zeros([64, D], gl.float32, C.o_layout)
+        zero = gl.zeros([64, D], gl.float32, o_layout)
         o_token = hopper.warpgroup_mma(weights, v_tile, zero, use_acc=False, is_async=True)
         part = hopper.warpgroup_mma_wait(0, deps=[o_token])
         _keep(weights)
@@ -301,29 +326,39 @@ def _scales(work, starts, v_scale, C: gl.constexpr):
 
 
 @gluon.jit
-def _consumer(given, W: gl.constexpr, C: gl.constexpr):
+def _consumer(work, rings, flag, W: gl.constexpr, dtype: gl.constexpr, C: gl.constexpr):
     """One warpgroup: 64 query rows."""
-    work, rings, flag = given
-    dtype: gl.constexpr = rings.out.dtype
     ROW: gl.constexpr = W * 64
     BN: gl.constexpr = C.keys
     D: gl.constexpr = C.head_size
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 32]
+    )
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 32 if C.e4m3 else 16]
+    )
+    rows_s: gl.constexpr = gl.SliceLayout(1, s_layout)
+    rows_o: gl.constexpr = gl.SliceLayout(1, o_layout)
+    store_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     steps = work.steps
     if steps == 0:
-        nothing = gl.zeros([64, D], dtype, C.store_layout)
-        _store(nothing, gl.full([64], float("-inf"), gl.float32, C.rows_s), work, ROW, C)
+        nothing = gl.zeros([64, D], dtype, store_layout)
+        _store(nothing, gl.full([64], float("-inf"), gl.float32, rows_s), work, ROW, C)
     else:
         # Scales are read one step ahead, and where they stand two steps ahead.
         one = gl.to_tensor(1.0)
         k_scales, v_scale = _scales(work, step_starts(work, 0, C), one, C)
         k_next, v_next = _scales(work, step_starts(work, gl.minimum(1, steps - 1), C), one, C)
         starts = step_starts(work, gl.minimum(2, steps - 1), C)
-        row = ROW + gl.arange(0, 64, C.rows_s)
+        row = ROW + gl.arange(0, 64, rows_s)
         q_scale = gl.load(work.q_scale + row, mask=row < work.real, other=0.0)
         q = rings.q.index(W).reshape([64, D])
         mbarrier.wait(rings.q_full.index(W), 0)
         if C.q_registers:
-            q = q.load(C.q_layout)
+            q_layout: gl.constexpr = gl.DotOperandLayout(
+                operand_index=0, parent=s_layout, k_width=4
+            )
+            q = q.load(q_layout)
         _wait_full(rings, 0, C)
         s_token = _scores(q, rings.k.index(0).reshape([BN, D]).permute((1, 0)), C)
         s = hopper.warpgroup_mma_wait(0, deps=[s_token])
@@ -331,11 +366,11 @@ def _consumer(given, W: gl.constexpr, C: gl.constexpr):
         CUT: gl.constexpr = C.ragged or C.unit < BN
         if CUT and work.lead > 0:
             keys = step_keys(work, 0, C)
-        m = gl.full([64], float("-inf"), gl.float32, C.rows_s)
+        m = gl.full([64], float("-inf"), gl.float32, rows_s)
         p, m = _weights(s, q_scale, k_scales, m, keys, CUT, False, C)
-        none = gl.zeros([64, D], gl.float32, C.o_layout)
-        no_row = gl.zeros([64], gl.float32, C.rows_o)
-        sums = partial_sums(p, C) if C.fast else gl.sum(p, 1)
+        none = gl.zeros([64, D], gl.float32, o_layout)
+        no_row = gl.zeros([64], gl.float32, rows_o)
+        sums = _partial_sums(p, C) if C.fast else gl.sum(p, 1)
         state = State(none, none, no_row, no_row, _pack(p, C), sums, m)
         mbarrier.arrive(rings.empty.index(0))
         _wait_full(rings, 1, C)
@@ -359,30 +394,29 @@ def _consumer(given, W: gl.constexpr, C: gl.constexpr):
         m = state.m
         acc = _last_product(rings, state, steps % C.stages, C)
         if C.fast:
-            sums = gl.convert_layout(gl.sum(state.sums, 1), C.rows_s)
-            real = ROW + gl.arange(0, 64, C.rows_s) < work.real
+            sums = gl.convert_layout(gl.sum(state.sums, 1), rows_s)
+            real = ROW + gl.arange(0, 64, rows_s) < work.real
             wrong = gl.max((real & ~(sums < OVERFLOW)).to(gl.int32), 0)
             if wrong > 0:
                 gl.store(flag, wrong)
         else:
             sums = state.sums
-        o = acc * gl.expand_dims(gl.convert_layout(v_scale / sums, C.rows_o), 1)
+        o = acc * gl.expand_dims(gl.convert_layout(v_scale / sums, rows_o), 1)
         out_tile = rings.out.index(W)
         out_tile.store(o.to(dtype))
         lift: gl.constexpr = LIFT if C.e4m3 else 0.0
         lse = 0.6931471805599453 * (m + gl.log2(sums) - lift)
-        _store(out_tile.load(C.store_layout), lse, work, ROW, C)
+        _store(out_tile.load(store_layout), lse, work, ROW, C)
 
 
 @gluon.jit
-def _run(dq, dk, dv, plan, scales, outs, flag, C: gl.constexpr):
+def _run(dq, dk, dv, plan, scales, outs, flag, dtype: gl.constexpr, C: gl.constexpr):
     """Allocate the ring and start the partitions of one tile."""
     BN: gl.constexpr = C.keys
     D: gl.constexpr = C.head_size
     CONSUMERS: gl.constexpr = C.consumers
     STAGES: gl.constexpr = C.stages
     V_TILE: gl.constexpr = [STAGES, 1, 1, D, BN] if C.e4m3 else [STAGES, 1, 1, BN, D]
-    dtype: gl.constexpr = outs.out.dtype.element_ty
     one: gl.constexpr = mbarrier.MBarrierLayout()
     out_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)
     rings = Rings(
@@ -401,7 +435,37 @@ def _run(dq, dk, dv, plan, scales, outs, flag, C: gl.constexpr):
         mbarrier.init(rings.empty.index(slot), count=CONSUMERS)
     hopper.fence_async_shared()
     work = find_work(plan, scales, outs, C)
-    specialize(_consumer, ((work, rings, flag),), produce, ((dq, dk, dv, work, rings),), C)
+    # warp_specialize takes literal lists of partitions only.
+    if C.consumers == 1:
+        gl.warp_specialize(
+            [
+                (_consumer, (work, rings, flag, 0, dtype, C)),
+                (produce, (dq, dk, dv, work, rings, C)),
+            ],
+            [1],
+            [C.producer_registers],
+        )
+    elif C.consumers == 2:
+        gl.warp_specialize(
+            [
+                (_consumer, (work, rings, flag, 0, dtype, C)),
+                (_consumer, (work, rings, flag, 1, dtype, C)),
+                (produce, (dq, dk, dv, work, rings, C)),
+            ],
+            [4, 1],
+            [C.registers, C.producer_registers],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (work, rings, flag, 0, dtype, C)),
+                (_consumer, (work, rings, flag, 1, dtype, C)),
+                (_consumer, (work, rings, flag, 2, dtype, C)),
+                (produce, (dq, dk, dv, work, rings, C)),
+            ],
+            [4, 4, 1],
+            [C.registers, C.registers, C.producer_registers],
+        )
 
 
 @gluon.jit(
@@ -429,12 +493,13 @@ def attention_kernel(
     )  # fmt: skip
     scales = Scales(q_scale_ptr, k_scale_ptr, v_scale_ptr, shift_ptr, q_rows, kv_steps)
     outs = Outs(out_ptr, lse_ptr, out_b, out_s, out_h, lse_b, lse_h)
+    dtype: gl.constexpr = out_ptr.dtype.element_ty
     flag = flag_ptr + gl.program_id(0)
     if C.redo:
         if gl.load(flag) > 0:
-            _run(dq, dk, dv, plan, scales, outs, flag, C)
+            _run(dq, dk, dv, plan, scales, outs, flag, dtype, C)
     else:
-        _run(dq, dk, dv, plan, scales, outs, flag, C)
+        _run(dq, dk, dv, plan, scales, outs, flag, dtype, C)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -10,7 +10,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from multimodal_gen.kernels.hopper_kernel import WarpgroupLayouts
 from multimodal_gen.kernels.launch.compat import async_load
 
 
@@ -119,7 +118,7 @@ class Work(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape(WarpgroupLayouts):
+class Shape:
     """Compile-time shape of the kernel.
 
     Attributes:
@@ -163,16 +162,6 @@ class Shape(WarpgroupLayouts):
     q_registers: bool
     registers: int
     producer_registers: int
-
-    @property
-    def s_depth(self) -> int:
-        """Queries and keys have 8 bits."""
-        return 32
-
-    @property
-    def o_depth(self) -> int:
-        """So do weights and values, if they are e4m3 numbers."""
-        return 32 if self.e4m3 else 16
 
 
 @gluon.jit
@@ -307,9 +296,8 @@ def _load(descriptor, work, starts, full, tile, COLUMNS: gl.constexpr, C: gl.con
 
 
 @gluon.jit
-def produce(fed, W: gl.constexpr, C: gl.constexpr):
+def produce(dq, dk, dv, work, rings, C: gl.constexpr):
     """One warp: loads Q once, and in turn K of every step with V of the step before."""
-    dq, dk, dv, work, rings = fed
     K_BYTES: gl.constexpr = C.keys * C.head_size
     V_BYTES: gl.constexpr = K_BYTES if C.e4m3 else 2 * K_BYTES
     CONSUMERS: gl.constexpr = C.consumers
