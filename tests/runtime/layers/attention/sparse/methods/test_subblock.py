@@ -126,7 +126,7 @@ def test_the_number_of_blocks_is_rounded_up_to_eight():
     assert kept_blocks(0.75, 590) == 152
     assert kept_blocks(0.5, 15) == 8
     assert kept_blocks(0.0, 15) == 15
-    assert kept_blocks(1.0, 590) == 1
+    assert kept_blocks(1.0, 590) == 8
 
 
 def test_short_sequences_are_dense_and_the_report_says_so():
