@@ -24,6 +24,7 @@ METHODS = {
     "subblock_sparse_attn": {"sparsity": 0.9, "skip_first_steps": 0, "min_seq_len": 0},
     "sol_attn": {"dense_steps": 0, "dense_layers": None, "tail": "none", "tile_size": [2, 2, 4]},
     "pisa_attn": {"density": 0.3, "first_order": False},
+    "sparge_attn": {"topk": 0.4},
 }
 TAILS = {f"{backend} tail": {**config, "tail": "pooled"} for backend, config in METHODS.items()}
 REFUSED = {"sla_attn": {"topk_ratio": 0.2, "BLKQ": 64}}
