@@ -169,6 +169,8 @@ class SpargeRouter(Router[SpargeConfig]):
             _, capability = place_of(stats.key.device)
             rows, columns = (size // _UNIT for size in mask_blocks(capability))
             budget = self.budget(settings, -(-stats.num // columns), 0)
+            assert stats.layout is not None, "a cache is refused"
+            self.layer.warn_of(stats.layout, budget)
             return _chosen(settings, stats, budget, (rows, columns))
         chosen = _chosen(settings, stats, budget, (rows, columns))
         return chosen.repeat_interleave(rows, dim=2)[:, :, : stats.query.shape[2]]

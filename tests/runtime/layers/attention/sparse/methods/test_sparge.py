@@ -180,3 +180,15 @@ def test_the_package_gets_a_map_of_the_blocks_its_kernel_has(monkeypatch, capabi
     if capability != (9, 0):
         assert torch.equal(masks[0], rule(qkv, None, topk=3))
     assert out.shape == qkv.query.shape
+
+
+def test_a_share_is_warned_of_in_the_blocks_that_the_package_has(monkeypatch, caplog):
+    package = ModuleType("spas_sage_attn")
+    package.block_sparse_sage2_attn_cuda = lambda q, *_, **__: q
+    monkeypatch.setitem(sys.modules, "spas_sage_attn", package)
+    monkeypatch.setattr(sparge, "place_of", lambda _: ("cuda", (9, 0)))
+    attention = layer(topk=0.1)
+    monkeypatch.setattr(attention.attn_impl.kernel, "name", "spas_sage_attn", raising=False)
+    run_sparse(attention, METHOD.inputs(GRID, batch=1), GRID)
+    assert "has 5 blocks, of which 1 is kept" in caplog.text
+    assert "has 10 blocks" not in caplog.text
