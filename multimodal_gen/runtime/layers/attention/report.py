@@ -1,6 +1,5 @@
 """What ran in every attention layer, and why."""
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, cast

@@ -31,6 +31,7 @@ from multimodal_gen.testing.tile_choice import (
     near_tiles,
     outstanding_tiles,
     selected_tiles,
+    tile_means,
     token_blocks,
     token_tiles,
 )
@@ -102,6 +103,24 @@ def sol_best(q, k, queries, keys):
     return of_keys(best, keys) | near_tiles(queries, keys, 0)[queries.tile]
 
 
+def sparge(q, k, queries, keys):
+    """Blocks of 128 queries: two of 64 of the chunk, by the mean of all their tokens."""
+    kept = max(1, int(0.4 * keys.num))
+    pairs = TokenTiles(tile=queries.tile // 2, cell=queries.tile // 2, cells=1)
+    return of_keys(best_tiles(q, k, pairs, keys, kept, scale=SCALE), keys)
+
+
+def sparge_mass(q, k, queries, keys):
+    """As many blocks as hold 0.6 of the mass of the softmax together, one at least."""
+    pairs = TokenTiles(tile=queries.tile // 2, cell=queries.tile // 2, cells=1)
+    means = tile_means(k, keys).repeat_interleave(HEADS // KV_HEADS, dim=1)
+    scores = tile_means(q, pairs) @ means.mT * SCALE
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    held = scores.softmax(-1).gather(-1, order).cumsum(-1) <= 0.6
+    held[..., 0] = True
+    return torch.zeros_like(held).scatter_(-1, order, held)[:, :, pairs.tile]
+
+
 def subblock(q, k, queries, keys):
     kept = min(-(-keys.num // 16) * 8, keys.num)  # half of them, in eights
     return of_keys(best_tiles(q, k, queries, keys, kept, scale=SCALE), keys)
@@ -155,6 +174,9 @@ CASES = {
         None,
         cube,
     ),
+    "sparge": ("sparge_attn", {"topk": 0.4}, 64, sparge),
+    "sparge, with a tail": ("sparge_attn", {"topk": 0.4, "tail": "pooled"}, 64, sparge),
+    "sparge by mass": ("sparge_attn", {"cdfthreshd": 0.6}, 64, sparge_mass),
     "subblock": (
         "subblock_sparse_attn",
         {"sparsity": 0.5, "skip_first_steps": 0, "min_seq_len": 600},
@@ -275,7 +297,13 @@ REFUSED = [
         "it clusters the keys of one call",
     ),
     ("static_sparse_attn", {}, True, "its patterns are places in one latent grid"),
-    ("sparge_attn", {}, True, "it compares the tokens of blocks of one call"),
+    ("sparge_attn", {}, True, "its blocks are 64 tokens as they came, and the cache keeps tiles"),
+    (
+        "sparge_attn",
+        {"simthreshd1": 0.0},
+        False,
+        "simthreshd1 from 0 on compares the tokens of blocks of one call",
+    ),
     ("pisa_attn", {}, True, "its first-order term is a sum over all keys of one call"),
 ]
 

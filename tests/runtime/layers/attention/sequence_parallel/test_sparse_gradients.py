@@ -31,6 +31,7 @@ METHODS = {
         "st_chunk_size": [2, 3, 4],
         "moba_threshold": 0.3,
     },
+    "sparge_attn": {"topk": 0.4},
 }
 TAILS = {f"{backend} tail": {**config, "tail": "pooled"} for backend, config in METHODS.items()}
 REFUSED = {"sla_attn": {"topk_ratio": 0.2, "BLKQ": 64}}

@@ -139,7 +139,7 @@ def test_groups_attend_with_text_masks_and_shared_heads(where, masked, kv_heads)
     out = run(impl, qkv, text, keep)
     mask, _ = mask_of(qkv, text, keep)
     assert_within_error_budget(out, *qkv, scale=SCALE, mask=mask)
-    (density,) = impl.densities().values()
+    (density,) = impl.layer.densities.by_step().values()
     pairs = mask.sum() if keep is None else (mask & keep[:, None, None]).sum()
     whole = mask[:, 0].numel() if keep is None else mask.shape[2] * int(keep.sum())
     assert abs(density - float(pairs) / HEADS / whole) < 1e-9

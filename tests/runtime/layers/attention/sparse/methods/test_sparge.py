@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from multimodal_gen.errors import ConfigError
-from multimodal_gen.runtime.layers.attention.sparse.methods.sparge import SpargeConfig, SpargeImpl
+from multimodal_gen.runtime.layers.attention.sparse.executors import local
+from multimodal_gen.runtime.layers.attention.sparse.methods import sparge
+from multimodal_gen.runtime.layers.attention.sparse.methods.sparge import SpargeConfig
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.testing.reference import reference_attention
 from multimodal_gen.testing.sparse import (
@@ -126,6 +128,14 @@ def test_masked_tokens_are_in_no_mean_and_in_no_cosine():
     check(attention, TEXTS["text last"], topk=3, similar=0.7, keep=keep, batch=2)
 
 
+def test_some_heads_at_a_time_choose_as_all_do(monkeypatch):
+    attention, text = layer(kv_heads=1, topk=0.2, simthreshd1=0.7), TEXTS["text last"]
+    whole = run_sparse(attention, inputs(text), GRID, text=text)
+    monkeypatch.setattr(local, "_TOKENS_AT_ONCE", 1)
+    monkeypatch.setattr(sparge, "_SCORES_AT_ONCE", 1)
+    assert torch.equal(run_sparse(attention, inputs(text), GRID, text=text), whole)
+
+
 def test_what_is_not_kept_may_count_by_its_means():
     check(layer(kv_heads=1, topk=0.3, tail="pooled"), topk=3, tail=True)
 
@@ -158,8 +168,7 @@ def test_the_package_gets_a_map_of_the_blocks_its_kernel_has(monkeypatch, capabi
 
     package.block_sparse_sage2_attn_cuda = stand_in
     monkeypatch.setitem(sys.modules, "spas_sage_attn", package)
-    module = sys.modules[SpargeImpl.__module__]
-    monkeypatch.setattr(module, "place_of", lambda _: ("cuda", capability))
+    monkeypatch.setattr(sparge, "place_of", lambda _: ("cuda", capability))
     attention = layer(topk=0.3)
     impl = attention.attn_impl
     monkeypatch.setattr(impl.kernel, "name", "spas_sage_attn", raising=False)
@@ -171,3 +180,15 @@ def test_the_package_gets_a_map_of_the_blocks_its_kernel_has(monkeypatch, capabi
     if capability != (9, 0):
         assert torch.equal(masks[0], rule(qkv, None, topk=3))
     assert out.shape == qkv.query.shape
+
+
+def test_a_share_is_warned_of_in_the_blocks_that_the_package_has(monkeypatch, caplog):
+    package = ModuleType("spas_sage_attn")
+    package.block_sparse_sage2_attn_cuda = lambda q, *_, **__: q
+    monkeypatch.setitem(sys.modules, "spas_sage_attn", package)
+    monkeypatch.setattr(sparge, "place_of", lambda _: ("cuda", (9, 0)))
+    attention = layer(topk=0.1)
+    monkeypatch.setattr(attention.attn_impl.kernel, "name", "spas_sage_attn", raising=False)
+    run_sparse(attention, METHOD.inputs(GRID, batch=1), GRID)
+    assert "has 5 blocks, of which 1 is kept" in caplog.text
+    assert "has 10 blocks" not in caplog.text

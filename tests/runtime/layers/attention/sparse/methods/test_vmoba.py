@@ -392,7 +392,7 @@ def test_gradients_are_those_of_attention_under_the_choice():
 @pytest.mark.parametrize("scope", ["query_head", "head_global", "block", "overall"])
 def test_what_ranks_over_tokens_or_heads_says_where_these_must_be(scope):
     settings = config(moba_threshold_type=scope)
-    impl = VMoBAImpl(HEADS, HEAD_SIZE, SCALE, config=settings)
+    impl = VMoBAImpl(HEADS, HEAD_SIZE, SCALE, config=settings, site=LayerSite(layer=0))
     ring, ulysses = impl.ring_reason(), impl.ulysses_reason()
     if scope == "query_head":
         assert ring is None

@@ -220,12 +220,12 @@ def window_patterns(windows: tuple[Window, ...], tiles: Window) -> Patterns:
 def _upstream(
     call: SparseCall,
     keys: TiledSequence,
-    choose: Callable[[], tuple[WindowPattern, ...]],
+    select: Callable[[], tuple[WindowPattern, ...]],
     kept: int,
     backend: str,
 ) -> torch.Tensor:
     """See `UpstreamKernel`; the packages take windows."""
-    return attend_upstream(call, keys, [pattern.window for pattern in choose()], backend)
+    return attend_upstream(call, keys, [pattern.window for pattern in select()], backend)
 
 
 class SlidingTileRouter(Router[SlidingTileConfig]):
