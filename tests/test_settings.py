@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from multimodal_gen.runtime.plain_values import (
+from multimodal_gen.files import MalformedError
+from multimodal_gen.settings import (
     FrozenMapping,
-    MalformedError,
     as_mapping,
     frozen,
     read_json,
@@ -72,7 +72,7 @@ def test_what_nests_without_end_is_refused():
 
 def test_reading_needs_the_standard_library_only():
     code = (
-        "import sys, multimodal_gen.runtime.plain_values; "
+        "import sys, multimodal_gen.settings; "
         "sys.exit(any(name in sys.modules for name in ('torch', 'yaml', 'diffusers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
