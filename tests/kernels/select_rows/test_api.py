@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.kernels.row_choice.api import (
+from multimodal_gen.kernels.select.row_reference import sort_keys
+from multimodal_gen.kernels.select.rows import (
     ChunkGroups,
     chunk_groups,
     lse_of_parts,
@@ -14,8 +15,7 @@ from multimodal_gen.kernels.row_choice.api import (
     move_rows,
     sort_rows,
 )
-from multimodal_gen.kernels.row_choice.reference import sort_keys
-from tests.kernels.row_choice.naive import assert_sorted, random_bits
+from tests.kernels.select_rows.naive import assert_sorted, random_bits
 
 ROWS = 128  # of a block
 

@@ -11,19 +11,24 @@ import torch
 import triton
 import triton.language as tl
 
-from multimodal_gen.kernels.launch.launcher import Launcher
+from multimodal_gen.kernels.launch.launcher import (
+    Launcher,
+    form_of,
+    strides_in_vectors,
+    vector_of,
+)
+from multimodal_gen.kernels.select.row_reference import ChunkGroups, SortedRows
 from multimodal_gen.kernels.shared_kernel import next_power_of_2
 
 TILE = 64  # rows of a program
 COUNTS = 4096  # counts that a program holds
 PARTS = 2048  # elements of a part that a program holds
 UNROLL = 6  # parts of a row that are loaded at once, at most
-VECTOR_BYTES = 16
 
 
 @triton.jit
 def _keys(bits_ptr, row, real, group, words, num_chunks, SIZE: tl.constexpr):
-    """Return patterns of rows in a group, and their rank; see `reference.sort_keys`."""
+    """Return patterns of rows in a group, and their rank; see `row_reference.sort_keys`."""
     first = group * SIZE
     shift = first % 32
     at = row.to(tl.int64) * words + first // 32
@@ -255,12 +260,11 @@ _launch_position, _launch_list = Launcher(_position_kernel), Launcher(_list_kern
 _launch_move, _launch_merge = Launcher(_move_kernel), Launcher(_merge_kernel)
 
 
-def sort_rows(
-    bits: torch.Tensor, num_chunks: int, size: int, extra: bool, block: int
-) -> dict[str, torch.Tensor]:
-    """Launch the sort; returns the fields of `api.SortedRows`."""
+def sort_rows(bits: torch.Tensor, cut: ChunkGroups, *, block: int, extra: bool) -> SortedRows:
+    """Launch the sort; see `rows.sort_rows`."""
     batch, heads, tokens, words = bits.shape
-    groups, tiles, bins = -(-num_chunks // size), -(-tokens // TILE), 2**size
+    num_chunks, size, groups = cut.num_chunks, cut.size, cut.num
+    tiles, bins = -(-tokens // TILE), 2**size
     bits = bits.contiguous()
     parts = (batch, heads, groups)
     blocks, num_bits = -(-tokens // block), size + extra
@@ -291,67 +295,40 @@ def sort_rows(
         (lengths.numel(),), moved_bits, used, indices, list_counts, lengths, blocks,
         NUM=num_bits, BLOCK=block, num_warps=1,
     )  # fmt: skip
-    return {
-        "bits": moved_bits,
-        "indices": indices,
-        "counts": list_counts,
-        "lengths": lengths,
-        "position": position,
-        "used": used,
-    }
+    return SortedRows(moved_bits, indices, list_counts, lengths, position, used)
 
 
-def move_rows(
-    query: torch.Tensor, position: torch.Tensor, used: torch.Tensor, room: int
-) -> torch.Tensor:
-    """Launch the move; see `api.move_rows`."""
+def move_rows(query: torch.Tensor, rows: SortedRows) -> torch.Tensor:
+    """Launch the move; see `rows.move_rows`."""
     batch, tokens, heads, head_size = query.shape
-    groups, tiles = position.shape[2], -(-tokens // TILE)
-    moved = query.new_empty((batch, heads * groups, room, head_size))
-    vector = _vector(query)
+    groups, tiles = rows.position.shape[2], -(-tokens // TILE)
+    moved = query.new_empty((batch, heads * groups, rows.room, head_size))
+    form = form_of(query)
+    vector = vector_of(form)
     _launch_move(
-        (batch * heads * tiles,), query, used.contiguous(), position.contiguous(), moved,
-        *_strides(query, vector), tokens, room, heads, groups, tiles,
+        (batch * heads * tiles,), query, rows.used.contiguous(), rows.position.contiguous(), moved,
+        *strides_in_vectors(form, vector), tokens, rows.room, heads, groups, tiles,
         D=head_size, DP=next_power_of_2(head_size), VEC=vector, T=TILE, num_warps=4,
     )  # fmt: skip
     return moved.transpose(1, 2)
 
 
 def merge_parts(
-    parts: torch.Tensor,
-    lse: torch.Tensor,
-    position: torch.Tensor,
-    used: torch.Tensor,
-    out: torch.Tensor,
+    parts: torch.Tensor, lse: torch.Tensor, rows: SortedRows, out: torch.Tensor
 ) -> None:
-    """Launch the merge; see `api.merge_parts`."""
+    """Launch the merge; see `rows.merge_parts`."""
     batch, tokens, heads, head_size = out.shape
-    vector = min(_vector(parts), _vector(out))
-    groups, padded = position.shape[2], next_power_of_2(head_size)
-    rows = max(PARTS // padded, 16)
-    tiles = -(-tokens // rows)
+    forms = form_of(parts), form_of(out)
+    vector = vector_of(*forms)
+    groups, padded = rows.position.shape[2], next_power_of_2(head_size)
+    at_once = max(PARTS // padded, 16)
+    tiles = -(-tokens // at_once)
     _launch_merge(
-        (batch * heads * tiles,), parts, lse, position.contiguous(), used.contiguous(), out,
-        *_strides(parts, vector), *lse.stride(), *_strides(out, vector),
+        (batch * heads * tiles,), parts, lse, rows.position.contiguous(), rows.used.contiguous(),
+        out,
+        *strides_in_vectors(forms[0], vector), *lse.stride(),
+        *strides_in_vectors(forms[1], vector),
         tokens, heads, groups, tiles,
         U=-(-groups // -(-groups // UNROLL)),
-        D=head_size, DP=padded, VEC=vector, T=rows, num_warps=4,
+        D=head_size, DP=padded, VEC=vector, T=at_once, num_warps=4,
     )  # fmt: skip
-
-
-def _vector(tensor: torch.Tensor) -> int:
-    """Return how many elements, 16 bytes at most, may be accessed together."""
-    if tensor.stride(3) != 1 or tensor.data_ptr() % VECTOR_BYTES:
-        return 1
-    shape = zip(tensor.stride()[:3], tensor.shape, strict=False)
-    strides = [stride for stride, n in shape if n > 1]
-    return math.gcd(VECTOR_BYTES // tensor.element_size(), tensor.shape[3], *strides)
-
-
-def _strides(tensor: torch.Tensor, vector: int) -> tuple[int, int, int, int]:
-    """Return the strides of B, S and H in vectors, and that of D in elements."""
-    b, s, h = (
-        stride // vector if n > 1 else 0
-        for stride, n in zip(tensor.stride()[:3], tensor.shape, strict=False)
-    )
-    return b, s, h, tensor.stride(3)

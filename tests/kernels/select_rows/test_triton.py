@@ -7,9 +7,9 @@ test_children.py starts it.
 import pytest
 import torch
 
-from multimodal_gen.kernels.row_choice.api import ChunkGroups, SortedRows
-from multimodal_gen.kernels.row_choice.reference import merge_parts_reference
-from tests.kernels.row_choice.naive import assert_sorted, random_bits
+from multimodal_gen.kernels.select.row_reference import merge_parts_reference
+from multimodal_gen.kernels.select.rows import ChunkGroups, SortedRows
+from tests.kernels.select_rows.naive import assert_sorted, random_bits
 
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(
@@ -22,9 +22,9 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
 
 
 def sort(bits: torch.Tensor, groups: ChunkGroups, *, extra: bool, block: int = 128) -> SortedRows:
-    from multimodal_gen.kernels.row_choice.row_choice_kernel import sort_rows
+    from multimodal_gen.kernels.select.row_kernel import sort_rows
 
-    return SortedRows(**sort_rows(bits, groups.num_chunks, groups.size, extra, block))
+    return sort_rows(bits, groups, block=block, extra=extra)
 
 
 @pytest.mark.parametrize(
@@ -38,27 +38,27 @@ def sort(bits: torch.Tensor, groups: ChunkGroups, *, extra: bool, block: int = 1
     ],
 )
 def test_every_group_holds_the_rows_that_chose_any_of_its_chunks(num_chunks, size, block, extra):
-    from multimodal_gen.kernels.row_choice.row_choice_kernel import move_rows
+    from multimodal_gen.kernels.select.row_kernel import move_rows
 
     query = random(2, 2, 200, 24).transpose(1, 2)
     bits = random_bits((2, 2, 200), num_chunks)
     groups = ChunkGroups(num_chunks=num_chunks, size=size)
     rows = sort(bits, groups, extra=extra, block=block)
-    moved = move_rows(query, rows.position, rows.used, rows.room)
+    moved = move_rows(query, rows)
     assert_sorted(rows, moved, query, bits, groups, extra=extra)
 
 
 def test_the_rows_of_some_heads_move_and_merge_as_those_heads_rows():
-    from multimodal_gen.kernels.row_choice.row_choice_kernel import merge_parts, move_rows
+    from multimodal_gen.kernels.select.row_kernel import merge_parts, move_rows
 
     groups = ChunkGroups(num_chunks=5, size=2)
     query, bits = random(2, 140, 3, 16), random_bits((2, 3, 140), 5)
     rows = sort(bits, groups, extra=True).of_heads(slice(1, 3))
     query, bits = query[:, :, 1:], bits[:, 1:]
-    moved = move_rows(query, rows.position, rows.used, rows.room)
+    moved = move_rows(query, rows)
     assert_sorted(rows, moved, query, bits, groups, extra=True)
     out = torch.empty_like(query)
-    merge_parts(moved, torch.zeros(2, 6, rows.room), rows.position, rows.used, out)
+    merge_parts(moved, torch.zeros(2, 6, rows.room), rows, out)
     torch.testing.assert_close(out, query, rtol=1e-6, atol=1e-6)
 
 
@@ -66,7 +66,7 @@ def test_the_rows_of_some_heads_move_and_merge_as_those_heads_rows():
     "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
 )
 def test_merged_parts_are_the_definition(dtype):
-    from multimodal_gen.kernels.row_choice.row_choice_kernel import merge_parts
+    from multimodal_gen.kernels.select.row_kernel import merge_parts
 
     groups = ChunkGroups(num_chunks=9, size=4)
     rows = sort(random_bits((2, 2, 140), 9), groups, extra=False)
@@ -75,7 +75,7 @@ def test_merged_parts_are_the_definition(dtype):
     lse[:, :, ::7] = -torch.inf
     parts[:, ::7] = torch.nan
     out = torch.empty(2, 140, 3, 24, dtype=dtype)[:, :, 1:]
-    merge_parts(parts, lse, rows.position, rows.used, out)
-    wanted = merge_parts_reference(parts, lse, rows.position, rows.used)
+    merge_parts(parts, lse, rows, out)
+    wanted = merge_parts_reference(parts, lse, rows)
     rounding = 2 * torch.finfo(dtype).eps
     torch.testing.assert_close(out, wanted, rtol=rounding, atol=rounding)

@@ -5,7 +5,7 @@ from itertools import product
 
 import torch
 
-from multimodal_gen.kernels.chunk_select.reference import Rule
+from multimodal_gen.kernels.select.row_reference import Rule
 
 
 def naive_means(key: torch.Tensor, chunks: list[list[int]]) -> torch.Tensor:

@@ -9,8 +9,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from multimodal_gen.kernels.tile_pool.reference import pool_tiles_reference
-from tests.kernels.tile_pool.naive import (
+from multimodal_gen.kernels.select.reference import (
+    Tiles,
+    pool_tiles_reference,
+    select_tiles_reference,
+)
+from tests.kernels.select.naive import (
     assert_best,
     naive_best,
     naive_gated,
@@ -35,7 +39,7 @@ def selected(
     query: torch.Tensor, key: torch.Tensor, count: int, always: int, **options: int
 ) -> torch.Tensor:
     """Return what the kernel selects, written into rows of a longer and wider plan."""
-    from multimodal_gen.kernels.tile_pool.tile_pool_kernel import select_tiles
+    from multimodal_gen.kernels.select.tile_kernel import select_tiles
 
     batch, heads, num_q, _ = query.shape
     plan = torch.full((batch, heads + 1, num_q + 2, count + always + 3), -7, dtype=torch.int32)
@@ -58,7 +62,7 @@ def selected(
     ],
 )
 def test_pooling_reads_any_strides(dtype: torch.dtype, layout: str) -> None:
-    from multimodal_gen.kernels.tile_pool.tile_pool_kernel import pool_tiles
+    from multimodal_gen.kernels.select.pool_kernel import pool_tiles
 
     starts, lengths, index = ragged_tiles([64, 70, 1])
     tokens = int(lengths.sum())
@@ -72,7 +76,7 @@ def test_pooling_reads_any_strides(dtype: torch.dtype, layout: str) -> None:
         k, v = torch.stack((k, v), dim=2).unbind(2)
     for order in (None, index):
         for x in (q, k, v):
-            mean = pool_tiles(x, starts, lengths, order)
+            mean = pool_tiles(x, Tiles(starts, lengths, 70, order))
             wanted = naive_mean(x, starts, lengths, order)
             assert mean.dtype == dtype
             band = 70 * torch.finfo(torch.float32).eps * x.abs().max()
@@ -89,7 +93,7 @@ def test_pooling_reads_any_strides(dtype: torch.dtype, layout: str) -> None:
     ],
 )
 def test_pooling_leaves_masked_tokens_out(dtype: torch.dtype, indexed: bool) -> None:
-    from multimodal_gen.kernels.tile_pool.tile_pool_kernel import pool_tiles
+    from multimodal_gen.kernels.select.pool_kernel import pool_tiles
 
     starts, lengths, order = ragged_tiles([64, 70, 1, 9])
     index = order if indexed else None
@@ -99,8 +103,8 @@ def test_pooling_leaves_masked_tokens_out(dtype: torch.dtype, indexed: bool) -> 
     keep[0, tile.long()] = False
     x = random(2, tokens, 3, 24, dtype=dtype).masked_fill(~keep[..., None, None], torch.nan)
     for precise in (None, torch.float32):
-        found = pool_tiles(x, starts, lengths, index, keep, precise)
-        wanted = pool_tiles_reference(x, starts, lengths, index, 70, keep, precise)
+        found = pool_tiles(x, Tiles(starts, lengths, 70, index), keep, precise)
+        wanted = pool_tiles_reference(x, Tiles(starts, lengths, 70, index), keep, precise)
         assert not found[0, :, 3].any()
         torch.testing.assert_close(found, wanted)
 
@@ -176,7 +180,7 @@ def test_real_numbers_select_the_best_up_to_rounding(dtype: torch.dtype, head_si
 )
 @pytest.mark.parametrize("count", [1, 3])
 def test_scores_of_any_size_are_ordered(scores: list[float], count: int) -> None:
-    from multimodal_gen.kernels.tile_pool.api import select_tiles
+    from multimodal_gen.kernels.select.api import select_tiles
 
     key = torch.zeros(1, 1, 4, 16)
     key[0, 0, :, 0] = torch.tensor(scores)
@@ -192,7 +196,7 @@ def test_scores_of_any_size_are_ordered(scores: list[float], count: int) -> None
 def test_the_gated_sum_is_rounded_once(
     dtype: torch.dtype, heads_first: bool, indexed: bool
 ) -> None:
-    from multimodal_gen.kernels.tile_pool.tile_pool_kernel import add_gated
+    from multimodal_gen.kernels.select.pool_kernel import add_gated
 
     starts, lengths, order = ragged_tiles([64, 70, 1])
     index = order if indexed else None
@@ -202,7 +206,7 @@ def test_the_gated_sum_is_rounded_once(
         out = out.transpose(1, 2).contiguous().transpose(1, 2)
     coarse = random(2, 3, 3, 24, seed=2, dtype=dtype)
     wanted = naive_gated(out, gate, coarse, starts, lengths, index)
-    found = add_gated(out.clone(), gate, coarse, starts, lengths, index)
+    found = add_gated(out.clone(), gate, coarse, Tiles(starts, lengths, 70, index))
     band = 4 * torch.finfo(torch.float32).eps * wanted.abs().max()
     assert ((found - wanted).abs() <= torch.finfo(dtype).eps * wanted.abs() + band).all()
     assert torch.equal(found[:, -3:], out[:, -3:])
@@ -210,7 +214,7 @@ def test_the_gated_sum_is_rounded_once(
 
 @pytest.mark.parametrize("alike", [False, True])
 def test_a_map_marks_what_is_listed_and_what_is_near(alike: bool) -> None:
-    from multimodal_gen.kernels.tile_pool.tile_pool_kernel import select_tiles
+    from multimodal_gen.kernels.select.tile_kernel import select_tiles
 
     query, key = random(1, 1, 12, 24), random(1, 1, 12, 24, seed=1)
     if alike:  # more keys score best than are kept
@@ -235,7 +239,7 @@ def test_a_row_is_held_in_two_parts(num_kv: int) -> None:
 
 @pytest.mark.parametrize(("cells", "masked"), [(4, False), (8, True)])
 def test_cells_are_pooled_together(cells: int, masked: bool) -> None:
-    from multimodal_gen.kernels.tile_pool.tile_pool_kernel import pool_cells
+    from multimodal_gen.kernels.select.pool_kernel import pool_cells
 
     starts, lengths, index = ragged_tiles([70, 64, 1])
     width = -(-70 // cells)
@@ -244,8 +248,8 @@ def test_cells_are_pooled_together(cells: int, masked: bool) -> None:
     offsets = torch.arange(cells, dtype=torch.int32) * width
     begin = (starts[:, None] + offsets).flatten()
     held = (lengths[:, None] - offsets).clamp(0, width).flatten()
-    wanted = pool_tiles_reference(x.float(), begin, held, index, width, keep)
-    found = pool_cells(x, starts, lengths, index, keep, cells, width)
+    wanted = pool_tiles_reference(x.float(), Tiles(begin, held, width, index), keep)
+    found = pool_cells(x, Tiles(starts, lengths, 70, index), cells, keep)
     assert found.dtype == x.dtype
     assert ((found - wanted).abs() <= torch.finfo(x.dtype).eps * wanted.abs() + 1e-5).all()
 
@@ -253,8 +257,7 @@ def test_cells_are_pooled_together(cells: int, masked: bool) -> None:
 @pytest.mark.parametrize("cells", [(4, 4), (1, 8), (8, 2)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_tiles_are_selected_by_their_cells(dtype: torch.dtype, cells: tuple[int, int]) -> None:
-    from multimodal_gen.kernels.tile_pool.reference import select_cells_reference
-    from multimodal_gen.kernels.tile_pool.tile_pool_kernel import select_cells
+    from multimodal_gen.kernels.select.tile_kernel import select_cells
 
     num_q, num_kv, kept = 19, 37, 9
     q = random(2, 4, num_q * cells[0], 40, dtype=dtype)
@@ -263,9 +266,10 @@ def test_tiles_are_selected_by_their_cells(dtype: torch.dtype, cells: tuple[int,
     q_real[:, -(cells[0] // 2) or None :] = cells[0] == 1
     k_real = torch.rand(2, num_kv * cells[1], generator=torch.Generator().manual_seed(2)) < 0.8
     found, wanted = (torch.zeros(2, 4, num_q, kept + 1, dtype=torch.int32) for _ in range(2))
-    given = (q, k, q_real, k_real, cells, kept, 1)
-    select_cells(*given, found, 0.2, scratch_bytes=2**14, warpgroups=dtype == torch.float16)
-    select_cells_reference(*given, wanted, 0.2)
+    given = {"cells": cells, "real": (q_real, k_real), "scale": 0.2}
+    options = {"scratch_bytes": 2**14, "warpgroups": dtype == torch.float16}
+    select_cells(q, k, kept, 1, found, **given, **options)
+    select_tiles_reference(q, k, kept, 1, wanted, **given)
     # Scores of two tiles that differ by rounding alone may change places.
     assert (found == wanted).float().mean() >= 0.99
     assert (found[..., 1:] > found[..., :-1]).all()

@@ -1,4 +1,4 @@
-"""Means of chunks and the choice per query in Triton: SM80 and later, ROCm, and the interpreter.
+"""The chunks that every query chooses, in Triton.
 
 A mean in fp32 is the sum of three 16-bit terms, so scores are three products on tensor cores, each
 exact up to fp32 sums. The choice needs no sort: bisection over the scores closes in, for a row
@@ -9,49 +9,15 @@ import torch
 import triton
 import triton.language as tl
 
-from multimodal_gen.kernels.chunk_select.reference import Rule
 from multimodal_gen.kernels.launch.launcher import Launcher
+from multimodal_gen.kernels.select.row_reference import Rule
 from multimodal_gen.kernels.shared_kernel import interpreted, next_power_of_2
 
-SPAN = 512  # keys of a chunk that one program adds up
-KEYS = 64
 ROWS = 64
 SCORES = 8192  # held by a program
 MEANS = 2**14  # elements of the means held at once
 TERMS = 3
-
-
-@triton.jit(do_not_specialize=["heads", "num_chunks", "spans"])
-def _means_kernel(
-    x_ptr, out_ptr, start_ptr, length_ptr, index_ptr, keep_ptr,
-    x_b, x_s, x_h, x_d, keep_b, heads, num_chunks, spans,
-    D: tl.constexpr, DP: tl.constexpr, SPAN: tl.constexpr, T: tl.constexpr,
-    INDEXED: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Sums of spans, [B, H, N, spans, D]. Grid [B * N * spans * H], heads fastest."""
-    pid = tl.program_id(0)
-    h = (pid % heads).to(tl.int64)
-    span = pid // heads % spans
-    chunk = pid // heads // spans % num_chunks
-    b = (pid // heads // spans // num_chunks).to(tl.int64)
-    start = tl.load(start_ptr + chunk)
-    length = tl.load(length_ptr + chunk)
-    d = tl.arange(0, DP).to(tl.int64)
-    x_ptr += b * x_b + h * x_h
-    total = tl.zeros([DP], tl.float32)
-    for first in range(span * SPAN, tl.minimum(length, span * SPAN + SPAN), T):
-        i = first + tl.arange(0, T)
-        real = (i < length) & (i < span * SPAN + SPAN)
-        token = (start + i).to(tl.int64)
-        if INDEXED:
-            token = tl.load(index_ptr + token, mask=real, other=0).to(tl.int64)
-        if MASKED:
-            real = real & (tl.load(keep_ptr + b * keep_b + token, mask=real, other=0) != 0)
-        mask = real[:, None] & (d < D)[None, :]
-        x = tl.load(x_ptr + token[:, None] * x_s + d[None, :] * x_d, mask=mask, other=0.0)
-        total += tl.sum(x.to(tl.float32), 0)
-    out_ptr += (((b * heads + h) * num_chunks + chunk) * spans + span) * D
-    tl.store(out_ptr + d, total, mask=d < D)
+SPLIT = 512  # means that a program cuts into terms
 
 
 @triton.jit
@@ -234,34 +200,7 @@ def _split_kernel(m_ptr, term_ptr, total, SHIFT: tl.constexpr, N: tl.constexpr):
         rest = (rest - value.to(tl.float32)) * SHIFT
 
 
-_launch_means, _launch_select = Launcher(_means_kernel), Launcher(_select_kernel)
-_launch_split = Launcher(_split_kernel)
-
-
-def chunk_means(
-    key: torch.Tensor,
-    starts: torch.Tensor,
-    lengths: torch.Tensor,
-    size: int,
-    index: torch.Tensor | None,
-    keep: torch.Tensor | None,
-    counts: torch.Tensor,
-) -> torch.Tensor:
-    """Launch the means, fp32 [B, H, N, D]; see `api.chunk_means`."""
-    batch, _, heads, head_size = key.shape
-    num_chunks, spans = len(starts), -(-size // SPAN)
-    sums = torch.empty(
-        (batch, heads, num_chunks, spans, head_size), dtype=torch.float32, device=key.device
-    )
-    mask = None if keep is None else keep.to(torch.uint8).contiguous()
-    _launch_means(
-        (batch * num_chunks * spans * heads,), key, sums, starts, lengths,
-        starts if index is None else index, starts if mask is None else mask,
-        *key.stride(), 0 if mask is None else mask.stride(0), heads, num_chunks, spans,
-        D=head_size, DP=next_power_of_2(max(head_size, 16)), SPAN=SPAN, T=KEYS,
-        INDEXED=index is not None, MASKED=keep is not None, num_warps=4,
-    )  # fmt: skip
-    return sums.sum(3) / counts.clamp_min(1)[:, None, :, None]
+_launch_select, _launch_split = Launcher(_select_kernel), Launcher(_split_kernel)
 
 
 def _warps(padded: int, *, topk: bool) -> dict[str, int]:
@@ -283,7 +222,7 @@ def select_chunks(
     masked: bool,
     keep: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the choice in the scope `query_head`; see `api.select_chunks`."""
+    """Launch the choice in the scope `query_head`; see `rows.select_chunks`."""
     batch, tokens, heads, head_size = query.shape
     kv_heads, num_chunks = means.shape[1:3]
     words = -(-num_chunks // 32)
@@ -292,8 +231,8 @@ def select_chunks(
     shift = 2.0**11 if query.dtype == torch.float16 else 1.0
     terms = torch.empty((TERMS, *means.shape), dtype=query.dtype, device=means.device)
     _launch_split(
-        (-(-means.numel() // SPAN),), means.contiguous(), terms, means.numel(),
-        SHIFT=shift, N=SPAN, num_warps=4,
+        (-(-means.numel() // SPLIT),), means.contiguous(), terms, means.numel(),
+        SHIFT=shift, N=SPLIT, num_warps=4,
     )  # fmt: skip
     padded = next_power_of_2(max(num_chunks, 32))
     rows = ROWS if padded <= 128 else max(SCORES // padded, 16)

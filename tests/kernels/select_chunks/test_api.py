@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.kernels.chunk_select.api import ChunkMeans, chunk_means, select_chunks
-from multimodal_gen.kernels.chunk_select.reference import Rule
-from tests.kernels.chunk_select.naive import (
+from multimodal_gen.kernels.select.row_reference import Rule
+from multimodal_gen.kernels.select.rows import ChunkMeans, chunk_means, select_chunks
+from tests.kernels.select_chunks.naive import (
     layout,
     naive_choice,
     naive_means,

@@ -9,7 +9,8 @@ import itertools
 import pytest
 import torch
 
-from multimodal_gen.kernels.chunk_select.reference import Rule
+from multimodal_gen.kernels.select.reference import Tiles
+from multimodal_gen.kernels.select.row_reference import Rule
 from tests.kernels.cases import with_slow
 from tests.kernels.compiling import Compiler, assert_clean, needs_triton
 
@@ -24,12 +25,12 @@ QUICK = [(40, 128, RULES[0])]
     ("head_size", "indexed"), with_slow([(64, True), (128, False), (256, True)], [(128, False)])
 )
 def test_means_do_not_spill(compiler: Compiler, head_size: int, indexed: bool) -> None:
-    from multimodal_gen.kernels.chunk_select.chunk_select_kernel import chunk_means
+    from multimodal_gen.kernels.select.pool_kernel import sum_chunks
 
     key = torch.empty(1, 640, 4, head_size, dtype=torch.bfloat16)
     starts = torch.zeros(7).int()
     index = torch.zeros(640).int() if indexed else None
-    chunk_means(key, starts, starts, 600, index, torch.ones(1, 640).bool(), starts.unsqueeze(0))
+    sum_chunks(key, Tiles(starts, starts, 600, index), torch.ones(1, 640).bool())
     assert len(compiler.kernels) == 1
     compiler.assert_clean()
 
@@ -45,7 +46,7 @@ def test_means_do_not_spill(compiler: Compiler, head_size: int, indexed: bool) -
 def test_the_choice_does_not_spill(
     compiler: Compiler, num_chunks: int, head_size: int, rule: Rule
 ) -> None:
-    from multimodal_gen.kernels.chunk_select.chunk_select_kernel import select_chunks
+    from multimodal_gen.kernels.select.chunk_kernel import select_chunks
 
     query = torch.empty(1, 640, 4, head_size, dtype=torch.bfloat16)
     means = torch.empty(1, 4, num_chunks, head_size)

@@ -7,14 +7,14 @@ test_children.py starts it.
 import pytest
 import torch
 
-from multimodal_gen.kernels.chunk_select.reference import (
+from multimodal_gen.kernels.select.reference import Tiles, pool_tiles_reference
+from multimodal_gen.kernels.select.row_reference import (
     Rule,
-    chunk_means_reference,
     pack_bits,
     select_chunks_reference,
 )
 from tests.kernels.cases import with_slow
-from tests.kernels.chunk_select.naive import layout, unpacked
+from tests.kernels.select_chunks.naive import layout, unpacked
 
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(
@@ -39,7 +39,7 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
     ],
 )
 def test_means_are_the_definition(dtype, indexed, masked):
-    from multimodal_gen.kernels.chunk_select.chunk_select_kernel import chunk_means
+    from multimodal_gen.kernels.select.pool_kernel import sum_chunks
 
     starts, lengths, order = layout(LENGTHS)
     index = order if indexed else None
@@ -51,8 +51,9 @@ def test_means_are_the_definition(dtype, indexed, masked):
         kept = keep[:, :tokens] if index is None else keep[:, index.long()]
         counts = torch.stack([part.sum(1) for part in kept.split(LENGTHS, 1)], 1).int()
         key = key.masked_fill(~keep[..., None, None], torch.nan)
-    found = chunk_means(key, starts, lengths, 513, index, keep, counts)
-    wanted = chunk_means_reference(key, starts, lengths, index, keep, counts)
+    tiles = Tiles(starts, lengths, 513, index)
+    found = sum_chunks(key, tiles, keep) / counts.clamp_min(1)[:, None, :, None]
+    wanted = pool_tiles_reference(key, tiles, keep, torch.float32)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -68,7 +69,7 @@ CHOICES = [
     ids=str,
 )
 def test_the_choice_is_the_definition(dtype, num_chunks, rule):
-    from multimodal_gen.kernels.chunk_select.chunk_select_kernel import select_chunks
+    from multimodal_gen.kernels.select.chunk_kernel import select_chunks
 
     query = random(2, 70, 2, 24, dtype=dtype)
     means = random(2, 1, num_chunks, 24, seed=1)
@@ -84,7 +85,7 @@ def test_the_choice_is_the_definition(dtype, num_chunks, rule):
 
 @pytest.mark.parametrize("rule", [Rule(topk=4), Rule(threshold=0.5)], ids=str)
 def test_equal_scores_go_to_the_lowest_chunk(rule):
-    from multimodal_gen.kernels.chunk_select.chunk_select_kernel import select_chunks
+    from multimodal_gen.kernels.select.chunk_kernel import select_chunks
 
     generator = torch.Generator().manual_seed(0)
     query = torch.randint(-2, 3, (1, 70, 2, 16), generator=generator).to(torch.bfloat16)
@@ -98,7 +99,7 @@ def test_equal_scores_go_to_the_lowest_chunk(rule):
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("rule", [RULES[2], RULES[5]], ids=str)
 def test_masked_queries_choose_their_own_chunk(rule):
-    from multimodal_gen.kernels.chunk_select.chunk_select_kernel import select_chunks
+    from multimodal_gen.kernels.select.chunk_kernel import select_chunks
 
     query, means = random(2, 70, 2, 16, dtype=torch.bfloat16), random(2, 2, 6, 16, seed=1)
     own = (torch.arange(70) % 6).int()
@@ -112,7 +113,7 @@ def test_masked_queries_choose_their_own_chunk(rule):
 
 
 def test_scores_that_are_no_numbers_leave_own_chunks_chosen():
-    from multimodal_gen.kernels.chunk_select.chunk_select_kernel import select_chunks
+    from multimodal_gen.kernels.select.chunk_kernel import select_chunks
 
     query, means = random(1, 64, 2, 16, dtype=torch.bfloat16), random(1, 2, 6, 16, seed=1)
     means[:, :, 3] = torch.nan

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.kernels.tile_pool.api import add_gated, pool_tiles, select_tiles
-from multimodal_gen.kernels.tile_pool.reference import pool_tiles_reference
-from tests.kernels.tile_pool.naive import (
+from multimodal_gen.kernels.select.api import add_gated, pool_tiles, select_tiles
+from multimodal_gen.kernels.select.reference import Tiles, pool_tiles_reference
+from tests.kernels.select.naive import (
     assert_best,
     naive_best,
     naive_gated,
@@ -71,16 +71,6 @@ def test_selection_is_the_definition_with_ties_to_the_lowest_index(
     assert torch.equal(found, naive_best(query, key, count, 3))
 
 
-def test_the_lists_may_be_part_of_a_larger_plan() -> None:
-    query, key = random(2, 4, 5, 8), random(2, 2, 13, 8, seed=1)
-    plan = torch.full((2, 4, 7, 20), -7, dtype=torch.int32)
-    out = plan[:, :, :5]
-    assert select_tiles(query, key, 6, always=2, out=out) is out
-    assert torch.equal(out[..., :8], naive_best(query, key, 6, 2))
-    assert (plan[:, :, 5:] == -7).all()
-    assert (out[..., 8:] == -7).all()
-
-
 def test_equal_scores_keep_the_first_tiles() -> None:
     found = select_tiles(torch.zeros(1, 1, 2, 4), torch.randn(1, 1, 9, 4), 4)
     assert torch.equal(found, torch.arange(4).int().expand(1, 1, 2, 4))
@@ -109,7 +99,7 @@ def test_real_numbers_select_the_best_up_to_rounding(dtype: torch.dtype) -> None
 def test_many_heads_are_scored_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key = random(2, 4, 5, 8), random(2, 2, 13, 8, seed=1)
     whole = select_tiles(query, key, 6)
-    monkeypatch.setattr("multimodal_gen.kernels.tile_pool.reference._SCORES_AT_ONCE", 140)
+    monkeypatch.setattr("multimodal_gen.kernels.select.reference._SCORES_AT_ONCE", 140)
     assert torch.equal(select_tiles(query, key, 6), whole)
 
 
@@ -134,12 +124,12 @@ def test_tiles_that_are_not_real_come_last() -> None:
     real = torch.ones(2, 9, dtype=torch.bool)
     real[0, 2:5] = False
     real[1, 1:] = False
-    found = select_tiles(query, key, 4, always=1, real=real)
+    found = select_tiles(query, key, 4, always=1, real=(None, real))
     alone = select_tiles(query[:1], key[:1, :, real[0]], 4)
     renumbered = real[0].nonzero().flatten()[alone[0].long()]
     assert torch.equal(found[0, ..., :4].long(), renumbered)
     assert (found[1] == torch.tensor([0, 1, 2, 3, 9])).all()
-    everything = select_tiles(query, key, 4, always=1, real=torch.ones_like(real))
+    everything = select_tiles(query, key, 4, always=1, real=(None, torch.ones_like(real)))
     assert torch.equal(everything, select_tiles(query, key, 4, always=1))
 
 
@@ -175,10 +165,9 @@ def test_gradients_of_means_reach_tokens_that_count_alone() -> None:
     x = random(2, 7, 2, 4).double().requires_grad_()
     keep = torch.ones(2, 7, dtype=torch.bool)
     keep[0, int(index[0])] = keep[1, index[3:].long()] = False
-    arguments = (starts, lengths, index, 3, keep)
     upstream = random(2, 2, 2, 4, seed=2).double()
     (found,) = pool_tiles((x,), starts, lengths, size=3, index=index, keep=keep)
-    wanted = pool_tiles_reference(x, *arguments)
+    wanted = pool_tiles_reference(x, Tiles(starts, lengths, 3, index), keep)
     torch.testing.assert_close(found, wanted)
     (grad,) = torch.autograd.grad(found, x, upstream)
     (expected,) = torch.autograd.grad(wanted, x, upstream)
@@ -222,15 +211,11 @@ TILES = torch.tensor([0, 3]).int()
         (lambda: select_tiles(X, X, 0), r"`count` must lie in \[1, 2\], got 0"),
         (lambda: select_tiles(X, X, 3), r"`count` must lie in \[1, 2\], got 3"),
         (
-            lambda: select_tiles(X, X, 1, out=torch.empty(1, 6, 2, 0).int()),
-            r"`out` must be int32 \[1, 6, 2, 1\] or longer on cpu, with stride 1 .* \[1, 6, 2, 0\]",
-        ),
-        (
             lambda: pool_tiles((X,), TILES, TILES, size=3, keep=torch.ones(1, 5).bool()),
             r"`keep` must be bool \[1, 6\], got torch.bool \[1, 5\]",
         ),
         (
-            lambda: select_tiles(X, X, 1, real=torch.ones(1, 3).bool()),
+            lambda: select_tiles(X, X, 1, real=(None, torch.ones(1, 3).bool())),
             r"`real` must be bool \[1, 2\], got torch.bool \[1, 3\]",
         ),
         (lambda: select_tiles(X, X, 1, always=-1), r"`always` must be at least 0, got -1"),
