@@ -8,17 +8,22 @@ import argparse
 import difflib
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 # A checkout works without being installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from multimodal_gen.errors import ConfigError
 from multimodal_gen.integrations.models.registry import ADAPTERS
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionBackend
 from multimodal_gen.runtime.layers.attention.backends.declaration import ALL_ROLES, Variant
 from multimodal_gen.runtime.layers.attention.backends.registry import backends_of
+from multimodal_gen.runtime.layers.attention.config import build_config
 from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.layers.attention.selector import FALLBACKS, FALLBACKS_FIRST
+from multimodal_gen.runtime.layers.attention.sparse.method import SparseBackend
 from multimodal_gen.runtime.platforms import (
     BUILTIN_PLATFORMS,
     AttentionBackendEnum,
@@ -26,9 +31,11 @@ from multimodal_gen.runtime.platforms import (
     Platform,
     PlatformEnum,
 )
+from multimodal_gen.settings import read_mapping
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 README = REPOSITORY / "multimodal_gen/runtime/layers/attention/README.md"
+EXAMPLES = REPOSITORY / "configs/attention"
 MODELS = REPOSITORY / "multimodal_gen/integrations/README.md"
 
 # This package's own kernels: the layers of these methods run the first on a GPU and the last on a
@@ -83,6 +90,12 @@ FEATURES = {
     Feature.BACKWARD: "backward",
     Feature.RING: "ring",
 }
+LIMITS = {
+    "ulysses": "Ulysses",
+    "ring": "ring",
+    "ring_gradients": "gradients in a ring",
+    "cache": "blocks of a cache",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,7 +104,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
     args = parser.parse_args(argv)
     tables = {
-        README: {"support": support(), "fallbacks": fallbacks(), "automatic": automatic()},
+        README: {
+            "support": support(),
+            "limits": limits(),
+            "fallbacks": fallbacks(),
+            "automatic": automatic(),
+        },
         MODELS: {"models": models()},
     }
     stale = 0
@@ -177,6 +195,46 @@ def row(backend: type[AttentionBackend], variant: Variant) -> Sequence[str]:
         tested,
         "; ".join(f"`{p.module}` ({p.install})" for p in variant.packages) or "torch",
     ]
+
+
+def limits() -> Iterator[Sequence[str]]:
+    """Yield one row per sparse method: what its layers can be part of, or why they cannot."""
+    yield ["backend", *LIMITS.values()]
+    for name in SPARSE:
+        for backend in backends_of(AttentionBackendEnum.parse(name)):
+            assert issubclass(backend, SparseBackend)
+            yield [f"`{name}`", *(limit(backend, field) for field in LIMITS)]
+
+
+def limit(backend: type[SparseBackend], field: str) -> str:
+    """Return "yes" or the reason, of the example and where a choice of a parameter changes it."""
+    name = str(backend.backend)
+    example = build_config(
+        backend.config_cls, read_mapping(EXAMPLES / f"{name}.yaml"), backend=name
+    )
+    usual = getattr(backend.limits(example), field)
+    if field == "ring_gradients" and backend.limits(example).ring:
+        return "no ring"
+    cell = [str(usual or "yes")]
+    for option, choice in choices(backend):
+        try:
+            config = replace(example, **{option: choice})
+        except ConfigError:  # which needs other parameters too
+            continue
+        reason = getattr(backend.limits(config), field)
+        if reason != usual:
+            cell.append(f"with `{option}={str(choice).lower()}`: {reason or 'yes'}")
+    return "; ".join(cell)
+
+
+def choices(backend: type[SparseBackend]) -> Iterator[tuple[str, str | bool]]:
+    """Yield the parameters with a few choices, and each choice of them; not that of a kernel."""
+    hints = get_type_hints(backend.config_cls)
+    for field in fields(backend.config_cls):
+        hint = hints[field.name]
+        for choice in (True, False) if hint is bool else get_args(hint):
+            if isinstance(choice, str | bool) and field.name != "kernel":
+                yield field.name, choice
 
 
 def fallbacks() -> Iterator[Sequence[str]]:

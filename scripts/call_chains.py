@@ -54,7 +54,7 @@ class Budget:
 
 BUDGETS = {
     "torch_sdpa": Budget(nested=5, files=4),
-    "sliding_tile_attn": Budget(files=12),
+    "sliding_tile_attn": Budget(files=10),
     "Ulysses": Budget(files=8, functions=100),
     "apply": Budget(nested=7),
 }

@@ -24,12 +24,12 @@ from multimodal_gen.runtime.generator import PipelineIndex, load_skeleton
 from multimodal_gen.runtime.layers.attention import LocalAttention, UlyssesAttention, USPAttention
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
 from multimodal_gen.runtime.layers.attention.config import build_config, parameters_of
-from multimodal_gen.runtime.layers.attention.config_text import read_mapping
 from multimodal_gen.runtime.layers.attention.rules import scope_from
 from multimodal_gen.runtime.layers.attention.scope import LayerSite
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, current_platform
 from multimodal_gen.runtime.server_args import ServerArgs
+from multimodal_gen.settings import read_mapping
 
 CASES = 2400
 SHARE = 12  # of them, one in so many is part of the gate

@@ -11,7 +11,7 @@ from multimodal_gen.cli.options import AsJson, Settings, takes
 from multimodal_gen.cli.table import Row, echo, table, wrapped
 from multimodal_gen.runtime.backend_names import ROLES
 from multimodal_gen.runtime.server_args import SETTINGS, ServerArgs
-from multimodal_gen.runtime.setting import Setting
+from multimodal_gen.settings import Setting
 
 if TYPE_CHECKING:
     from multimodal_gen.runtime.layers.attention.request import AttentionRequest, Environment

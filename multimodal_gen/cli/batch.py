@@ -14,9 +14,17 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from multimodal_gen.errors import ConfigError, MultimodalGenError, nearest
-from multimodal_gen.runtime.plain_values import MalformedError, read_json, read_lines, short
+from multimodal_gen.files import MalformedError, read_lines
 from multimodal_gen.runtime.server_args import LOADING_SETTINGS, SETTINGS
-from multimodal_gen.runtime.setting import Setting, as_flag, expanded
+from multimodal_gen.settings import (
+    Setting,
+    as_flag,
+    as_plain,
+    expanded,
+    read_json,
+    read_mapping,
+    short,
+)
 
 if TYPE_CHECKING:
     from multimodal_gen.integrations.generator import Job
@@ -136,16 +144,8 @@ def as_config(asked: Asked) -> str:
     for name, setting in _KNOWN.items():
         default = None if setting.default is MISSING else setting.default
         value = asked.settings.get(name, default)
-        lines.append(f"{name}: {json.dumps(_plain(value), ensure_ascii=False)}\n")
+        lines.append(f"{name}: {json.dumps(as_plain(value), ensure_ascii=False)}\n")
     return "".join(lines)
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
 
 
 def _listed(prompts: object) -> Sequence[Any]:
@@ -156,8 +156,6 @@ def _listed(prompts: object) -> Sequence[Any]:
 
 def _configured(path: object) -> dict[str, Any]:
     """Return the settings of a configuration file, by name."""
-    from multimodal_gen.runtime.layers.attention.config_text import read_mapping
-
     _CONFIG.normalised(path)
     file = expanded(str(path), "--config")
     return _named(read_mapping(file, name="--config"), f"--config {str(path)!r}")
@@ -180,13 +178,7 @@ def _named(given: Mapping[Any, Any], where: str) -> dict[str, Any]:
 def _lines(path: object, settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the settings that each line of a file of prompts gives."""
     _PROMPT_FILE.normalised(path)
-    file = expanded(str(path), "--prompt-file")
-    try:
-        lines = read_lines(file)
-    except MalformedError as error:
-        raise ConfigError(
-            f"--prompt-file must be a readable text file, got {str(path)!r}: {error}"
-        ) from None
+    lines = read_lines(expanded(str(path), "--prompt-file"), flag="--prompt-file")
     for number, line in enumerate(lines, 1):
         if line.strip():
             yield _line(line.strip(), f"--prompt-file {str(path)!r}, line {number},", settings)

@@ -12,9 +12,10 @@ import typer
 from multimodal_gen.cli.options import AsJson, Settings, takes
 from multimodal_gen.cli.table import Row, echo, table, wrapped
 from multimodal_gen.errors import UsageError
+from multimodal_gen.files import is_taken, require_writable
 from multimodal_gen.runtime.backend_names import parse_attention_backend
-from multimodal_gen.runtime.plain_values import short
 from multimodal_gen.runtime.server_args import SETTINGS
+from multimodal_gen.settings import short
 
 if TYPE_CHECKING:
     import torch
@@ -148,7 +149,6 @@ def _check_timed(named: "list[AttentionBackendEnum]", results: "list[ShapeTimes]
 
 
 def _check_free(save: Path | None) -> None:
-    from multimodal_gen.runtime.generator.output import is_taken, require_writable
 
     if save is None:
         return

@@ -13,7 +13,7 @@ from multimodal_gen.runtime.platforms.interface import AttentionBackendEnum
 
 if TYPE_CHECKING:
     from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionBackend
-    from multimodal_gen.runtime.layers.attention.config import Parameter
+    from multimodal_gen.settings import Parameter
 
 __all__ = ["describe"]
 

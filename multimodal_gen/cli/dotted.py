@@ -15,8 +15,9 @@ from types import MappingProxyType
 from typing import Any
 
 from multimodal_gen.errors import ConfigError
+from multimodal_gen.files import MalformedError
 from multimodal_gen.runtime.backend_names import component_mapping
-from multimodal_gen.runtime.plain_values import MalformedError, as_mapping, read_value, short
+from multimodal_gen.settings import as_mapping, read_value, short
 
 __all__ = ["fold_dotted"]
 
@@ -45,14 +46,14 @@ class _Use:
 def fold_dotted(argv: Sequence[str]) -> list[str]:
     """Return `argv` with the dotted uses of a flag folded into one plain use of it.
 
-    Plain values of `--component-attention-backends` are merged in, repeated ones too; whoever reads
-    the merged value refuses repeated components. Arguments after `--` are left alone.
+    Plain values of `--component-attention-backends` are merged in, repeated ones too; the reader
+    of the merged value refuses repeated components. Arguments after `--` are left alone.
 
     Args:
         argv: arguments after the program's name.
 
     Raises:
-        ConfigError: a dotted flag has no value, repeats, contradicts another or stands beside a
+        ConfigError: a dotted flag has no value, repeats, contradicts another or is given with a
             plain `--attention-config`.
     """
     folded: list[str | _Use] = list(_split(list(argv)))

@@ -121,9 +121,9 @@ def _launch(work: _Work, num_ranks: int) -> int:
         RankError: a rank ended without a word.
         KeyboardInterrupt: Ctrl-C; all ranks are gone.
     """
+    from multimodal_gen.files import sweep
     from multimodal_gen.runtime.distributed.launch import launch_ranks
     from multimodal_gen.runtime.generator import prepare
-    from multimodal_gen.runtime.generator.output import sweep
 
     settled, targets = prepare([job.args for job in work.jobs])
     jobs = tuple(replace(job, args=args) for job, args in zip(work.jobs, settled, strict=True))

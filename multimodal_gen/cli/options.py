@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeAlias
 import typer
 
 from multimodal_gen.cli.completion import COMPLETIONS
-from multimodal_gen.runtime.setting import Setting
+from multimodal_gen.settings import Setting
 
 __all__ = ["AsJson", "Settings", "takes"]
 

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from multimodal_gen.errors import ConfigError, UsageError
-from multimodal_gen.runtime.plain_values import MalformedError, read_lines
+from multimodal_gen.errors import UsageError
+from multimodal_gen.files import read_lines
 
 __all__ = ["PromptFile", "Prompts", "read_prompts"]
 
@@ -34,12 +34,7 @@ def read_prompts(given: list[str] | None, file: Path | None, what: str) -> list[
     """
     prompts = [*(given or [])]
     if file is not None:
-        try:
-            lines = read_lines(file)
-        except MalformedError as error:
-            raise ConfigError(
-                f"--prompts must be a readable text file, got {str(file)!r}: {error}"
-            ) from None
+        lines = read_lines(file, flag="--prompts")
         prompts += [line.strip() for line in lines if line.strip()]
     if not prompts:
         raise UsageError(

@@ -17,6 +17,7 @@ from multimodal_gen.cli.prompts import PromptFile, Prompts, read_prompts
 from multimodal_gen.cli.table import Row, echo, table
 from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.runtime.server_args import CALL_SETTINGS, SETTINGS, ServerArgs
+from multimodal_gen.settings import by_axis
 
 if TYPE_CHECKING:
     from multimodal_gen.integrations.diffusers import AttentionHandle
@@ -139,7 +140,17 @@ def search(
     from multimodal_gen.runtime.generator.window_search import WindowSearch
     from multimodal_gen.runtime.layers.attention.rules import scope_from_args
 
-    args = _search_args(settings, output, tile_size)
+    args = ServerArgs(
+        **settings,
+        prompt="",
+        backend="sglang",
+        attention_backend=_BACKEND,
+        attention_backend_config={
+            "sta_mode": "STA_searching",
+            "search_path": str(output),
+            "tile_size": list(_sizes("--tile-size", tile_size)),
+        },
+    )
     scope = scope_from_args(args)
     windows = [_sizes("--window", text) for text in window or ()]
     work = WindowSearch(args, read_prompts(prompt, prompts, "a search"), output, windows)
@@ -150,10 +161,10 @@ def search(
     found = work.run(partial(_apply, scope)) if work.pending else iter(())
     for number, item in enumerate(found, len(work.done) + 1):
         if number == len(work.done) + 1:
-            tried = ", ".join(_by_axis(window) for window in item.windows)
-            typer.echo(f"windows on {_by_axis(item.tiles)} tiles: {tried}")
-        num_steps = item.num_steps
-        typer.echo(f"[{number}/{total}] {item.seconds:.1f} s: {item.files[-1]}")
+            tried = ", ".join(map(by_axis, item.found.windows))
+            typer.echo(f"windows on {by_axis(item.found.tiles)} tiles: {tried}")
+        num_steps = item.found.l2.shape[1]
+        typer.echo(f"[{number}/{total}] {item.seconds:.1f} s: {item.file}")
     typer.echo(
         f"searched {total} prompts; next: sglang attention sta tune --searches "
         f"{shlex.quote(str(output))} "
@@ -184,18 +195,20 @@ def tune(
     if negative is not None:
         files = (*files, *find_searches(negative, NEGATIVE))
     _check_not_read(output, files)
-    tuned = tune_files(files, skip_time_steps=skip_time_steps, target_density=target_density)
-    tuned.strategy.write(output)
-    strategy = tuned.strategy
+    strategy, found = tune_files(
+        files, skip_time_steps=skip_time_steps, target_density=target_density
+    )
+    strategy.write(output)
     typer.echo(
         f"{output}: {strategy.num_steps} steps x {strategy.num_layers} layers x "
-        f"{strategy.num_heads} heads, {_by_axis(tuned.tiles)} tiles, from {len(files)} searches"
+        f"{strategy.num_heads} heads, {by_axis(strategy.grid)} tiles, from {len(files)} searches"
     )
-    typer.echo(f"density: {tuned.density:.1%}, the first {skip_time_steps} steps dense")
-    within = "" if tuned.bound is None else ", the least at this density"
-    if tuned.bound and tuned.loss > tuned.bound:
-        within = f", at most {tuned.loss / tuned.bound - 1:.2g} of it above the least possible"
-    typer.echo(f"loss: {tuned.loss:.6g} over all heads{within}")
+    density = strategy.mean_density(strategy.grid)
+    typer.echo(f"density: {density:.1%}, the first {skip_time_steps} steps dense")
+    within = "" if target_density is None else ", the least at this density"
+    if found.loss > found.bound > 0:
+        within = f", at most {found.loss / found.bound - 1:.2g} of it above the least possible"
+    typer.echo(f"loss: {found.loss:.6g} over all heads{within}")
     config = f"mask_strategy_file_path={output},skip_time_steps={skip_time_steps}"
     size = strategy.made_for.tile_size
     config += "" if size in (None, DEFAULT_TILE) else f",tile_size={list(size)}".replace(" ", "")
@@ -212,12 +225,10 @@ def show(file: _Shown, tiles: _Tiles = None, png: _Png = None, as_json: AsJson =
     from multimodal_gen.runtime.layers.attention.sparse.windows import tile_density
 
     strategy = load_strategy(file)
-    grid = strategy.made_for.tiles or strategy.largest
-    if tiles is not None:
-        grid = _sizes("--tiles", tiles)
-    density = strategy.density(grid)
+    grid = strategy.grid if tiles is None else _sizes("--tiles", tiles)
+    density, mean = strategy.density(grid), strategy.mean_density(grid)
     counts = strategy.counts().most_common()
-    total = sum(count for _, count in counts)
+    total = strategy.counts().total()
     if png is not None:
         from multimodal_gen.cli.sta_picture import draw
 
@@ -228,7 +239,7 @@ def show(file: _Shown, tiles: _Tiles = None, png: _Png = None, as_json: AsJson =
             "steps": strategy.num_steps,
             "layers": strategy.num_layers,
             "heads": strategy.num_heads,
-            "density": _mean([_mean(step) for step in density]),
+            "density": mean,
             "density_by_step_and_layer": density,
             "windows": [
                 {"window": w, "share": n / total, "density": tile_density(w, grid)}
@@ -239,11 +250,11 @@ def show(file: _Shown, tiles: _Tiles = None, png: _Png = None, as_json: AsJson =
         return
     typer.echo(
         f"{strategy.num_steps} steps x {strategy.num_layers} layers x {strategy.num_heads} heads "
-        f"on {_by_axis(grid)} tiles, density {_mean([_mean(step) for step in density]):.1%}"
+        f"on {by_axis(grid)} tiles, density {mean:.1%}"
     )
     typer.echo("")
     rows = [
-        Row((_by_axis(w), f"{n / total:.1%}", f"{tile_density(w, grid):.1%}")) for w, n in counts
+        Row((by_axis(w), f"{n / total:.1%}", f"{tile_density(w, grid):.1%}")) for w, n in counts
     ]
     echo(table(("window", "heads", "density"), rows))
     typer.echo("")
@@ -267,27 +278,13 @@ def _check_not_read(output: Path, files: Sequence[Path]) -> None:
             output.resolve().name.startswith(SEARCH_STEM)
             or any(file.samefile(output) for file in files)
         )
-    except (OSError, ValueError):  # whoever writes it says what is wrong with the name
+    except (OSError, ValueError):  # writing it will say what is wrong with the name
         taken = False
     if taken:
         raise UsageError(
             f"--output must not be a search, got {str(output)!r}; give another name, such as "
             f"mask_strategy.json"
         )
-
-
-def _search_args(settings: Settings, output: Path, tile_size: str) -> ServerArgs:
-    return ServerArgs(
-        **settings,
-        prompt="",
-        backend="sglang",
-        attention_backend=_BACKEND,
-        attention_backend_config={
-            "sta_mode": "STA_searching",
-            "search_path": str(output),
-            "tile_size": list(_sizes("--tile-size", tile_size)),
-        },
-    )
 
 
 def _skip(num_steps: int | None) -> str:
@@ -335,7 +332,3 @@ def _range(first: int, last: int) -> str:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
-
-
-def _by_axis(sizes: Any) -> str:
-    return "x".join(map(str, sizes))

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from multimodal_gen.errors import ConfigError, MissingDependencyError
+from multimodal_gen.files import atomic_write
+from multimodal_gen.settings import by_axis
 
 if TYPE_CHECKING:
     from multimodal_gen.runtime.layers.attention.sparse.methods.sta.strategy import Strategy
@@ -43,63 +45,41 @@ def draw(strategy: "Strategy", tiles: "Window", path: Path) -> None:
         raise MissingDependencyError(
             f"drawing windows needs pillow ({error}); install with: pip install pillow"
         ) from error
-    from multimodal_gen.runtime.generator.output import Staging
     from multimodal_gen.runtime.layers.attention.sparse.windows import tile_count
 
     windows = sorted(strategy.counts(), key=lambda window: (tile_count(window, tiles), window))
     colours = {window: _colour(rank, len(windows)) for rank, window in enumerate(windows)}
     columns = strategy.num_layers * strategy.num_heads
     scale = max(1, -(-_LEAST_WIDTH // columns))
-    map_height = strategy.num_steps * _ROW_HEIGHT
-    frame = _frame_size(tiles)
-    entry = max(frame[1], 2 * _TEXT) + _MARGIN
-    legend_width = 260 + tiles[0] * (frame[0] + 4)
-    size = (
-        2 * _MARGIN + max(columns * scale, legend_width),
-        3 * _MARGIN + 2 * _TEXT + map_height + len(windows) * entry,
-    )
-    image = Image.new("RGB", size, _PAPER)
-    pen = ImageDraw.Draw(image)
-    pen.text((_MARGIN, _MARGIN), _title(strategy), fill=_INK)
+    map_width, map_height = columns * scale, strategy.num_steps * _ROW_HEIGHT
+    cell = max(2, min(8, 900 // (tiles[0] * (tiles[2] + 1))))  # a tile in the legend, with its gap
+    entry = max(tiles[1] * cell, 2 * _TEXT) + _MARGIN
     top = _MARGIN + 2 * _TEXT
-    _draw_map(pen, strategy, colours, scale, top)
+    width = max(map_width, 260 + tiles[0] * (tiles[2] * cell + 4)) + 2 * _MARGIN
+    height = top + map_height + len(windows) * entry + 2 * _MARGIN
+    image = Image.new("RGB", (width, height), _PAPER)
+    pen = ImageDraw.Draw(image)
+    title = (
+        f"{strategy.num_steps} steps down, {strategy.num_layers} layers of {strategy.num_heads} "
+        f"heads to the right"
+    )
+    pen.text((_MARGIN, _MARGIN), title, fill=_INK)
+    pixels = Image.new("RGB", (columns, strategy.num_steps))
+    pixels.putdata([colours[w] for step in strategy.windows for layer in step for w in layer])
+    image.paste(pixels.resize((map_width, map_height), Image.Resampling.NEAREST), (_MARGIN, top))
+    for layer in range(1, strategy.num_layers if scale > 2 else 0):
+        x = _MARGIN + layer * strategy.num_heads * scale
+        pen.line((x, top, x, top + map_height - 1), fill=_PAPER)
     top += map_height + _MARGIN
-    for window in windows:
-        _draw_entry(pen, strategy, window, tiles, colours[window], top)
-        top += entry
+    for rank, window in enumerate(windows):
+        _draw_entry(pen, strategy, window, tiles, colours[window], cell, top + rank * entry)
     try:
-        with Staging(overwrite=True) as staging:
-            image.save(staging.path(path), format="PNG")
+        with atomic_write(path) as partial:
+            image.save(partial, format="PNG")
     except OSError as error:
         raise ConfigError(
             f"--png must name a file that can be written, got {str(path)!r}: {error.strerror}"
         ) from None
-
-
-def _title(strategy: "Strategy") -> str:
-    return (
-        f"{strategy.num_steps} steps down, {strategy.num_layers} layers of {strategy.num_heads} "
-        f"heads to the right"
-    )
-
-
-def _draw_map(
-    pen: Any,
-    strategy: "Strategy",
-    colours: dict["Window", tuple[int, int, int]],
-    scale: int,
-    top: int,
-) -> None:
-    for step, layers in enumerate(strategy.windows):
-        y = top + step * _ROW_HEIGHT
-        heads = [window for layer in layers for window in layer]
-        for column, window in enumerate(heads):
-            x = _MARGIN + column * scale
-            pen.rectangle((x, y, x + scale - 1, y + _ROW_HEIGHT - 1), fill=colours[window])
-    bottom = top + strategy.num_steps * _ROW_HEIGHT - 1
-    for layer in range(1, strategy.num_layers if scale > 2 else 0):
-        x = _MARGIN + layer * strategy.num_heads * scale
-        pen.line((x, top, x, bottom), fill=_PAPER)
 
 
 def _draw_entry(
@@ -108,9 +88,10 @@ def _draw_entry(
     window: "Window",
     tiles: "Window",
     colour: tuple[int, int, int],
+    cell: int,
     top: int,
 ) -> None:
-    """Draw one line of the legend."""
+    """Draw one line of the legend, in which a tile has so many pixels."""
     from multimodal_gen.runtime.layers.attention.sparse.windows import (
         kept_map,
         tile_density,
@@ -119,13 +100,15 @@ def _draw_entry(
     counts = strategy.counts()
     share = counts[window] / sum(counts.values())
     pen.rectangle((_MARGIN, top, _MARGIN + _TEXT, top + _TEXT), fill=colour)
-    name = "x".join(map(str, window))
-    pen.text((_MARGIN + 2 * _TEXT, top), f"{name}: density {tile_density(window, tiles):.1%}", _INK)
+    pen.text(
+        (_MARGIN + 2 * _TEXT, top),
+        f"{by_axis(window)}: density {tile_density(window, tiles):.1%}",
+        _INK,
+    )
     pen.text((_MARGIN + 2 * _TEXT, top + _TEXT), f"{share:.1%} of heads", fill=_INK)
     frames, rows, columns = tiles
     middle = (frames // 2 * rows + rows // 2) * columns + columns // 2
     kept = kept_map(window, tiles)[middle].view(frames, rows, columns).tolist()
-    cell = _cell(tiles)
     for f, plane in enumerate(kept):
         left = 240 + f * (columns * cell + 4)
         for r, row in enumerate(plane):
@@ -133,16 +116,6 @@ def _draw_entry(
                 x, y = left + c * cell, top + r * cell
                 fill = colour if keeps else _UNUSED
                 pen.rectangle((x, y, x + cell - 2, y + cell - 2), fill=fill)
-
-
-def _cell(tiles: "Window") -> int:
-    """Return the pixels of a tile in the legend, the gap included."""
-    return max(2, min(8, 900 // (tiles[0] * (tiles[2] + 1))))
-
-
-def _frame_size(tiles: "Window") -> tuple[int, int]:
-    """Return width and height of one frame of the legend."""
-    return tiles[2] * _cell(tiles), tiles[1] * _cell(tiles)
 
 
 def _colour(rank: int, count: int) -> tuple[int, int, int]:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from multimodal_gen.runtime.plain_values import MalformedError, read_json, read_small_file
+from multimodal_gen.files import MalformedError, read_small_file
+from multimodal_gen.settings import read_json
 
 __all__ = ["CheckpointFiles", "find_checkpoint", "weight_files"]
 

@@ -16,8 +16,8 @@ from multimodal_gen.runtime.comparison.run import Comparison
 from multimodal_gen.runtime.distributed.groups import is_main_rank
 from multimodal_gen.runtime.generator.index import PipelineIndex
 from multimodal_gen.runtime.layers.attention.scope import SelectionScope
-from multimodal_gen.runtime.plain_values import short
 from multimodal_gen.runtime.server_args import ServerArgs
+from multimodal_gen.settings import short
 
 __all__ = ["compare", "run_plan"]
 

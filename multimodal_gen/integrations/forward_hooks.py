@@ -31,8 +31,8 @@ from multimodal_gen.integrations.padding import KeyPadding
 from multimodal_gen.integrations.parallel.token_split import TokenSplitter
 from multimodal_gen.integrations.steps import Step, StepTracker
 from multimodal_gen.kernels.static_cache import being_captured
+from multimodal_gen.runtime.layers.attention.config import StepSet
 from multimodal_gen.runtime.layers.attention.report import NotRun
-from multimodal_gen.runtime.layers.attention.selectors import StepSet
 from multimodal_gen.runtime.managers.forward_context import (
     current_forward_context,
     replace_forward_context,

@@ -25,7 +25,7 @@ from multimodal_gen.kernels.requirements import (
     installed,
     platform_reason,
 )
-from multimodal_gen.kernels.tensors import loadable, place_of, records_gradient
+from multimodal_gen.kernels.tensors import loadable, place_of
 
 __all__ = [
     "AUTO",
@@ -269,15 +269,15 @@ class SelectedKernel:
     Args:
         name: the kernel, or "auto" where nothing was selected.
         named: whether a user named it: then calls that it cannot serve are refused. Else the
-            fastest kernel that can serves them, and `detours` tells.
+            fastest kernel that can serves them, and `fallbacks` tells.
     """
 
-    __slots__ = ("_detours", "_gradients", "_told", "name", "named")
+    __slots__ = ("_fallbacks", "_gradients", "_told", "name", "named")
 
     def __init__(self, name: str, *, named: bool = False) -> None:
         self.name = name
         self.named = named
-        self._detours: dict[tuple[str, str], int] = {}
+        self._fallbacks: dict[tuple[str, str], int] = {}
         self._gradients: set[tuple[str, str]] = set()
         self._told = False
 
@@ -288,23 +288,23 @@ class SelectedKernel:
         """Tell that a call of the layer begins; what it computes in parts is counted once."""
         self._told = False
 
-    def detours(self) -> Mapping[tuple[str, str], int]:
+    def fallbacks(self) -> Mapping[tuple[str, str], int]:
         """Return calls of the layer that another kernel had to serve: (kernel, reason) -> calls."""
-        return self._detours
+        return self._fallbacks
 
     def note(self, kernel: str, reasons: tuple[str, ...]) -> None:
         """Count the call of the layer that `kernel` serves in place of the selected one."""
         if not self._told:
             key = kernel, f"{self.name} {'; '.join(reasons)}"
-            self._detours[key] = self._detours.get(key, 0) + 1
+            self._fallbacks[key] = self._fallbacks.get(key, 0) + 1
             self._told = True
 
     def gradients(self, kernel: str = "") -> frozenset[str]:
         """Return the kernels that computed gradients of what `kernel` computed.
 
-        Without one, of all that the calls computed which no detour served.
+        Without one, of all that the calls computed that no other kernel served.
         """
-        elsewhere = {name for name, _ in self._detours}
+        elsewhere = {name for name, _ in self._fallbacks}
         return frozenset(
             ran
             for forward, ran in self._gradients
@@ -357,13 +357,18 @@ def serves(operation: Operation, name: str, request: Request) -> bool:
 
 
 class Asked(TypedDict, total=False):
-    """What `choose_for` is told beside tensors; see `Request`."""
+    """What `choose_for` is given besides tensors; see `Request`."""
 
     head_size: int
     kv_size: int
     num_kv: int
     together: bool
     exact: bool
+
+
+def records_gradient(*tensors: torch.Tensor) -> bool:
+    """Whether autograd records what is computed from tensors."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def choose_for(
@@ -494,7 +499,7 @@ _FA4_STEP = 16
 def fa4_keys(request: Request) -> int | None:
     """Return the keys of FlashAttention 4's tile for key blocks, or None when none cuts them."""
     widest = _fa4_widest(request)
-    # SM90 narrows its tile to the blocks it is told; SM100 has one width.
+    # SM90 narrows its tile to the blocks it is given; SM100 has one width.
     narrowest = widest if _is_sm100(request) else _FA4_NARROWEST
     fitting = (n for n in range(widest, narrowest - 1, -_FA4_STEP) if request.kv_size % n == 0)
     return next(fitting, None)

@@ -5,6 +5,7 @@ blocks shared by consumers or one each, an exact softmax or a fixed reference, w
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
@@ -12,7 +13,8 @@ from typing import NamedTuple
 import torch
 
 from multimodal_gen.kernels.block_sparse.api import RUN as BLOCK_SPARSE_KERNELS
-from multimodal_gen.kernels.block_sparse.api import Call, CallForm, request_for
+from multimodal_gen.kernels.block_sparse.api import request_for
+from multimodal_gen.kernels.block_sparse.call import Backward, Call, CallForm, TailCall
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks, empty_results
 from multimodal_gen.kernels.block_sparse.reference import (
     attention_reference,
@@ -40,45 +42,33 @@ ROUNDED, INT8, E4M3 = 1e-2, 6e-2, 1.2e-1
 
 def block_sparse(device: torch.device) -> str | None:
     """Return what the kernels of block-sparse attention, and of clusters, get wrong, or None."""
-    lacks = _lacking()
-    if lacks is not None:
-        return lacks
-    with torch.cuda.device(device):
-        return _blocks(device) or _clusters(device)
+    return _first_fault(device, _blocks, _clusters)
 
 
 def gradients(device: torch.device) -> str | None:
     """Return what the backward pass of block-sparse attention gets wrong, or None."""
-    lacks = _lacking()
-    if lacks is not None:
-        return lacks
-    with torch.cuda.device(device):
-        return _gradients(device)
+    return _first_fault(device, _gradients)
 
 
 def pooled_tail(device: torch.device) -> str | None:
     """Return what the kernel of the pooled tail gets wrong, or None."""
-    lacks = _lacking()
-    if lacks is not None:
-        return lacks
-    with torch.cuda.device(device):
-        return _means(device)
+    return _first_fault(device, _means)
 
 
 def quantized(device: torch.device) -> str | None:
     """Return what the kernels of 8-bit attention get wrong, or None."""
-    lacks = _lacking()
-    if lacks is not None:
-        return lacks
-    with torch.cuda.device(device):
-        return _eight_bits(device)
+    return _first_fault(device, _eight_bits)
 
 
-def _lacking() -> str | None:
+def _first_fault(device: torch.device, *checks: Callable[[torch.device], str | None]) -> str | None:
+    """Return what the installed Gluon lacks, or the first thing that a check finds wrong."""
     from multimodal_gen.kernels.launch.compat import lacking
 
     names = lacking()
-    return f"its Gluon lacks {', '.join(names)}" if names else None
+    if names:
+        return f"its Gluon lacks {', '.join(names)}"
+    with torch.cuda.device(device):
+        return next(filter(None, (check(device) for check in checks)), None)
 
 
 class _Case(NamedTuple):
@@ -157,10 +147,10 @@ def _gradients(device: torch.device) -> str | None:
         assert lse is not None, "it was asked for"
         grad_out = out.flip(1).contiguous()  # as good as any
         tiles = (gluon_backward_tile(block=plan.q.size), gluon_backward_tile(block=plan.kv.size))
-        given = (q, k, v, plan, out, lse, grad_out, None)
-        found = [gluon_backward_kernel.attend_backward(*given, scale=scale, tiles=tiles)]
+        call = Backward(q, k, v, plan, out, lse, grad_out, None, scale)
+        found = [gluon_backward_kernel.attend_backward(call, tiles=tiles)]
         if size % 128 == 0:  # it takes whole blocks
-            found.append(gluon_fused_kernel.attend_backward(*given, scale=scale))
+            found.append(gluon_fused_kernel.attend_backward(call))
         q, k, v, grad_out = (x.double() for x in (q, k, v, grad_out))
         exact_out, exact_lse = attention_reference(q, k, v, plan, scale=scale)
         exact = attention_reference_backward(
@@ -235,10 +225,8 @@ def _means(device: torch.device) -> str | None:
     out, lse = BLOCK_SPARSE_KERNELS["gluon"](given)
     assert lse is not None, "it was asked for"
     pooled, kept = pool_blocks(k, v, plan.kv, plan.kv.num), kept_map(plan, plan.kv.num)
-    gluon_tail_kernel.add_tail(
-        out, lse, q, pooled.keys, pooled.values, pooled.counts, kept, plan.q,
-        scale=HEAD_SIZE**-0.5, tile=gluon_tail_tile(),
-    )  # fmt: skip
+    call = TailCall(out, lse, q, pooled, kept, plan.q, HEAD_SIZE**-0.5)
+    gluon_tail_kernel.add_tail(call, tile=gluon_tail_tile())
     every = BlockPlan.dense(plan.q, plan.kv, device)
     return _fault("means of blocks of 64", out, (q, k, v), every, ROUNDED)
 

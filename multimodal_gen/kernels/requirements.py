@@ -4,7 +4,7 @@ import importlib.metadata
 import importlib.util
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import cache
 from pathlib import Path
 
@@ -105,7 +105,7 @@ class Capability:
 ANY_CAPABILITY = Capability()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PackageProbe:
     """An optional package, and how to find it without importing it.
 
@@ -115,7 +115,7 @@ class PackageProbe:
         install: the command that installs it.
         minimum: lowest version that works, e.g. "2.0", or None.
         below: first version that no longer works, or None.
-        needs_version: whether a version that cannot be told counts as one that does not work.
+        needs_version: whether an unknown version counts as one that does not work.
         tried: releases that the kernels on it were run with, e.g. "3.6" for all of 3.6.x; None
             where every version that works will do.
     """
@@ -123,6 +123,7 @@ class PackageProbe:
     module: str
     distribution: str
     install: str
+    _: KW_ONLY
     minimum: str | None = None
     below: str | None = None
     needs_version: bool = False

@@ -24,6 +24,29 @@ def locate(order_ptr, rows, rep_h, num_q, plan_h, QSUB: tl.constexpr, ORDERED: t
 
 
 @triton.jit
+def bounds(
+    b, h, i, size, total, start_ptr, length_ptr, start_b, start_h, length_b, length_h,
+    STARTS: tl.constexpr, LENGTHS: tl.constexpr,
+):  # fmt: skip
+    """Return the first row and the number of rows of a block; see `plan.bounds_of`."""
+    begin = (i * size).to(tl.int32)
+    if STARTS:
+        begin = tl.load(start_ptr + b * start_b + h * start_h + i)
+    length = tl.minimum(total - begin, size)
+    if LENGTHS:
+        length = tl.load(length_ptr + b * length_b + h * length_h + i)
+    return begin, length
+
+
+@triton.jit
+def dot(a, b, UPCAST: tl.constexpr):
+    """Multiply. The interpreter has no bfloat16 product, so there both are widened first."""
+    if UPCAST:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    return tl.dot(a, b)
+
+
+@triton.jit
 def maximum(a, b):
     """The larger one; for scans."""
     return tl.maximum(a, b)

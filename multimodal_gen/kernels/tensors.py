@@ -4,7 +4,9 @@ from functools import cache, lru_cache
 
 import torch
 
-__all__ = ["is_plain", "loadable", "place_of", "records_gradient"]
+from multimodal_gen.errors import UsageError
+
+__all__ = ["check_keep", "is_plain", "loadable", "place_of"]
 
 
 @cache
@@ -41,6 +43,9 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return kind is torch.Tensor or kind is torch.nn.Parameter
 
 
-def records_gradient(*tensors: torch.Tensor) -> bool:
-    """Whether autograd records what is computed from tensors."""
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+def check_keep(keep: torch.Tensor | None, tokens: torch.Tensor) -> None:
+    """Raise unless a mask, where there is one, is one of tokens [B, S, ...]."""
+    if keep is not None and (keep.dtype != torch.bool or keep.shape != tokens.shape[:2]):
+        raise UsageError(
+            f"`keep` must be bool {list(tokens.shape[:2])}, got {keep.dtype} {list(keep.shape)}"
+        )

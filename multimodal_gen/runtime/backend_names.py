@@ -5,14 +5,17 @@ Importing this module imports neither torch nor diffusers.
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from enum import Enum
+from types import MappingProxyType
+from typing import NamedTuple, TypeAlias
 
 from multimodal_gen.errors import ConfigError, nearest
-from multimodal_gen.runtime.plain_values import MalformedError, read_mapping
-from multimodal_gen.runtime.platforms.interface import AttentionBackendEnum
-from multimodal_gen.runtime.setting import as_flag
+from multimodal_gen.files import MalformedError
+from multimodal_gen.settings import as_flag, text_as_mapping
 
 __all__ = [
     "ROLES",
+    "AttentionBackendEnum",
     "check_exclusive",
     "component_mapping",
     "parse_attention_backend",
@@ -25,7 +28,140 @@ ROLES = ("self", "cross", "encoder")
 
 _PLUGIN_GROUP = "multimodal_gen.attention_backends"
 
-_ComponentBackends = dict[str, AttentionBackendEnum | None]
+_ComponentBackends: TypeAlias = "dict[str, AttentionBackendEnum | None]"
+
+
+class AttentionBackendEnum(Enum):
+    """Attention backends by name; the value is the spelling used on the command line.
+
+    Installed plug-ins add names through `register_plugin_name`. `AttentionBackendEnum(value)` finds
+    them, while iteration lists the built-in ones only.
+    """
+
+    FA = "fa"
+    TORCH_SDPA = "torch_sdpa"
+    TORCH_CUDNN_SDPA = "torch_cudnn_sdpa"
+    SAGE_ATTN = "sage_attn"
+    SAGE_ATTN_3 = "sage_attn_3"
+    AITER = "aiter"
+    AITER_SAGE = "aiter_sage"
+    FLEX_ATTN = "flex_attn"
+    FLASHINFER = "flashinfer"
+    XFORMERS = "xformers"
+    TRITON_ATTN = "triton_attn"
+    SLIDING_TILE_ATTN = "sliding_tile_attn"
+    VIDEO_SPARSE_ATTN = "video_sparse_attn"
+    VMOBA_ATTN = "vmoba_attn"
+    SLA_ATTN = "sla_attn"
+    SAGE_SLA_ATTN = "sage_sla_attn"
+    SPARSE_VIDEO_GEN_2_ATTN = "sparse_video_gen_2_attn"
+    SOL_ATTN = "sol_attn"
+    SUBBLOCK_SPARSE_ATTN = "subblock_sparse_attn"
+    PISA_ATTN = "pisa_attn"
+    STATIC_SPARSE_ATTN = "static_sparse_attn"
+    SPARGE_ATTN = "sparge_attn"
+    CUBE_SPARSE_ATTN = "cube_sparse_attn"
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+    def __reduce_ex__(self, protocol: object) -> tuple[type["AttentionBackendEnum"], tuple[str]]:
+        # By value: some releases of Python pickle by name, and the class has no plug-in's name.
+        return type(self), (self._value_,)
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the backend skips part of the attention matrix."""
+        return self in _SPARSE or _PLUGINS.get(self.value, _NO_PLUGIN).sparse
+
+    @classmethod
+    def parse(cls, text: str) -> "AttentionBackendEnum":
+        """Return the member a user means by `text`.
+
+        Case, surrounding blanks and `-` against `_` do not matter; `fa3`, `fa4` and `flash_attn`
+        mean `fa`, `cudnn_sdpa` means `torch_cudnn_sdpa`, `sdpa` means `torch_sdpa`.
+
+        Raises:
+            ConfigError: no backend has that name; the message lists the names.
+        """
+        name = text.strip().lower().replace("-", "_")
+        name = _ALIASES.get(name, name)
+        try:
+            return cls(name)
+        except ValueError:
+            valid = [str(member) for member in cls] + sorted(_PLUGINS)
+            raise ConfigError(
+                f"attention backend must be one of {', '.join(valid)}, got {text!r}"
+                f"{nearest(name, valid)}"
+            ) from None
+
+    @classmethod
+    def register_plugin_name(cls, name: str, *, sparse: bool = False) -> "AttentionBackendEnum":
+        """Make `name` a value of this enum and return its member; calling again is harmless.
+
+        Args:
+            name: what users type.
+            sparse: whether the backend skips part of the attention matrix; who says so once, as
+                the class of the backend does, says it for all who know the name.
+        """
+        name = name.strip().lower()
+        if not name.isidentifier():
+            raise ConfigError(f"plug-in backend name must be an identifier, got {name!r}")
+        if name in cls._value2member_map_:
+            return cls(name)
+        if name in _PLUGINS:
+            if sparse:
+                _PLUGINS[name] = _PLUGINS[name]._replace(sparse=True)
+            return cls(name)
+        member = object.__new__(cls)
+        member._name_ = name.upper()
+        member._value_ = name
+        _PLUGINS[name] = _Plugin(member, sparse)
+        return member
+
+    @classmethod
+    def _missing_(cls, value: object) -> "AttentionBackendEnum | None":
+        return _PLUGINS.get(value, _NO_PLUGIN).member if isinstance(value, str) else None
+
+
+class _Plugin(NamedTuple):
+    """A name that an installed plug-in added."""
+
+    member: AttentionBackendEnum | None
+    sparse: bool
+
+
+_NO_PLUGIN = _Plugin(None, False)
+
+# Process-wide, because enum members are.
+_PLUGINS: dict[str, _Plugin] = {}
+
+_ALIASES = MappingProxyType(
+    {
+        "fa3": "fa",
+        "fa4": "fa",
+        "flash_attn": "fa",
+        "sdpa": "torch_sdpa",
+        "cudnn_sdpa": "torch_cudnn_sdpa",
+    }
+)
+
+_SPARSE = frozenset(
+    {
+        AttentionBackendEnum.SLIDING_TILE_ATTN,
+        AttentionBackendEnum.VIDEO_SPARSE_ATTN,
+        AttentionBackendEnum.VMOBA_ATTN,
+        AttentionBackendEnum.SLA_ATTN,
+        AttentionBackendEnum.SAGE_SLA_ATTN,
+        AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN,
+        AttentionBackendEnum.SOL_ATTN,
+        AttentionBackendEnum.SUBBLOCK_SPARSE_ATTN,
+        AttentionBackendEnum.PISA_ATTN,
+        AttentionBackendEnum.STATIC_SPARSE_ATTN,
+        AttentionBackendEnum.SPARGE_ATTN,
+        AttentionBackendEnum.CUBE_SPARSE_ATTN,
+    }
+)
 
 
 def parse_attention_backend(
@@ -106,7 +242,7 @@ def component_mapping(value: object, *, name: str) -> Mapping[object, object]:
     if not isinstance(value, str):
         raise ConfigError(f"{name} must be a mapping, a JSON object or a=x,b=y, got {value!r}")
     try:
-        return read_mapping(value)
+        return text_as_mapping(value)
     except MalformedError as error:
         raise ConfigError(
             f"{name} must be component=backend pairs, a JSON object or a mapping; {error}"
@@ -156,7 +292,7 @@ def check_exclusive(
         spell: what messages call a setting of that name.
 
     Raises:
-        ConfigError: `--attention-config` stands beside one of the others, or a backend's
+        ConfigError: `--attention-config` is given with one of the others, or a backend's
             parameters are given without the backend.
     """
     structured = spell("attention_config")

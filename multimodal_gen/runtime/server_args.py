@@ -1,7 +1,7 @@
 """What a run is asked for, checked and normalised once.
 
-A setting is declared once, as a field of `ServerArgs`: its name is that of its flag, and beside its
-default stand its help and what it may be (`setting.py`). The command line makes its flags from
+A setting is declared once, as a field of `ServerArgs`: its name is that of its flag, and with its
+default stand its help and what it may be (`settings.py`). The command line makes its flags from
 `SETTINGS`.
 
 Importing this module imports neither torch nor diffusers.
@@ -27,34 +27,32 @@ from multimodal_gen.runtime.described_tokens import (
     parse_latent_grid,
     parse_text_rows,
 )
-from multimodal_gen.runtime.plain_values import frozen
 from multimodal_gen.runtime.platforms.interface import AttentionBackendEnum
-from multimodal_gen.runtime.setting import Setting, as_flag, as_pairs
+from multimodal_gen.settings import Setting, as_flag, as_pairs, frozen
 
 __all__ = ["CALL_SETTINGS", "LOADING_SETTINGS", "QUANTIZATIONS", "SETTINGS", "ServerArgs"]
 
 QUANTIZATIONS = ("bnb-nf4", "bnb-int8", "torchao-int8", "torchao-fp8", "torchao-fp8-dynamic")
-"""Ways to quantise the weights of a component while they are loaded, beside files in GGUF."""
+"""Ways to quantise the weights of a component while they are loaded; files in GGUF are another."""
 
 _KINDS = (bool, int, float, Path, str)
 
 
-def _prompt(setting: Setting, value: object) -> str | None:
+def _prompt(setting: Setting, text: object) -> str:
     """Return a text that is Unicode, as tokenizers take it."""
-    if not isinstance(value, (str, type(None))):
-        raise setting.wrong("text", value)
-    text = value or ""
+    if not isinstance(text, str):
+        raise setting.wrong("text", text)
     if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
         raise ConfigError(
             f"{setting.flag} must be Unicode text, got bytes that are not UTF-8: {text[:80]!r}; "
             f"check the encoding of the terminal or script"
         )
-    return None if value is None else text
+    return text
 
 
 def _configuration(setting: Setting, value: object) -> object:
     """Return a path, text or mapping that holds a configuration; None where it is empty."""
-    if not isinstance(value, (str, Mapping, type(None))):
+    if not isinstance(value, (str, Mapping)):
         raise setting.wrong("a path, a JSON object, k=v,k=v or a mapping", value)
     empty = not value.strip() if isinstance(value, str) else not value
     return None if empty else frozen(value)
@@ -79,7 +77,7 @@ def _any(setting: Setting, value: object) -> object:
 
 def _pipeline_arguments(setting: Setting, value: object) -> object:
     """Return arguments by name; what they may be, the pipeline's signature says."""
-    found = {} if value is None else as_pairs(setting, value)
+    found = as_pairs(setting, value)
     for name in found:
         if not name.isidentifier():
             raise setting.wrong("pairs of an argument's name and its value", value)
@@ -89,7 +87,7 @@ def _pipeline_arguments(setting: Setting, value: object) -> object:
 def _quantizations(setting: Setting, value: object) -> object:
     """Return what each component is quantised by: a name of `QUANTIZATIONS`, or a GGUF file."""
     found: dict[str, object] = {}
-    for key, method in ({} if value is None else as_pairs(setting, value)).items():
+    for key, method in as_pairs(setting, value).items():
         component = parse_component_key(key, name=setting.flag, roles=False)
         text = str(method).strip() if isinstance(method, (str, Path)) else ""
         name = text.lower().replace("_", "-")
@@ -104,8 +102,6 @@ def _quantizations(setting: Setting, value: object) -> object:
 
 def _sigmas(setting: Setting, value: object) -> object:
     """Return the noise levels, the highest first."""
-    if value is None:
-        return None
     listed = value.split(",") if isinstance(value, str) else value
     try:
         found = tuple(float(item) for item in listed)  # type: ignore[attr-defined]
@@ -543,6 +539,8 @@ class ServerArgs:
     def __post_init__(self) -> None:
         for name, declared in SETTINGS.items():
             self._set(name, declared.normalised(getattr(self, name)))
+        if self.component_attention_backends is None:
+            self._set("component_attention_backends", frozen({}))
         if self.backend == "diffusers":
             self._keep_diffusers_name()
         else:
@@ -628,6 +626,8 @@ class ServerArgs:
 
     def described_tokens(self) -> DescribedTokens | None:
         """Return what is said of the tokens of a model without an adapter, or None."""
+        if self.latent_grid is None:
+            return None
         grid, text = parse_latent_grid(self.latent_grid), parse_text_rows(self.text_rows)
         return None if grid is None else DescribedTokens(grid=grid, text=text)
 
@@ -661,4 +661,4 @@ CALL_SETTINGS = (
     "guidance_scale",
     "true_cfg_scale",
 )
-"""Those that a pipeline is called with and that change its latents, beside prompt and seed."""
+"""Those that a pipeline is called with and that change its latents, as prompt and seed do."""

@@ -1,10 +1,17 @@
-"""Random block plans, and the dense mask that a plan means."""
+"""Random block plans, plans of windows, and the dense mask that a plan means."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from multimodal_gen.kernels.block_sparse.plan import WORD_BITS, BlockPlan, Blocks
+from multimodal_gen.runtime.layers.attention.sparse.windows import (
+    Window,
+    effective_window,
+    kept_indices,
+    tile_count,
+)
 
 FORMS = ("regular", "padded", "ragged")
 
@@ -113,3 +120,48 @@ def block_ranges(blocks: Blocks, b: int, h: int) -> list[tuple[int, int]]:
             length = int(_at(blocks.lengths, b, h)[i])
         ranges.append((first, first + length))
     return ranges
+
+
+def tile_lists(
+    windows: Sequence[Window],
+    tiles: Window,
+    *,
+    query_text: int = 0,
+    key_text: int = 0,
+    device: torch.device | str = "cpu",
+) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """Return the lists of a block-sparse plan over video tiles followed by blocks of text.
+
+    Text keys are on every list, and the lists of text queries hold everything.
+
+    Args:
+        windows: one window per head.
+        tiles: tiles along each axis.
+        query_text: blocks of text behind the N video tiles of the queries.
+        key_text: the same for keys.
+        device: where the lists are made.
+
+    Returns:
+        indices int32 [1, H|1, N + query_text, Kmax], counts int32 [1, H|1, N + query_text], and
+        whether all counts are equal. With one window for all heads their dimension is 1.
+    """
+    effective = [effective_window(window, tiles) for window in windows]
+    distinct = sorted(set(effective))
+    num = tiles[0] * tiles[1] * tiles[2]
+    kept = [tile_count(window, tiles) for window in distinct]
+    room = (num if query_text else max(kept)) + key_text
+    shape = (len(distinct), num + query_text)
+    indices = torch.zeros(*shape, room, dtype=torch.int32, device=device)
+    counts = torch.full(shape, room, dtype=torch.int32, device=device)
+    every = torch.arange(num + key_text, dtype=torch.int32, device=device)
+    for i, window in enumerate(distinct):
+        indices[i, :num, : kept[i]] = kept_indices(window, tiles, device)
+        indices[i, :num, kept[i] : kept[i] + key_text] = every[num:]
+        counts[i, :num] = kept[i] + key_text
+    if query_text:
+        indices[:, num:] = every
+    if len(distinct) > 1:
+        of_head = torch.tensor([distinct.index(w) for w in effective], device=device)
+        indices, counts = indices[of_head], counts[of_head]
+    uniform = len({*kept, *([num] if query_text else ())}) == 1
+    return indices.unsqueeze(0), counts.unsqueeze(0), uniform

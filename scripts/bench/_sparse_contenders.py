@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention, kernel_for
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
+from multimodal_gen.kernels.select.api import add_gated, pool_tiles, select_tiles
 from multimodal_gen.kernels.tile_order.api import gather_tokens
-from multimodal_gen.kernels.tile_pool.api import add_gated, pool_tiles, select_tiles
 from multimodal_gen.runtime.layers.attention import LocalAttention, UlyssesAttention_VSA
 from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
 from multimodal_gen.runtime.layers.attention.config import BackendConfig
@@ -33,8 +33,8 @@ from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     TiledSequence,
     tiled_sequence,
 )
-from multimodal_gen.runtime.layers.attention.sparse.windows import tile_lists
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
+from multimodal_gen.testing.block_plans import tile_lists
 
 BOUND = 4e-3
 

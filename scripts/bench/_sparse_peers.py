@@ -27,11 +27,9 @@ from torch.nn import functional as F
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.tile_order.api import tile_order
-from multimodal_gen.runtime.layers.attention.sparse.methods.sta.upstream import (
-    upstream_reasons,
-    upstream_windows,
-)
+from multimodal_gen.runtime.layers.attention.sparse.methods.sta.upstream import upstream_reasons
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout, SparseCall
+from multimodal_gen.runtime.layers.attention.sparse.windows import effective_window
 
 # Two whole operators that select tiles by scores of different precision choose differently.
 OWN_SELECTION = 0.5
@@ -88,7 +86,8 @@ def fastvideo_sta(setting: Setting) -> Contender:
     tokens = query.shape[1]
     layout = SequenceLayout(grid=case.grid, start=0, num_queries=tokens, num_keys=tokens)
     call = SparseCall(query=query, key=key, value=value, layout=layout, scale=case.scale)
-    order, windows = tile_order(case.grid, case.sta_tile), (case.window,) * case.heads
+    order = tile_order(case.grid, case.sta_tile)
+    windows = [effective_window(case.window, order.tiles)] * case.heads
     reasons = upstream_reasons(call, order, windows)
     need(not reasons, "; ".join(reasons))
     function = _import("fastvideo_kernel").sliding_tile_attention
@@ -97,7 +96,7 @@ def fastvideo_sta(setting: Setting) -> Contender:
     return Contender(
         name="sta fastvideo-kernel",
         kind="sta",
-        run=lambda: function(q, k, v, upstream_windows(windows, order), case.text, **options),
+        run=lambda: function(q, k, v, windows, case.text, **options),
         take=setting.sta.take_heads_first,
         version=version_of("fastvideo-kernel"),
     )

@@ -8,6 +8,7 @@ script fail at the end. With `--tiles`, the two kernels of the backward pass are
 other shapes of their programs, which processes of their own compile first.
 
     python3 scripts/bench/backward.py --commit HASH [--only wan] [--rounds 7] [--quick] [--tiles]
+    python3 scripts/bench/backward.py --commit HASH --against CHECKOUT    # see _against.py
     python3 scripts/bench/backward.py --commit HASH --smoke    # a tiny case, on any machine
 """
 
@@ -22,6 +23,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from _against import add_turns, run_by_turns
 from _harness import (
     DEVICE,
     Row,
@@ -36,6 +38,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
+from multimodal_gen.kernels.block_sparse.call import Backward
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.tuning import (
     GluonBackwardTile,
@@ -449,8 +452,9 @@ def tile_run(
     rows[0] += 12.0
     if isinstance(tile, TritonTile):
         launch = portable.key_gradients if of_keys else portable.query_gradient
-        arguments = (inputs, plan, *rows, *results)
-        run = partial(launch, *arguments, scale=scale, tile=tile, copy_engine=True)
+        # Of what a call gave only the gradient is read.
+        call = Backward(*inputs[:3], plan, inputs[3], rows[0], inputs[3], None, scale)
+        run = partial(launch, call, rows, *results, tile=tile, copy_engine=True)
     elif tile is None:
         from multimodal_gen.kernels.block_sparse import gluon_fused_kernel as fused
 
@@ -537,7 +541,7 @@ def measure_tiles(case: Case, options: argparse.Namespace) -> None:
 
 def main() -> int:
     """Measure, print and append the rows."""
-    parser = make_parser(__doc__ or "")
+    parser = add_turns(make_parser(__doc__ or ""))
     parser.add_argument("--quick", action="store_true", help="leave out what compiles for long")
     parser.add_argument(
         "--tiles", nargs="?", const="", help="try other shapes too, of dq, dkv or all"
@@ -545,6 +549,8 @@ def main() -> int:
     parser.add_argument("--smoke", action="store_true", help="a tiny case on any machine")
     parser.add_argument("--compile", nargs="+", default=None, help="compile shapes, then stop")
     options = parser.parse_args()
+    if options.against:
+        return run_by_turns(__file__, options)
     if options.compile:
         blocks, kernel, *names = options.compile
         for name in names:

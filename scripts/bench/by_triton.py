@@ -6,14 +6,17 @@ runs can be compared: `over_fa3` is what README's table is made of. Sampled rows
 layer are checked before anything is timed.
 
     python3 scripts/bench/by_triton.py --commit HASH [--only vmoba] [--case wan] [--rounds 5]
+    python3 scripts/bench/by_triton.py --commit HASH --against CHECKOUT    # see _against.py
     python3 scripts/bench/by_triton.py --commit HASH --smoke    # a tiny case, on any machine
 """
 
 import statistics
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
 import torch
+from _against import add_turns, run_by_turns
 from _harness import (
     DEVICE,
     Row,
@@ -125,19 +128,22 @@ def measure(case: Case, *, commit: str, rounds: int, only: str) -> list[TritonRo
     ]
 
 
-def main() -> None:
+def main() -> int:
     """Measure the cases and append their rows to `by_triton.csv`."""
-    parser = make_parser(__doc__ or "")
+    parser = add_turns(make_parser(__doc__ or ""))
     parser.add_argument("--smoke", action="store_true", help="a tiny case only")
     parser.add_argument("--case", default="", help="run the cases whose name contains this")
     arguments = parser.parse_args()
+    if arguments.against:
+        return run_by_turns(__file__, arguments)
     torch.set_grad_enabled(False)
     for case in SMOKE_CASES if arguments.smoke else CASES:
         if arguments.case not in case.name:
             continue
         rows = measure(case, commit=arguments.commit, rounds=arguments.rounds, only=arguments.only)
         write_rows(arguments.out / "by_triton.csv", rows)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -25,6 +25,8 @@ from pathlib import Path
 import torch
 from _harness import RESULTS, interleave, relative_error, rows_of, version_of, write_rows
 
+from multimodal_gen.kernels.block_sparse.api import request_for
+from multimodal_gen.kernels.block_sparse.call import Call, CallForm
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.reference import attention_reference
 from multimodal_gen.kernels.block_sparse.tuning import GluonTile, TritonTile
@@ -177,7 +179,9 @@ def runner(tile: GluonTile | TritonTile) -> Run:
         else:
             from multimodal_gen.kernels.block_sparse.triton_kernel import attend
 
-            attend(q, k, v, plan, out, None, scale=scale, tile=tile, copy_engine=True)
+            form = CallForm(request_for(q, k, v, plan, backward=False))
+            call = Call(q, k, v, plan, scale, False, False, form)
+            attend(call, out, None, tile=tile, copy_engine=True)
         return out
 
     return run

@@ -6,20 +6,33 @@ whole layers are timed, with plans that they made before, where a method's plan 
 data.
 
     python3 scripts/bench/layer_overhead.py --commit HASH [--only "sage_attn own"]
+    python3 scripts/bench/layer_overhead.py --commit HASH --against CHECKOUT    # see _against.py
+    python3 scripts/bench/layer_overhead.py --commit HASH --smoke    # few calls, on any machine
 
 `--only direct` leaves the own kernels out, `--only own` the others.
 """
 
 import argparse
 import math
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from types import MappingProxyType
 
 import torch
-from _harness import parse_arguments, rows_of, shuffled_rounds, version_of, write_rows
+from _against import add_turns, run_by_turns
+from _harness import (
+    DEVICE,
+    make_parser,
+    rows_of,
+    shuffled_rounds,
+    synchronize,
+    version_of,
+    write_rows,
+)
 
+from multimodal_gen.errors import UnsupportedBackendError
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.backends.registry import (
     current_environment,
@@ -35,7 +48,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
-HEADS, HEAD_SIZE, TOKENS, CALLS = 4, 64, 128, 500
+HEADS, HEAD_SIZE, TOKENS, CALLS, SMOKE_CALLS = 4, 64, 128, 500, 2
 # What the own kernels are timed on: several tiles of every method, which cut it evenly.
 GRID = (12, 16, 16)
 # Backend -> parameters.
@@ -61,27 +74,55 @@ OWN: MappingProxyType[str, dict[str, object]] = MappingProxyType(
 )
 
 
-def host_ms(contenders: dict[str, Callable[[], object]], *, rounds: int) -> dict[str, list[float]]:
+def host_ms(
+    contenders: dict[str, Callable[[], object]], options: argparse.Namespace
+) -> dict[str, list[float]]:
     """Return host milliseconds per call; a figure per round is the mean of `CALLS` calls."""
+    calls = SMOKE_CALLS if options.smoke else CALLS
     for run in contenders.values():
-        for _ in range(CALLS):
+        for _ in range(calls):
             run()
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    for name in shuffled_rounds(contenders, rounds):
+    for name in shuffled_rounds(contenders, options.rounds):
         run = contenders[name]
-        torch.cuda.synchronize()
+        synchronize()
         start = time.perf_counter()
-        for _ in range(CALLS):
+        for _ in range(calls):
             run()
-        times[name].append((time.perf_counter() - start) / CALLS * 1e3)
+        times[name].append((time.perf_counter() - start) / calls * 1e3)
     return times
 
 
-def main() -> None:
+def draw(tokens: int) -> list[torch.Tensor]:
+    """Return q, k and v."""
+    shape = (1, tokens, HEADS, HEAD_SIZE)
+    return [torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(3)]
+
+
+def layer_on(asked: BackendPreference, site: LayerSite | None = None) -> LocalAttention | None:
+    """Return a layer on the backend that is asked for; None, and says why, where it cannot run."""
+    scope = SelectionScope(default=asked)
+    try:
+        layer = LocalAttention(
+            HEADS, HEAD_SIZE, compute_dtype=torch.bfloat16, scope=scope, site=site
+        )
+    except UnsupportedBackendError as error:
+        print(f"left out: {error}")
+        return None
+    if layer.backend is not asked.backend:
+        print(f"left out: {asked.backend}, {layer.report().entries[-1].selection.reason}")
+        return None
+    return layer
+
+
+def main() -> int:
     """Time layers and the kernels behind them, interleaved; append to `layer_overhead.csv`."""
-    arguments = parse_arguments(__doc__ or "")
-    shape = (1, TOKENS, HEADS, HEAD_SIZE)
-    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    parser = add_turns(make_parser(__doc__ or ""))
+    parser.add_argument("--smoke", action="store_true", help="few calls, on any machine")
+    arguments = parser.parse_args()
+    if arguments.against:
+        return run_by_turns(__file__, arguments)
+    q, k, v = draw(TOKENS)
     for name in ("torch_sdpa", "torch_cudnn_sdpa", "fa", "sage_attn"):
         if arguments.only not in f"{name} direct":
             continue
@@ -89,11 +130,8 @@ def main() -> None:
         config = SageAttnConfig(kernel="sageattention") if name == "sage_attn" else None
         backend = AttentionBackendEnum.parse(name)
         asked = BackendPreference(source=Source.SETTINGS, backend=backend, config=config)
-        layer = LocalAttention(
-            HEADS, HEAD_SIZE, compute_dtype=torch.bfloat16, scope=SelectionScope(default=asked)
-        )
-        if layer.backend is not asked.backend:
-            print(f"left out: {name}, {layer.report().entries[-1].selection.reason}")
+        layer = layer_on(asked)
+        if layer is None:
             continue
         direct = direct_call(name, q, k, v)
         with torch.inference_mode():
@@ -103,7 +141,7 @@ def main() -> None:
                 f"{name} direct": direct,
                 f"{name} layer": lambda layer=layer: layer(q, k, v),
             }
-            times = host_ms(contenders, rounds=arguments.rounds)
+            times = host_ms(contenders, arguments)
         rows = rows_of(
             times,
             commit=arguments.commit,
@@ -119,13 +157,13 @@ def main() -> None:
         added = (rows[1].median_ms - rows[0].median_ms) * 1e3
         print(f"{name}: the layer adds {added:.1f} us per call")
     time_own_layers(arguments)
+    return 0
 
 
 def time_own_layers(arguments: argparse.Namespace) -> None:
     """Time layers on the package's own kernels; append to `layer_overhead.csv`."""
     tokens = math.prod(GRID)
-    shape = (1, tokens, HEADS, HEAD_SIZE)
-    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    q, k, v = draw(tokens)
     contenders: dict[str, Callable[[], object]] = {}
     with torch.inference_mode(), set_forward_context(0, latent_grid=GRID, num_steps=2):
         for name, options in OWN.items():
@@ -136,16 +174,12 @@ def time_own_layers(arguments: argparse.Namespace) -> None:
             asked = BackendPreference(
                 source=Source.SETTINGS, backend=backend, config=cls(**options)
             )
-            layer = LocalAttention(
-                HEADS,
-                HEAD_SIZE,
-                compute_dtype=torch.bfloat16,
-                scope=SelectionScope(default=asked),
-                site=LayerSite(layer=0),
-            )
+            layer = layer_on(asked, LayerSite(layer=0))
+            if layer is None:
+                continue
             layer(q, k, v)
             contenders[layer.report().entries[-1].selection.label] = partial(layer, q, k, v)
-        times = host_ms(contenders, rounds=arguments.rounds) if contenders else {}
+        times = host_ms(contenders, arguments) if contenders else {}
     for label, figures in times.items():
         rows = rows_of(
             {label: figures},
@@ -197,4 +231,4 @@ def direct_call(
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -50,7 +50,8 @@ from tail import (
 )
 
 from multimodal_gen.runtime.layers.attention import LocalAttention
-from multimodal_gen.runtime.layers.attention.sparse import router, tiles
+from multimodal_gen.runtime.layers.attention.sparse import router
+from multimodal_gen.runtime.layers.attention.sparse.executors import local
 from multimodal_gen.testing.inputs import QKV
 
 BELOW = (20.0, 30.0, 40.0)  # decibels
@@ -81,7 +82,7 @@ ROUTED: dict[str, tuple[str, dict[str, object], tuple[tuple[str, object, str], .
     "subblock": (
         "subblock_sparse_attn",
         _SUBBLOCK,
-        (("pooling", tiles, "pool_cells"), ("scores", router, "select_cells")),
+        (("pooling", local, "pool_cells"), ("scores", router, "select_tiles")),
     ),
 }
 

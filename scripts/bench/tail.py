@@ -51,9 +51,9 @@ from multimodal_gen.runtime.layers.attention.scope import (
     SelectionScope,
     Source,
 )
-from multimodal_gen.runtime.layers.attention.sparse.windows import tile_lists
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
+from multimodal_gen.testing.block_plans import tile_lists
 from multimodal_gen.testing.inputs import QKV, make_video_qkv
 
 DENSITY = 0.15
@@ -199,7 +199,7 @@ def with_tile(attend: Callable[..., torch.Tensor], tile: GluonTailTile | None) -
     """Run with another kernel of the tail."""
     name, value = "gluon_tail_tile", lambda: tile
     if tile is None:
-        name, value = "_launch_gluon", tail_module._launch_triton
+        name, value = "_LAUNCH", {"gluon": tail_module._launch_triton}
     with mock.patch.object(tail_module, name, value):
         return attend(tail=PooledTail())
 

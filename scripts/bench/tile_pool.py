@@ -19,22 +19,21 @@ import torch
 from _harness import interleave, make_parser, relative_error, rows_of, write_rows
 
 from multimodal_gen.kernels.block_sparse import steps_kernel
-from multimodal_gen.kernels.tile_order.api import tile_order
-from multimodal_gen.kernels.tile_pool import tile_pool_kernel as kernel
-from multimodal_gen.kernels.tile_pool.api import (
+from multimodal_gen.kernels.select import tile_kernel as kernel
+from multimodal_gen.kernels.select.api import (
     add_gated,
     mark_tiles,
     pool_cells,
     pool_tiles,
-    select_cells,
     select_tiles,
 )
-from multimodal_gen.kernels.tile_pool.reference import (
+from multimodal_gen.kernels.select.reference import (
+    Tiles,
     add_gated_reference,
     pool_tiles_reference,
-    select_cells_reference,
     select_tiles_reference,
 )
+from multimodal_gen.kernels.tile_order.api import tile_order
 
 BOUND = 4e-3
 CHECKED_HEADS = 2
@@ -79,7 +78,8 @@ def select_runs(query: torch.Tensor, key: torch.Tensor, count: int) -> Runs:
     out = torch.empty((*query.shape[:3], count), dtype=torch.int32, device=query.device)
 
     def run(scratch_bytes: int, warps: int) -> torch.Tensor:
-        kernel.select_tiles(query, key, count, 0, out, scratch_bytes=scratch_bytes, warps=warps)
+        with mock.patch.object(kernel, "_warps", return_value=warps):
+            kernel.select_tiles(query, key, count, 0, out, scratch_bytes=scratch_bytes)
         return out
 
     runs.update({f"select, {name}": partial(run, *sizes) for name, sizes in VARIANTS.items()})
@@ -118,19 +118,16 @@ def cell_runs(
     (query, real), (key, _) = pool(q), pool(k)
     count, scale = max(1, round(keep * len(starts))), q.shape[3] ** -0.5
     few = slice(0, CHECKED_HEADS)
-    width = -(-cut["size"] // 4)
-    offsets = torch.arange(4, dtype=torch.int32, device=q.device) * width
-    begin = (starts[:, None] + offsets).flatten()
-    held = (lengths[:, None] - offsets).clamp(0, width).flatten()
-    means = pool_tiles_reference(q[:, :, few].float(), begin, held, cut["index"], width)
+    few_cells = Tiles(starts, lengths, cut["size"], cut["index"]).cells(4)
+    means = pool_tiles_reference(q[:, :, few].float(), few_cells)
     best = torch.empty((1, CHECKED_HEADS, len(starts), count), dtype=torch.int32, device=q.device)
-    given = (query[:, few], key[:, few], real, real, (4, 4), count, 0, best, scale)
-    select_cells_reference(*given)
+    by_cells: dict[str, Any] = {"cells": (4, 4), "scale": scale, "real": (real, real)}
+    select_tiles_reference(query[:, few], key[:, few], count, 0, best, **by_cells)
     kept = best.new_zeros((*best.shape[:3], len(starts)), dtype=torch.bool)
     kept.scatter_(-1, best.long(), True)
 
     def select() -> torch.Tensor:
-        return select_cells(query, key, real, real, count, cells=(4, 4), scale=scale)
+        return select_tiles(query, key, count, **by_cells)
 
     wrong = 1.0 - float(kept.gather(-1, select()[:, few].long()).double().mean())
     errors = {
@@ -172,13 +169,13 @@ def measure(case: Case, options: Any) -> list[object]:
     few = slice(0, CHECKED_HEADS)
 
     errors = {}
-    wanted = pool_tiles_reference(q[:, :, few].float(), *tiles, order.order, order.largest)
+    cut_tiles = Tiles(*tiles, order.largest, order.order)
+    wanted = pool_tiles_reference(q[:, :, few].float(), cut_tiles)
     errors["pool q, k"] = relative_error(pooled_q[:, few], wanted)
     coarse = pooled_k
     whole = add_gated_reference(
-        q[:, :, few].float(), k[:, :, few].float(), coarse[:, few].float(), *tiles, order.order,
-        order.largest,
-    )  # fmt: skip
+        q[:, :, few].float(), k[:, :, few].float(), coarse[:, few].float(), cut_tiles
+    )
     summed = add_gated(q.clone(), k, coarse, *tiles, **cut)
     errors["gated sum"] = relative_error(summed[:, :, few], whole)
     selects = select_runs(pooled_q, pooled_k, count)

@@ -2,6 +2,8 @@
 
     python3 scripts/bench/wan_forward.py --commit HASH [--only "14B 720p"]
         [--contenders "stock native,apply auto,apply video_sparse_attn"] [--modes compiled]
+    python3 scripts/bench/wan_forward.py --commit HASH --against CHECKOUT    # see _against.py
+    python3 scripts/bench/wan_forward.py --commit HASH --smoke    # a tiny model, on any machine
 
 Needs diffusers. Contenders take turns on one model, so the weights and the inputs are the same.
 Dense outputs are checked against the first dense contender's. Sparse ones differ from them by
@@ -10,11 +12,13 @@ design: there it is checked that every self-attention ran sparse, at the density
 
 import argparse
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
+from _against import add_turns, run_by_turns
 from _harness import (
     DEVICE,
     event_ms,
@@ -147,9 +151,10 @@ def contenders(model: WanTransformer3DModel) -> Contexts:
             model, attention_backend=backend, attention_backend_config=config
         )
 
+    cudnn = {} if DEVICE == "cpu" else {"stock _native_cudnn": lambda: stock("_native_cudnn")}
     return {
         "stock native": lambda: stock("native"),
-        "stock _native_cudnn": lambda: stock("_native_cudnn"),
+        **cudnn,
         "apply torch_sdpa": applied("torch_sdpa"),
         "apply auto": applied(None),
         "apply sage_attn": applied("sage_attn"),
@@ -233,7 +238,7 @@ def measure(
 
 def parse() -> argparse.Namespace:
     """Return the options."""
-    parser = make_parser(__doc__ or "")
+    parser = add_turns(make_parser(__doc__ or ""))
     parser.add_argument("--contenders", default="", help="names by commas; all by default")
     parser.add_argument("--modes", default=",".join(MODES), help="eager, compiled, or both")
     parser.add_argument("--smoke", action="store_true", help="a tiny model, on any machine")
@@ -253,9 +258,11 @@ def pick(contexts: Contexts, names: list[str]) -> Contexts:
     return {name: context for name, context in contexts.items() if not names or name in names}
 
 
-def main() -> None:
+def main() -> int:
     """Check, then time, eager and regionally compiled; append to `wan_forward.csv`."""
     arguments = parse()
+    if arguments.against:
+        return run_by_turns(__file__, arguments)
     for case in SMOKE if arguments.smoke else CASES:
         if arguments.only not in case.name:
             continue
@@ -281,7 +288,8 @@ def main() -> None:
             )
             write_rows(arguments.out / "wan_forward.csv", rows)
         del model
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

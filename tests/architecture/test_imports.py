@@ -210,15 +210,15 @@ PLANTED = [
     ),
     (
         "kernels/tile_order/api.py",
-        "from multimodal_gen.kernels.tile_pool import plan\n",
+        "from multimodal_gen.kernels.select import plan\n",
         "No modules, and no folders, import each other in a circle",
     ),
     (
-        "kernels/tile_pool/api.py",
+        "kernels/select/api.py",
         "from multimodal_gen.kernels.tile_order import reference\n",
         "No modules, and no folders, import each other in a circle",
     ),
-    ("kernels/tile_pool/plan.py", "", ""),
+    ("kernels/select/plan.py", "", ""),
     ("kernels/tile_order/reference.py", "", ""),
 ]
 

@@ -41,13 +41,10 @@ MUTABLE_GLOBALS = {
     ("multimodal_gen/runtime/layers/attention/custom_ops.py", "_RECORDS"): (
         "and what autograd recorded of a call; dropped when the graph lets go of the number"
     ),
-    ("multimodal_gen/runtime/layers/attention/sparse/methods/sta/search.py", "_SESSIONS"): (
-        "the layers that record one search share nothing else; left when it is complete"
-    ),
     ("multimodal_gen/kernels/launch/self_check.py", "_FOUND"): (
         "what was checked is loaded once per process; the report and `attention list` say it"
     ),
-    ("multimodal_gen/runtime/platforms/interface.py", "_PLUGINS"): (
+    ("multimodal_gen/runtime/backend_names.py", "_PLUGINS"): (
         "enum members of installed plugins; written once, when entry points are read"
     ),
 }

@@ -7,8 +7,8 @@ import pytest
 from multimodal_gen.cli.completion import backend_names
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
 from multimodal_gen.runtime.layers.attention.config import build_config, parameters_of
-from multimodal_gen.runtime.layers.attention.config_text import read_mapping
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, current_platform
+from multimodal_gen.settings import read_mapping
 
 
 @pytest.mark.parametrize("backend", list(AttentionBackendEnum), ids=str)

@@ -81,8 +81,8 @@ def test_a_search_a_tune_and_an_inference_from_the_command_line(
     files = find_searches(searches)
     assert [file.parent.name for file in files] == ["mask_search_result_pos_96x64"] * 2
     found = SearchFile.read(files[0])
-    assert found.losses.l2.shape[1:] == (STEPS, 2, 4)
-    assert bool((found.losses.l2 > 0).all())
+    assert found.l2.shape[1:] == (STEPS, 2, 4)
+    assert bool((found.l2 > 0).all())
 
     both = ("--searches", searches, "--negative", searches)
     outcome = sglang(
@@ -277,7 +277,7 @@ def test_show_prints_density_by_step_and_layer(sglang, tmp_path) -> None:
 
 def test_many_layers_share_columns(sglang, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    strategy = Strategy.uniform((1, 1, 1), num_steps=1, num_layers=60, num_heads=2)
+    strategy = Strategy(windows=((((1, 1, 1),) * 2,) * 60,))
     strategy.write(tmp_path / "s.json")
     outcome = sglang("attention", "sta", "show", tmp_path / "s.json")
     assert "0-4" in outcome.out

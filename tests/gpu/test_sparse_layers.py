@@ -50,8 +50,8 @@ def one_head_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles_module, "_BYTES_IN_TWO", 0)
     monkeypatch.setattr(tiles_module, "_SHARE_AT_ONCE", 0.0)
     for cached in (
-        pattern_module.pattern_plan,
-        tiles_module._tiled_sequence,
+        pattern_module.shard_plan,
+        tiles_module.shard_of,
         tiles_module.tiled_video,
     ):
         cached.cache_clear()
@@ -178,7 +178,7 @@ def test_the_best_tiles_are_right_at_once(grid: Window, name: str, kv_heads: int
     best.scatter_(3, scores.topk(kept, dim=3).indices, True)
     mask = with_text(best[:, :, number][:, :, :, number], text)
     for _ in range(2):  # the first call compiles
-        tiles_module._tiled_sequence.cache_clear()
+        tiles_module.shard_of.cache_clear()
         tiles_module.tiled_video.cache_clear()
         out = run_behind_other_work(attend, (q, k, v), grid, text)
     assert_within_error_budget(out, q, k, v, scale=SCALE, mask=mask)

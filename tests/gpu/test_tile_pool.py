@@ -3,20 +3,20 @@
 import pytest
 import torch
 
-from multimodal_gen.kernels.tile_pool.api import (
+from multimodal_gen.kernels.select.api import (
     add_gated,
     mark_tiles,
     pool_cells,
     pool_tiles,
-    select_cells,
     select_tiles,
 )
-from multimodal_gen.kernels.tile_pool.reference import (
+from multimodal_gen.kernels.select.reference import (
+    Tiles,
     add_gated_reference,
     pool_tiles_reference,
     select_tiles_reference,
 )
-from tests.kernels.tile_pool.naive import assert_best, ragged_tiles, whole_numbers
+from tests.kernels.select.naive import assert_best, ragged_tiles, whole_numbers
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,7 +50,7 @@ def test_means_are_rounded_once(
     for x in tensors:
         for mask in (None, keep):
             (mean,) = pool_tiles((x,), starts, lengths, size=64, index=index, keep=mask)
-            wanted = pool_tiles_reference(x.double(), starts, lengths, index, 64, mask)
+            wanted = pool_tiles_reference(x.double(), Tiles(starts, lengths, 64, index), mask)
             band = 64 * torch.finfo(torch.float32).eps * x.abs().max()
             assert ((mean - wanted).abs() <= torch.finfo(dtype).eps * wanted.abs() + band).all()
 
@@ -83,7 +83,7 @@ def test_tiles_that_are_not_real_come_last(dtype: torch.dtype) -> None:
     query = whole_numbers(2, 4, 130, 128, seed=1, dtype=dtype, device="cuda")
     key = whole_numbers(2, 2, 300, 128, seed=2, dtype=dtype, device="cuda")
     real = (torch.arange(300, device="cuda") % 3 > 0).expand(2, -1)
-    found = select_tiles(query, key, 50, real=real)
+    found = select_tiles(query, key, 50, real=(None, real))
     renumbered = real[0].nonzero().flatten()[select_tiles(query, key[:, :, real[0]], 50).long()]
     assert torch.equal(found.long(), renumbered)
 
@@ -124,9 +124,8 @@ def test_the_gated_sum_is_rounded_once(dtype: torch.dtype, head_size: int, index
     tokens = int(lengths.sum()) + 5
     out, gate = (random(2, tokens, 4, head_size, dtype=dtype, seed=s) for s in (0, 1))
     coarse = random(2, 4, len(LENGTHS), head_size, dtype=dtype, seed=2)
-    wanted = add_gated_reference(
-        out.double(), gate.double(), coarse.double(), starts, lengths, index, 64
-    )
+    tiles = Tiles(starts, lengths, 64, index)
+    wanted = add_gated_reference(out.double(), gate.double(), coarse.double(), tiles)
     found = add_gated(out.clone(), gate, coarse, starts, lengths, size=64, index=index)
     band = 4 * torch.finfo(torch.float32).eps * wanted.abs().max()
     assert ((found - wanted).abs() <= torch.finfo(dtype).eps * wanted.abs() + band).all()
@@ -174,7 +173,7 @@ def test_tiles_are_selected_by_their_cells(cells: tuple[int, int]) -> None:
     lengths = (9000 - starts).clamp_max(64)
     sides = [pool_cells(t, starts, lengths, n, size=64) for t, n in zip((x, y), cells, strict=True)]
     (q, q_real), (k, k_real) = sides
-    found = select_cells(q, k, q_real, k_real, 40, cells=cells, scale=1.0)
-    on_cpu = [t.cpu() for t in (q, k, q_real, k_real)]
-    wanted = select_cells(*on_cpu, 40, cells=cells, scale=1.0)
+    found = select_tiles(q, k, 40, cells=cells, scale=1.0, real=(q_real, k_real))
+    on_cpu = (q_real.cpu(), k_real.cpu())
+    wanted = select_tiles(q.cpu(), k.cpu(), 40, cells=cells, scale=1.0, real=on_cpu)
     assert (found.cpu() == wanted).float().mean() >= 0.99

@@ -5,21 +5,23 @@ import math
 import pytest
 import torch
 
-from multimodal_gen.kernels.chunk_select.api import Rule, chunk_means, select_chunks
-from multimodal_gen.kernels.chunk_select.reference import (
-    chunk_means_reference,
+from multimodal_gen.kernels.engine import SelectedKernel
+from multimodal_gen.kernels.select.reference import Tiles, pool_tiles_reference
+from multimodal_gen.kernels.select.row_reference import (
+    merge_parts_reference,
     pack_bits,
     select_chunks_reference,
 )
-from multimodal_gen.kernels.engine import SelectedKernel
-from multimodal_gen.kernels.row_choice.api import (
+from multimodal_gen.kernels.select.rows import (
     ChunkGroups,
+    Rule,
     SortedRows,
+    chunk_means,
     merge_parts,
     move_rows,
+    select_chunks,
     sort_rows,
 )
-from multimodal_gen.kernels.row_choice.reference import merge_parts_reference
 from multimodal_gen.runtime.layers.attention.sparse.executors import rows as by_rows
 from multimodal_gen.runtime.layers.attention.sparse.executors.rows import (
     RowChunks,
@@ -29,8 +31,8 @@ from multimodal_gen.runtime.layers.attention.sparse.executors.rows import (
 )
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout, SparseCall
 from multimodal_gen.testing.tolerance import assert_within_error_budget
-from tests.kernels.chunk_select.naive import layout, unpacked
-from tests.kernels.row_choice.naive import assert_sorted, random_bits
+from tests.kernels.select_chunks.naive import layout, unpacked
+from tests.kernels.select_rows.naive import assert_sorted, random_bits
 
 pytestmark = [
     pytest.mark.gpu,
@@ -70,7 +72,7 @@ def test_means_are_the_definition(dtype, masked):
     key = random(2, len(index) + 3, 4, 128, dtype=dtype)
     keep = random(2, key.shape[1], seed=1) > 0 if masked else None
     found = chunk_means(key, starts, lengths, size=1400, index=index, keep=keep)
-    wanted = chunk_means_reference(key, starts, lengths, index, keep, found.counts)
+    wanted = pool_tiles_reference(key, Tiles(starts, lengths, 1400, index), keep, torch.float32)
     torch.testing.assert_close(found.means, wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -109,13 +111,13 @@ def test_rows_are_sorted_and_merged_as_defined(dtype, num_chunks, size, extra, b
     groups = ChunkGroups(num_chunks=num_chunks, size=size)
     rows = sort_rows(bits, groups, block=block, extra=extra)
     moved = move_rows(query, rows)
-    on_cpu = SortedRows(**{name: getattr(rows, name).cpu() for name in rows.__slots__})
+    on_cpu = SortedRows(**{name: getattr(rows, name).cpu() for name in rows._fields})
     assert_sorted(on_cpu, moved.cpu(), query.cpu(), bits.cpu(), groups, extra=extra)
     parts = random(*moved.shape, dtype=dtype, seed=2)
     lse = random(*moved.shape[:3], seed=3).float().transpose(1, 2) * 5
     out = torch.empty_like(query)
     merge_parts(parts, lse, rows, out)
-    wanted = merge_parts_reference(parts, lse, rows.position, rows.used)
+    wanted = merge_parts_reference(parts, lse, rows)
     rounding = 2 * torch.finfo(dtype).eps
     torch.testing.assert_close(out, wanted, rtol=rounding, atol=rounding)
 

@@ -30,13 +30,14 @@ WIDTH = 128
 VSA = "video_sparse_attn"
 
 
-class MeanBranch(PlainImpl):
+class MeanBranch(PlainImpl, VideoSparseBackend.get_impl_cls()):
     """Dense attention whose coarse branch is the mean of the values."""
 
-    def forward_gated(self, query, key, value, gate, context=None):
-        return self.add_coarse(self.forward(query, key, value), query, key, value, gate, context)
+    def forward(self, query, key, value, context=None, *, attn_mask=None, gate=None, **rest):
+        out = super().forward(query, key, value, context, attn_mask=attn_mask)
+        return out if gate is None else self.add_branch(out, query, key, value, gate, context)
 
-    def add_coarse(self, out, query, key, value, gate, context=None):
+    def add_branch(self, out, query, key, value, gate, context):
         return out + gate * value.mean(dim=1, keepdim=True)
 
 

@@ -10,8 +10,8 @@ from diffusers import (
 from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.integrations.steps import StepTracker
+from multimodal_gen.runtime.layers.attention.config import SigmaSelector, StepSet
 from multimodal_gen.runtime.layers.attention.report import SigmaSteps
-from multimodal_gen.runtime.layers.attention.selectors import SigmaSelector, StepSet
 from tests.integrations.conftest import generate
 
 VSA = "video_sparse_attn"
@@ -74,7 +74,7 @@ def test_a_shift_and_a_run_of_a_few_steps_are_followed_as_the_page_says(num_step
     step = tracker.locate(float(scheduler.timesteps[0]), scheduler.timesteps.dtype)
     assert step.sigmas is not None
     assert len(step.sigmas) == step.num_steps == num_steps
-    named = SigmaSteps.of(StepSet.of(SigmaSelector.parse(">0.9")), step.sigmas)
+    named = SigmaSteps.of(StepSet(sigma=SigmaSelector.parse(">0.9")), step.sigmas)
     assert f"{named.steps} ({named})" == text
 
 

@@ -13,6 +13,7 @@ import torch
 
 from multimodal_gen.kernels import gluon_check
 from multimodal_gen.kernels.block_sparse import tuning
+from multimodal_gen.kernels.block_sparse.call import Backward, TailCall
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.block_sparse.reference import (
     attention_reference,
@@ -87,20 +88,21 @@ class Kernels:
         return self.given("clusters", out), lse
 
     def gradients(self, name: str) -> Callable[..., tuple[torch.Tensor, ...]]:
-        def attend_backward(q, k, v, plan: BlockPlan, out, lse, grad_out, grad_lse, *, scale, **_):
-            q, k, v, out, grad_out = (x.double() for x in (q, k, v, out, grad_out))
+        def attend_backward(call: Backward, **_):
+            plan, scale = call.plan, call.scale
+            q, k, v, out, grad = (x.double() for x in (*call[:3], call.out, call.grad_out))
             _, lse = attention_reference(q, k, v, plan, scale=scale)
-            found = attention_reference_backward(
-                grad_out, grad_lse, q, k, v, out, lse, plan, scale=scale
-            )
+            found = attention_reference_backward(grad, None, q, k, v, out, lse, plan, scale=scale)
             return tuple(self.given(name, x) for x in found)
 
         return attend_backward
 
-    def add_tail(self, out, lse, q, keys, values, counts, kept, queries, *, scale, tile):
-        exact = (x.double() for x in (out, lse, q, keys, values))
-        found, _ = add_tail_reference(*exact, counts, None, kept, queries, scale=scale)
-        out.copy_(self.given("the tail", found))
+    def add_tail(self, call: TailCall, *, tile):
+        pooled = call.pooled
+        exact = (x.double() for x in (*call[:3], pooled.keys, pooled.values))
+        rest = (pooled.counts, None, call.kept, call.queries)
+        found, _ = add_tail_reference(*exact, *rest, scale=call.scale)
+        call.out.copy_(self.given("the tail", found))
 
 
 def must_redo(

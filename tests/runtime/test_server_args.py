@@ -269,7 +269,7 @@ def test_the_name_of_an_installed_plugin_is_accepted_without_loading_it(monkeypa
         "entry_points",
         lambda group: [entry] if group == ENTRY_POINT_GROUP else [],
     )
-    monkeypatch.setattr("multimodal_gen.runtime.platforms.interface._PLUGINS", {})
+    monkeypatch.setattr("multimodal_gen.runtime.backend_names._PLUGINS", {})
     assert str(args(attention_backend="Plugged-Attn").attention_backend) == "plugged_attn"
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from multimodal_gen.integrations.models.registry import ADAPTERS
 from multimodal_gen.runtime.layers.attention.backends.registry import backends_of
+from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "backend_table.py"
@@ -53,6 +54,23 @@ def test_every_variant_of_every_backend_has_a_row(script):
 def test_every_variant_said_to_run_for_real_exists(script):
     _, *rows = script.support()
     assert set(script.RUN_FOR_REAL) <= {(row[0], row[1]) for row in rows}
+
+
+def test_every_sparse_method_can_be_part_of_each_setup_or_says_why_not(script):
+    _, *rows = script.limits()
+    assert {name.strip("`") for name, *_ in rows} == {
+        str(name) for name in AttentionBackendEnum if name.is_sparse and backends_of(name)
+    }
+    for _, *cells in rows:
+        assert all(cells)
+
+
+def test_methods_ring_where_their_variants_declare_it(script):
+    _, *rows = script.limits()
+    for name, _, ring, *_ in rows:
+        (backend,) = backends_of(AttentionBackendEnum.parse(name.strip("`")))
+        declares = any(Feature.RING in variant.features for variant in backend.variants)
+        assert declares == ring.startswith("yes")
 
 
 def test_kernels_of_this_package_run_for_real(script):

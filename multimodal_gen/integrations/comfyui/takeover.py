@@ -48,7 +48,6 @@ from multimodal_gen.integrations.denoiser_context import DenoiserContext
 from multimodal_gen.integrations.hooks import untraced_hook
 from multimodal_gen.integrations.module_attention import AttentionParams, ModuleAttention
 from multimodal_gen.integrations.scopes import without_sparse
-from multimodal_gen.runtime.layers.attention.config_text import read_mapping
 from multimodal_gen.runtime.layers.attention.report import AttentionReport
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.rules import scope_from
@@ -56,6 +55,7 @@ from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionSc
 from multimodal_gen.runtime.layers.attention.warn_once import WarnOnce
 from multimodal_gen.runtime.managers.forward_context import TextSpan, use_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
+from multimodal_gen.settings import read_mapping
 
 __all__ = ["KEY", "Settings", "Takeover", "take_over"]
 

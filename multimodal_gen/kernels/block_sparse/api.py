@@ -4,15 +4,16 @@ Shapes: B batch, Sq and Sk tokens, H query heads, Hkv key heads, D head size.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse import fa4
+from multimodal_gen.kernels.block_sparse.call import Backward, Call, CallForm
 from multimodal_gen.kernels.block_sparse.plan import (
     BlockPlan,
     check_arguments,
@@ -51,18 +52,16 @@ from multimodal_gen.kernels.engine import (
     choose,
     fa4_keys,
     kernel_name,
+    records_gradient,
     serves,
 )
-from multimodal_gen.kernels.tensors import is_plain, loadable, place_of, records_gradient
+from multimodal_gen.kernels.tensors import is_plain, loadable, place_of
 
 if TYPE_CHECKING:
     from multimodal_gen.kernels.block_sparse.gluon_kernel import Prepared
 
 __all__ = [
     "RUN",
-    "Backward",
-    "Call",
-    "CallForm",
     "block_sparse_attention",
     "block_sparse_attention_backward_op",
     "block_sparse_attention_op",
@@ -74,37 +73,6 @@ __all__ = [
 ]
 
 _Results: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
-
-
-class CallForm:
-    """Stands for calls on one plan whose tensors are alike in all that launches depend on.
-
-    A call is looked up once by shapes, strides, dtypes, device, alignment and whether a gradient is
-    asked for; what kernels prepare for such calls is kept with the plan under the identity of this.
-
-    Args:
-        request: what the choice of the kernel depends on.
-    """
-
-    __slots__ = ("request",)
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-
-
-class Call(NamedTuple):
-    """One call as kernels are given it; see `block_sparse_attention`."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    plan: BlockPlan
-    scale: float
-    return_lse: bool
-    deterministic: bool
-    form: CallForm
-    skip: Skip | None = None
-    overwrite_q: bool = False
 
 
 def block_sparse_attention(
@@ -187,15 +155,7 @@ def block_sparse_attention(
         # What a call is like is known when the graph runs; layers never come here.
         kernel = kernel.name if kernel.named else AUTO
     out, lse = block_sparse_attention_op(
-        q,
-        k,
-        v,
-        *flatten(plan),
-        scale=scale,
-        return_lse=return_lse,
-        kernel=kernel,
-        deterministic=deterministic,
-        backward=backward,
+        q, k, v, *flatten(plan), scale, return_lse, kernel, deterministic, backward
     )
     return (out, lse.float()) if return_lse else out
 
@@ -295,12 +255,10 @@ def request_for(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: BlockPlan, *, backward: bool
 ) -> Request:
     """Return what the choice of a kernel depends on for one call."""
-    platform, capability = place_of(q.device)
     return Request(
-        platform=platform,
-        capability=capability,
-        dtype=q.dtype,
-        head_size=q.shape[3],
+        *place_of(q.device),
+        q.dtype,
+        q.shape[3],
         q_size=plan.q.size,
         kv_size=plan.kv.size,
         ragged=plan.q.lengths is not None or plan.kv.lengths is not None,
@@ -320,12 +278,10 @@ def rows_for_choice(q: torch.Tensor, kernel: KernelChoice, given: tuple[torch.Te
         kernel: what will be asked for.
         given: keys and values, unless they will be copied, too.
     """
-    platform, capability = place_of(q.device)
     request = Request(
-        platform=platform,
-        capability=capability,
-        dtype=q.dtype,
-        head_size=q.shape[3],
+        *place_of(q.device),
+        q.dtype,
+        q.shape[3],
         q_size=CHOICE_ROWS,
         ragged=True,
         row_bits=True,
@@ -372,15 +328,7 @@ def _prepare_gluon(call: Call, out: torch.Tensor, lse: torch.Tensor | None) -> "
 def _run_fa4(call: Call) -> _Results:
     keys = fa4_keys(call.form.request)
     assert keys is not None, "the reasons refuse such plans"
-    return fa4.attend(
-        call.q,
-        call.k,
-        call.v,
-        call.plan,
-        scale=call.scale,
-        keys=keys,
-        return_lse=call.return_lse,
-    )
+    return fa4.attend(call, keys=keys)
 
 
 def _run_triton(call: Call) -> _Results:
@@ -397,18 +345,7 @@ def _run_triton(call: Call) -> _Results:
         shared_memory=shared_memory,
     )
     engine = capability is not None and capability >= (9, 0) and not call.form.request.unaligned
-    attend(
-        q,
-        call.k,
-        call.v,
-        plan,
-        out,
-        lse,
-        scale=call.scale,
-        tile=tile,
-        copy_engine=engine,
-        skip=call.skip,
-    )
+    attend(call, out, lse, tile=tile, copy_engine=engine)
     return out, lse
 
 
@@ -455,53 +392,21 @@ def _tiles_backward(q: torch.Tensor, plan: BlockPlan) -> BackwardTiles:
     )
 
 
-def _steps_backward(q: torch.Tensor, plan: BlockPlan) -> tuple[int, int]:
-    tiles = _tiles_backward(q, plan)
-    return tiles.queries.keys, tiles.keys.rows
-
-
-def _steps_gluon(q: torch.Tensor, plan: BlockPlan) -> tuple[int, int]:
-    del q
-    for_dq, for_dkv = _tiles_gluon(plan)
-    return for_dq.step, for_dkv.step
-
-
 def _tiles_gluon(plan: BlockPlan) -> tuple[GluonBackwardTile, GluonBackwardTile]:
     """Return the tiles of the SM90 kernels for dq, and for dk and dv."""
     return gluon_backward_tile(block=plan.q.size), gluon_backward_tile(block=plan.kv.size)
 
 
-class Backward(NamedTuple):
-    """What a backward pass is given: a call, its results and their gradients."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    plan: BlockPlan
-    out: torch.Tensor
-    lse: torch.Tensor
-    grad_out: torch.Tensor
-    grad_lse: torch.Tensor | None
-    scale: float
-
-    def loadable(self) -> "Backward":
-        """Return the same with a gradient that the copy engine can read."""
-        grad = self.grad_out
-        return self if loadable(grad) else self._replace(grad_out=grad.contiguous())
-
-
 def _gradients_fused(call: Backward) -> _Gradients:
     from multimodal_gen.kernels.block_sparse.gluon_fused_kernel import attend_backward
 
-    call = call.loadable()
-    return attend_backward(*call[:8], scale=call.scale)
+    return attend_backward(call.loadable())
 
 
 def _gradients_gluon(call: Backward) -> _Gradients:
     from multimodal_gen.kernels.block_sparse.gluon_backward_kernel import attend_backward
 
-    call = call.loadable()
-    return attend_backward(*call[:8], scale=call.scale, tiles=_tiles_gluon(call.plan))
+    return attend_backward(call.loadable(), tiles=_tiles_gluon(call.plan))
 
 
 def _gradients_triton(call: Backward) -> _Gradients:
@@ -511,8 +416,7 @@ def _gradients_triton(call: Backward) -> _Gradients:
     capability, _ = _limits(call.q.get_device())
     engine = capability is not None and capability >= (9, 0)
     return attend_backward(
-        *call[:8],
-        scale=call.scale,
+        call,
         tiles=_tiles_backward(call.q, call.plan),
         copy_engine=engine and loadable(call.q, call.k, call.v, call.grad_out),
     )
@@ -534,20 +438,18 @@ _GRADIENTS: MappingProxyType[str, Callable[[Backward], _Gradients]] = MappingPro
 """Kernel of a backward pass -> how it is run."""
 
 
-_STEPS: MappingProxyType[str, Callable[[torch.Tensor, BlockPlan], tuple[int, int]]] = (
-    MappingProxyType(
-        {"gluon_fused": _steps_gluon, "gluon": _steps_gluon, "triton": _steps_backward}
-    )
-)
-"""Kernel of a backward pass -> keys of its steps for dq, and queries of those for dk and dv."""
-
-
-def _prepare_gradients(kernel: str, q: torch.Tensor, plan: BlockPlan) -> None:
+def _prepare_gradients(kernel: str, q: torch.Tensor, k: torch.Tensor, plan: BlockPlan) -> None:
     """Derive from a plan what the backward pass by a kernel will read."""
-    if kernel in _STEPS:
-        from multimodal_gen.kernels.block_sparse.backward_kernel import prepare_backward
+    if kernel == "reference":
+        return
+    from multimodal_gen.kernels.block_sparse.backward_kernel import prepare_backward
 
-        prepare_backward(plan, *_STEPS[kernel](q, plan))
+    if kernel == "triton":
+        tiles = _tiles_backward(q, plan)
+        keys, queries = tiles.queries.keys, tiles.keys.rows
+    else:
+        keys, queries = (tile.step for tile in _tiles_gluon(plan))
+    prepare_backward(plan, keys, queries, q, k)
 
 
 def gradient_kernel(
@@ -590,7 +492,7 @@ class _Attention(torch.autograd.Function):
         plan, asked = call.plan, call.form.request
         # Here, where the first use of a plan that is used often is on the right stream.
         gradients = gradient_kernel(kernel, q, k, plan, asked, call.deterministic)
-        _prepare_gradients(gradients, q, plan)
+        _prepare_gradients(gradients, q, k, plan)
         call = call._replace(q=q, k=k, v=v, return_lse=True, overwrite_q=False)
         out, lse = RUN[kernel](call)
         assert lse is not None, "it was asked for"
@@ -615,120 +517,100 @@ class _Attention(torch.autograd.Function):
         return (*_GRADIENTS[ran](call), None, None, None)
 
 
-@torch.library.custom_op("multimodal_gen::block_sparse_attention", mutates_args=())
+@torch.library.custom_op(
+    "multimodal_gen::block_sparse_attention",
+    mutates_args=(),
+    schema=(
+        "(Tensor q, Tensor k, Tensor v, Tensor[] plan, int[] sizes, float scale, bool return_lse, "
+        "str kernel, bool deterministic, bool backward) -> (Tensor, Tensor)"
+    ),
+)
 def block_sparse_attention_op(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    indices: torch.Tensor,
-    counts: torch.Tensor,
-    q_starts: torch.Tensor | None,
-    q_lengths: torch.Tensor | None,
-    kv_starts: torch.Tensor | None,
-    kv_lengths: torch.Tensor | None,
-    row_bits: torch.Tensor | None,
-    order: torch.Tensor | None,
-    q_num: int,
-    q_size: int,
-    kv_num: int,
-    kv_size: int,
-    uniform: bool,
-    causal: bool,
+    plan: Sequence[torch.Tensor],
+    sizes: Sequence[int],
     scale: float,
     return_lse: bool,
     kernel: str,
     deterministic: bool,
     backward: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run a kernel; the plan comes as its tensors and sizes.
+    """Run a kernel; the plan comes as `flatten` takes it apart.
 
     lse is empty unless it, or a gradient, is asked for.
     """
-    lists = (indices, counts, q_starts, q_lengths, kv_starts, kv_lengths, row_bits, order)
-    plan = unflatten(q, k, (*lists, q_num, q_size, kv_num, kv_size, uniform, causal))
-    request = request_for(q, k, v, plan, backward=backward)
-    call = Call(q, k, v, plan, scale, return_lse or backward, deterministic, CallForm(request))
+    whole = unflatten(q, k, plan, sizes)
+    request = request_for(q, k, v, whole, backward=backward)
+    call = Call(q, k, v, whole, scale, return_lse or backward, deterministic, CallForm(request))
     out, lse = RUN[choose(BLOCK_SPARSE, kernel, request)](call)
     return out, q.new_empty((0,), dtype=torch.float32) if lse is None else lse
 
 
 @block_sparse_attention_op.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **options: Any) -> Any:
-    *_, return_lse, _kernel, _deterministic, backward = (*rest, *options.values())
+def _(q: torch.Tensor, *rest: Any) -> Any:
+    *_, return_lse, _kernel, _deterministic, backward = rest
     shape = (q.shape[0], q.shape[2], q.shape[1]) if return_lse or backward else (0,)
     # Float64 inputs only run on the reference.
     dtype = q.dtype if backward and q.dtype is torch.float64 else torch.float32
     return q.new_empty(q.shape), q.new_empty(shape, dtype=dtype)
 
 
-@torch.library.custom_op("multimodal_gen::block_sparse_attention_backward", mutates_args=())
+@torch.library.custom_op(
+    "multimodal_gen::block_sparse_attention_backward",
+    mutates_args=(),
+    schema=(
+        "(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+        "Tensor[] plan, int[] sizes, float scale, str kernel, bool deterministic) "
+        "-> (Tensor, Tensor, Tensor)"
+    ),
+)
 def block_sparse_attention_backward_op(
     grad_out: torch.Tensor,
     grad_lse: torch.Tensor | None,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    indices: torch.Tensor,
-    counts: torch.Tensor,
-    q_starts: torch.Tensor | None,
-    q_lengths: torch.Tensor | None,
-    kv_starts: torch.Tensor | None,
-    kv_lengths: torch.Tensor | None,
-    row_bits: torch.Tensor | None,
-    order: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
-    q_num: int,
-    q_size: int,
-    kv_num: int,
-    kv_size: int,
-    uniform: bool,
-    causal: bool,
+    plan: Sequence[torch.Tensor],
+    sizes: Sequence[int],
     scale: float,
     kernel: str,
-    deterministic: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    deterministic: bool,
+) -> _Gradients:
     """Return the gradients of q, k and v, for the kernel that computed out and lse."""
-    lists = (indices, counts, q_starts, q_lengths, kv_starts, kv_lengths, row_bits, order)
-    plan = unflatten(q, k, (*lists, q_num, q_size, kv_num, kv_size, uniform, causal))
-    request = request_for(q, k, v, plan, backward=True)
+    whole = unflatten(q, k, plan, sizes)
+    request = request_for(q, k, v, whole, backward=True)
     ran = choose(BLOCK_SPARSE, kernel, request)
-    call = Backward(q, k, v, plan, out, lse, grad_out, grad_lse, scale)
-    return _GRADIENTS[gradient_kernel(ran, q, k, plan, request, deterministic)](call)
+    call = Backward(q, k, v, whole, out, lse, grad_out, grad_lse, scale)
+    return _GRADIENTS[gradient_kernel(ran, q, k, whole, request, deterministic)](call)
 
 
 @block_sparse_attention_backward_op.register_fake
-def _(
-    grad_out: torch.Tensor,
-    grad_lse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *rest: Any,
-    **options: Any,
-) -> Any:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _(grad_out: Any, grad_lse: Any, *given: Any) -> Any:
+    return tuple(x.new_empty(x.shape) for x in given[:3])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    tensors, (*sizes, scale, _return_lse, kernel, deterministic, _backward) = (
-        inputs[:11],
-        inputs[11:],
-    )
-    ctx.save_for_backward(*tensors, *output)
-    ctx.sizes, ctx.scale, ctx.kernel, ctx.deterministic = sizes, scale, kernel, deterministic
+    q, k, v, plan, *rest = inputs
+    ctx.sizes, ctx.scale, _return_lse, ctx.kernel, ctx.deterministic, _backward = rest
+    ctx.save_for_backward(q, k, v, *output, *plan)
     ctx.set_materialize_grads(False)
 
 
 def _backward(
     ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None
 ) -> tuple[Any, ...]:
-    q, k, v, *rest = ctx.saved_tensors
+    q, k, v, out, lse, *plan = ctx.saved_tensors
     if grad_out is None:
         grad_out = torch.zeros_like(q)
-    sizes = (*ctx.sizes, ctx.scale, ctx.kernel, ctx.deterministic)
-    grads = block_sparse_attention_backward_op(grad_out, grad_lse, q, k, v, *rest, *sizes)
-    return (*grads, *[None] * 19)
+    options = (ctx.sizes, ctx.scale, ctx.kernel, ctx.deterministic)
+    grads = block_sparse_attention_backward_op(
+        grad_out, grad_lse, q, k, v, out, lse, plan, *options
+    )
+    return (*grads, [None] * len(plan), *[None] * 6)
 
 
 block_sparse_attention_op.register_autograd(_backward, setup_context=_setup_context)

@@ -15,24 +15,21 @@ import torch
 import triton
 import triton.language as tl
 
-from multimodal_gen.errors import UsageError
-from multimodal_gen.kernels.block_sparse.plan import (
-    BlockPlan,
-    Blocks,
-    launch_order,
-    unit_stride,
-)
-from multimodal_gen.kernels.block_sparse.steps_kernel import Steps, make_lists, make_steps
+from multimodal_gen.kernels.block_sparse.call import Backward
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan
+from multimodal_gen.kernels.block_sparse.steps_kernel import PLAN_NUMBERS, make_lists, work_list
 from multimodal_gen.kernels.block_sparse.triton_kernel import (
+    bits_of,
+    causal_steps,
     describe,
-    dot,
-    lists_of,
+    number_of_steps,
     partial_step,
+    refuse_cut,
     row_choice,
 )
 from multimodal_gen.kernels.block_sparse.tuning import BackwardTiles, TritonTile
 from multimodal_gen.kernels.launch.launcher import Launcher
-from multimodal_gen.kernels.shared_kernel import interpreted, locate, next_power_of_2
+from multimodal_gen.kernels.shared_kernel import bounds, dot, interpreted, locate, next_power_of_2
 
 LISTED = 128  # entries of a list that a program looks at together
 PREPARED = 64  # rows that a program prepares
@@ -110,25 +107,6 @@ def _load_rows(
 
 
 @triton.jit
-def _number_of_steps(
-    list_ptr, list_j, count, tail_count_ptr, at, last, tail,
-    SUB: tl.constexpr, STEP: tl.constexpr, RAGGED_END: tl.constexpr,
-):  # fmt: skip
-    """Return how many whole and partial steps a list has; see the forward kernel for SUB."""
-    num_full = count
-    if SUB > 0:
-        num_full = count * SUB
-        num_tail = num_full * 0
-        if RAGGED_END:
-            end = tl.load(list_ptr + (count - 1) * list_j, mask=count > 0, other=-1)
-            num_full = tl.where(end == last, (count - 1) * SUB + tail // STEP, num_full)
-            num_tail = ((end == last) & (tail % STEP > 0)).to(tl.int32)
-    else:
-        num_tail = tl.load(tail_count_ptr + at, mask=count >= 0, other=0)
-    return num_full, num_tail
-
-
-@triton.jit
 def _query_step(
     q, grad, k, v, level, delta, dq, keep, scale_log2, MASKED: tl.constexpr, UPCAST: tl.constexpr
 ):
@@ -158,40 +136,33 @@ def _key_step(
     return dk, dv
 
 
-@triton.jit(
-    do_not_specialize=[
-        "rows", "rep_h", "num_q", "plan_h", "kv_last", "kv_tail", "q_size", "q_total",
-        "list_b", "list_h", "list_q", "count_b", "count_h", "count_q", "room", "tail_room",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=PLAN_NUMBERS)
 def _query_gradient_kernel(
     q_ptr, k_ptr, v_ptr, grad_ptr, level_ptr, delta_ptr, dq_ptr,
-    list_ptr, count_ptr, block_ptr, tail_count_ptr, tail_length_ptr,
-    q_start_ptr, q_length_ptr, order_ptr, bits_ptr,
+    list_ptr, count_ptr, tail_count_ptr, tail_length_ptr, order_ptr, start_ptr, length_ptr,
+    rows, rep_h, num, plan_h, group, last, tail, room, tail_room,
+    list_b, list_h, list_n, count_b, count_h, count_n,
+    start_b, start_h, length_b, length_h, size, total,
+    block_ptr, bits_ptr,
     q_b, q_s, q_h, q_d, k_b, k_s, k_h, k_d, v_b, v_s, v_h, v_d, grad_b, grad_s, grad_h, grad_d,
-    dq_b, dq_s, dq_h, level_b, level_h,
-    list_b, list_h, list_q, list_j, count_b, count_h, count_q,
-    q_start_b, q_start_h, q_length_b, q_length_h, bits_b, bits_h, bits_s, bits_w,
-    rows, rep_h, num_q, plan_h, group, q_size, q_total, kv_last, kv_tail, room, tail_room, scale,
+    dq_b, dq_s, dq_h, level_b, level_h, bits_b, bits_h, bits_s, bits_w, scale,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     QSUB: tl.constexpr, SUB: tl.constexpr, RAGGED_END: tl.constexpr,
     Q_STARTS: tl.constexpr, Q_LENGTHS: tl.constexpr, ORDERED: tl.constexpr, BITS: tl.constexpr,
     STAGES: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Grid [B * H * Nq * QSUB]; tiles and lists are those of the forward kernel."""
-    b, h, i, sub = locate(order_ptr, rows, rep_h, num_q, plan_h, QSUB, ORDERED)
-    row_of_list = b * list_b + h * list_h + i * list_q
+    b, h, i, sub = locate(order_ptr, rows, rep_h, num, plan_h, QSUB, ORDERED)
+    row_of_list = b * list_b + h * list_h + i * list_n
     list_ptr += row_of_list
-    at = b * count_b + h * count_h + i * count_q
+    at = b * count_b + h * count_h + i * count_n
     count = tl.load(count_ptr + at)
-    begin = (i * q_size).to(tl.int32)
-    if Q_STARTS:
-        begin = tl.load(q_start_ptr + b * q_start_b + h * q_start_h + i)
-    length = tl.minimum(q_total - begin, q_size)
-    if Q_LENGTHS:
-        length = tl.load(q_length_ptr + b * q_length_b + h * q_length_h + i)
-    num_full, num_tail = _number_of_steps(
-        list_ptr, list_j, count, tail_count_ptr, at, kv_last, kv_tail, SUB, BN, RAGGED_END
+    begin, length = bounds(
+        b, h, i, size, total, start_ptr, length_ptr, start_b, start_h, length_b, length_h,
+        Q_STARTS, Q_LENGTHS,
+    )  # fmt: skip
+    num_full, num_tail = number_of_steps(
+        list_ptr, count, tail_count_ptr, at, last, tail, SUB, BN, RAGGED_END
     )
     if Q_LENGTHS:
         num_full = tl.where(sub * BM < length, num_full, 0)
@@ -225,11 +196,9 @@ def _query_gradient_kernel(
     if BITS:
         bits_ptr += b * bits_b + h * bits_h + first_row * bits_s
     if CAUSAL:
-        kv_total = kv_last * SUB * BN + kv_tail
-        last = begin + sub * BM + kv_total - q_total  # the last key that the first row sees
-        last_key = last + in_tile
-        num_full = tl.minimum(num_full, tl.maximum(last + 1, 0) // BN)
-        num_tail = tl.cdiv(tl.minimum(tl.maximum(last + BM, 0), kv_total), BN) - num_full
+        num_full, num_tail, last_key = causal_steps(
+            num_full, begin + sub * BM, total, last, tail, BM, BN, SUB
+        )
 
     scale_log2 = scale * 1.4426950408889634
     dq = tl.zeros([BM, DP], tl.float32)
@@ -244,7 +213,7 @@ def _query_gradient_kernel(
             at_next = step + 1
             if BITS:
                 block = tl.load(block_ptr + row_of_list + step)
-        entry = tl.load(list_ptr + at_next * list_j, mask=step + 1 < num_full, other=0)
+        entry = tl.load(list_ptr + at_next, mask=step + 1 < num_full, other=0)
         keep = True
         if BITS:
             keep = row_choice(bits_ptr, block, bits_s, bits_w, in_tile, real)[:, None]
@@ -253,15 +222,16 @@ def _query_gradient_kernel(
         v = _load_rows(v_base, v_tile, b, kv_h, start, v_s, real_d, BN, DP, D < DP and not TMA, TMA)
         dq = _query_step(q, grad, k, v, level, delta, dq, keep, scale_log2, BITS, UPCAST)
 
-    for tail in tl.range(0, num_tail, num_stages=1):
+    for step in tl.range(0, num_tail, num_stages=1):
         start, length_n, block = partial_step(
-            tail, list_ptr, block_ptr, tail_length_ptr, row_of_list, at * tail_room, room,
-            num_full, kv_last, kv_tail, SUB, BN, BITS, CAUSAL,
+            step, list_ptr, block_ptr + row_of_list, tail_length_ptr + at * tail_room, room,
+            num_full, last, tail, SUB, BN, BITS, CAUSAL,
         )  # fmt: skip
+        start = start.to(tl.int64)
         real_n = n < length_n
         keep = real_n[None, :]
         if CAUSAL:
-            keep = keep & (start + n[None, :] <= last_key[:, None])
+            keep = keep & (start + n[None, :] <= (last_key + in_tile)[:, None])
         if BITS:
             keep = keep & row_choice(bits_ptr, block, bits_s, bits_w, in_tile, real)[:, None]
         both = real_n[:, None] & real_d
@@ -271,28 +241,22 @@ def _query_gradient_kernel(
 
     owned = real
     if Q_LENGTHS and not Q_STARTS:
-        owned = inside < q_size  # the padding of a block is its own, and is set to zero
+        owned = inside < size  # the padding of a block is its own, and is set to zero
     dq = tl.where(real[:, None], dq * scale, 0.0)
     dq_ptrs = dq_ptr + b * dq_b + h * dq_h + (first_row + in_tile[:, None]) * dq_s + d[None, :]
     tl.store(dq_ptrs, dq.to(dq_ptr.dtype.element_ty), mask=owned[:, None] & real_d)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "rows", "rep_h", "num_kv", "plan_h", "q_last", "q_tail", "q_total", "kv_size", "kv_total",
-        "list_b", "list_h", "list_n", "count_b", "count_h", "count_n", "room", "tail_room",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=[*PLAN_NUMBERS, "q_total"])
 def _key_gradients_kernel(
     q_ptr, k_ptr, v_ptr, grad_ptr, level_ptr, delta_ptr, dk_ptr, dv_ptr,
-    list_ptr, count_ptr, tail_count_ptr, tail_length_ptr,
-    kv_start_ptr, kv_length_ptr, order_ptr, bits_ptr,
+    list_ptr, count_ptr, tail_count_ptr, tail_length_ptr, order_ptr, start_ptr, length_ptr,
+    rows, rep_h, num, plan_h, group, last, tail, room, tail_room,
+    list_b, list_h, list_n, count_b, count_h, count_n,
+    start_b, start_h, length_b, length_h, size, total,
+    bits_ptr,
     q_b, q_s, q_h, q_d, k_b, k_s, k_h, k_d, v_b, v_s, v_h, v_d, grad_b, grad_s, grad_h, grad_d,
-    dk_b, dk_s, dk_h, level_b, level_h,
-    list_b, list_h, list_n, list_j, count_b, count_h, count_n,
-    kv_start_b, kv_start_h, kv_length_b, kv_length_h, bits_b, bits_h, bits_s, bits_w,
-    rows, rep_h, num_kv, plan_h, group, kv_size, kv_total, q_last, q_tail, q_total, room,
-    tail_room, scale,
+    dk_b, dk_s, dk_h, level_b, level_h, bits_b, bits_h, bits_s, bits_w, q_total, scale,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     KSUB: tl.constexpr, SUB: tl.constexpr, RAGGED_END: tl.constexpr,
     KV_STARTS: tl.constexpr, KV_LENGTHS: tl.constexpr, ORDERED: tl.constexpr, BITS: tl.constexpr,
@@ -300,27 +264,25 @@ def _key_gradients_kernel(
 ):  # fmt: skip
     """Grid [B * H * Nk * KSUB]; KSUB tiles of BN keys per key block, steps of BM queries.
 
-    The lists are those of the transposed plan. dk and dv are of query heads. CAUSAL: every query
-    block is listed, and steps are counted instead.
+    The plan is the transposed one: its rows are keys, and what it lists are blocks of queries. dk
+    and dv are of query heads. CAUSAL: every query block is listed, and steps are counted instead.
     """
-    b, h, j, sub = locate(order_ptr, rows, rep_h, num_kv, plan_h, KSUB, ORDERED)
+    b, h, j, sub = locate(order_ptr, rows, rep_h, num, plan_h, KSUB, ORDERED)
     list_ptr += b * list_b + h * list_h + j * list_n
     at = b * count_b + h * count_h + j * count_n
     count = tl.load(count_ptr + at)
-    begin = (j * kv_size).to(tl.int32)
-    if KV_STARTS:
-        begin = tl.load(kv_start_ptr + b * kv_start_b + h * kv_start_h + j)
-    length = tl.minimum(kv_total - begin, kv_size)
-    if KV_LENGTHS:
-        length = tl.load(kv_length_ptr + b * kv_length_b + h * kv_length_h + j)
+    begin, length = bounds(
+        b, h, j, size, total, start_ptr, length_ptr, start_b, start_h, length_b, length_h,
+        KV_STARTS, KV_LENGTHS,
+    )  # fmt: skip
     first = 0
-    num_full, num_tail = _number_of_steps(
-        list_ptr, list_j, count, tail_count_ptr, at, q_last, q_tail, SUB, BM, RAGGED_END
+    num_full, num_tail = number_of_steps(
+        list_ptr, count, tail_count_ptr, at, last, tail, SUB, BM, RAGGED_END
     )
     first_tail = num_full
     if CAUSAL:
         first_key = begin + sub * BN
-        earliest = first_key + q_total - kv_total  # the first query that sees the first key
+        earliest = first_key + q_total - total  # the first query that sees the first key
         num_full = q_total // BM
         first_tail = tl.minimum(tl.maximum(earliest, 0) // BM, num_full)
         first = tl.minimum(tl.cdiv(tl.maximum(earliest + BN - 1, 0), BM), num_full)
@@ -368,7 +330,7 @@ def _key_gradients_kernel(
             if SUB > 0:
                 start = (start * SUB + step % SUB) * BM
                 at_next = (step + 1) // SUB
-            entry = tl.load(list_ptr + at_next * list_j, mask=step + 1 < num_full, other=0)
+            entry = tl.load(list_ptr + at_next, mask=step + 1 < num_full, other=0)
         keep = True
         if BITS:
             keep = row_choice(bits_ptr, j, bits_s, bits_w, start + m, m < BM)[None, :]
@@ -382,21 +344,21 @@ def _key_gradients_kernel(
             q, grad, k, v, level, delta, dk, dv, keep, scale_log2, BITS, UPCAST
         )  # fmt: skip
 
-    for tail in tl.range(0, num_tail, num_stages=1):
+    for step in tl.range(0, num_tail, num_stages=1):
         if CAUSAL:
-            at_step = tl.where(first_tail + tail < first, first_tail + tail, q_total // BM)
+            at_step = tl.where(first_tail + step < first, first_tail + step, q_total // BM)
             start = at_step.to(tl.int64) * BM
             length_m = tl.minimum(q_total - start, BM)
         elif SUB > 0:
-            start = (q_last * SUB + q_tail // BM).to(tl.int64) * BM
-            length_m = q_tail % BM
+            start = (last * SUB + tail // BM).to(tl.int64) * BM
+            length_m = tail % BM
         else:
-            start = tl.load(list_ptr + room - 1 - tail).to(tl.int64)
-            length_m = tl.load(tail_length_ptr + at * tail_room + tail)
+            start = tl.load(list_ptr + room - 1 - step).to(tl.int64)
+            length_m = tl.load(tail_length_ptr + at * tail_room + step)
         real_m = m < length_m
         keep = real_m[None, :]
         if CAUSAL:
-            last_key = start + m + kv_total - q_total
+            last_key = start + m + total - q_total
             keep = keep & (first_row + in_tile[:, None] <= last_key[None, :])
         if BITS:
             keep = keep & row_choice(bits_ptr, j, bits_s, bits_w, start + m, real_m)[None, :]
@@ -409,7 +371,7 @@ def _key_gradients_kernel(
 
     owned = real
     if KV_LENGTHS and not KV_STARTS:
-        owned = inside < kv_size  # the padding of a block is its own, and is set to zero
+        owned = inside < size  # the padding of a block is its own, and is set to zero
     dk = tl.where(real[:, None], dk * scale, 0.0)
     dv = tl.where(real[:, None], dv, 0.0)
     at_out = b * dk_b + h * dk_h + (first_row + in_tile[:, None]) * dk_s + d[None, :]
@@ -423,16 +385,20 @@ _launch_query_gradient = Launcher(_query_gradient_kernel)
 _launch_key_gradients = Launcher(_key_gradients_kernel)
 
 
-def prepare_backward(plan: BlockPlan, keys: int, queries: int) -> None:
+def prepare_backward(
+    plan: BlockPlan, keys: int, queries: int, q: torch.Tensor, k: torch.Tensor
+) -> None:
     """Derive from a plan, once, what its backward pass reads; does not wait for the device.
 
     Args:
         plan: the plan.
         keys: keys of a step of the kernel for dq.
         queries: queries of a step of the kernel for dk and dv.
+        q: [B, Sq, H, D].
+        k: [B, Sk, Hkv, D].
     """
     for lists, step in ((plan, keys), (transposed(plan), queries)):
-        launch_order(lists, lists_of(lists, _steps(lists, step))[1])
+        work_list(lists, step, q.shape[0], q.shape[2], k.shape[2])
 
 
 def transposed(plan: BlockPlan) -> BlockPlan:
@@ -463,46 +429,22 @@ def _transposed(plan: BlockPlan) -> BlockPlan:
     return BlockPlan(indices=by_key, counts=numbers, q=plan.kv, kv=plan.q).head_by_head()
 
 
-def _steps(plan: BlockPlan, step: int) -> Steps | None:
-    """Return the steps of a plan's lists, or None where its blocks are whole steps."""
-    direct = plan.kv.is_regular and plan.kv.size % step == 0
-    return None if direct else make_steps(plan, step)
-
-
 def attend_backward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    plan: BlockPlan,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    grad_out: torch.Tensor,
-    grad_lse: torch.Tensor | None,
-    *,
-    scale: float,
-    tiles: BackwardTiles,
-    copy_engine: bool = False,
+    call: Backward, *, tiles: BackwardTiles, copy_engine: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, k and v.
 
     Args:
-        q: [B, Sq, H, D], any strides.
-        k: [B, Sk, Hkv, D], any strides.
-        v: [B, Sk, Hkv, D], any strides.
-        plan: the pairs, on the same device.
-        out: what the forward pass gave, [B, Sq, H, D].
-        lse: likewise, fp32 [B, H, Sq].
-        grad_out: gradient of out, any strides.
-        grad_lse: gradient of lse, fp32, any strides; None for zero.
-        scale: factor of the scores.
+        call: the call and its results.
         tiles: shapes of the programs.
         copy_engine: load through tensor descriptors, see the forward kernel.
 
     Raises:
         UsageError: the plan is causal, and its key blocks are not whole steps.
     """
+    q, k, plan = call.q, call.k, call.plan
     batch, _, heads, head_size = q.shape
-    level, delta = levels(out, lse, grad_out, grad_lse)
+    rows = levels(call)
     make = torch.empty if plan.q.starts is None else torch.zeros
     dq = make(q.shape, dtype=q.dtype, device=q.device)
     group = heads // k.shape[2]
@@ -511,158 +453,91 @@ def attend_backward(
     shape = (batch, k.shape[1], heads, head_size)
     dtype = k.dtype if group == 1 else torch.float32
     dk, dv = (make(shape, dtype=dtype, device=k.device) for _ in range(2))
-    inputs = (q, k, v, grad_out)
-    query_gradient(
-        inputs, plan, level, delta, dq, scale=scale, tile=tiles.queries, copy_engine=copy_engine
-    )
-    key_gradients(
-        inputs, plan, level, delta, dk, dv, scale=scale, tile=tiles.keys, copy_engine=copy_engine
-    )
+    query_gradient(call, rows, dq, tile=tiles.queries, copy_engine=copy_engine)
+    key_gradients(call, rows, dk, dv, tile=tiles.keys, copy_engine=copy_engine)
     if group > 1:
         dk, dv = (x.unflatten(2, (-1, group)).sum(3).to(k.dtype) for x in (dk, dv))
     return dq, dk, dv
 
 
-def levels(
-    out: torch.Tensor, lse: torch.Tensor, grad_out: torch.Tensor, grad_lse: torch.Tensor | None
-) -> torch.Tensor:
-    """Return level and delta of every query, fp32 [2, B, H, Sq]; see `attend_backward`."""
+def levels(call: Backward) -> torch.Tensor:
+    """Return level and delta of every query, fp32 [2, B, H, Sq]."""
+    out, grad_out, lse = call.out, call.grad_out, call.lse
     batch, total, heads, head_size = out.shape
     found = torch.empty((2, batch, heads, total), dtype=torch.float32, device=out.device)
-    given = lse if grad_lse is None else grad_lse
+    given = lse if call.grad_lse is None else call.grad_lse
     _launch_prepare(
         (-(-total // PREPARED), batch * heads), out, grad_out, lse, given, found[0], found[1],
         *out.stride(), *grad_out.stride(), *lse.stride(), *given.stride(), total, heads,
         BM=PREPARED, D=head_size, DP=next_power_of_2(max(head_size, 16)),
-        GRAD_LSE=grad_lse is not None, num_warps=4,
+        GRAD_LSE=call.grad_lse is not None, num_warps=4,
     )  # fmt: skip
     return found
 
 
-_Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-
-
 def query_gradient(
-    inputs: _Inputs,
-    plan: BlockPlan,
-    level: torch.Tensor,
-    delta: torch.Tensor,
-    dq: torch.Tensor,
-    *,
-    scale: float,
-    tile: TritonTile,
-    copy_engine: bool,
+    call: Backward, rows: torch.Tensor, dq: torch.Tensor, *, tile: TritonTile, copy_engine: bool
 ) -> None:
-    """Write dq; `inputs` are q, k, v and the gradient of out, and level and delta [B, H, Sq]."""
-    q, k, _, _ = inputs
-    batch, _, heads, head_size = q.shape
-    steps = _steps(plan, tile.keys)
-    if plan.causal and steps is not None:
-        raise UsageError(
-            f"`plan` must have key blocks of a multiple of {tile.keys} keys to be causal, "
-            f"got {plan.kv.size}"
-        )
-    lists, counts, blocks = lists_of(plan, steps)
-    _, plan_h, num_q = counts.shape
-    order = launch_order(plan, counts)
-    lists, blocks = lists.expand(batch, heads, -1, -1), blocks.expand(batch, heads, -1, -1)
-    every_count = counts.expand(batch, heads, -1)
-    bits = _bits(plan, batch, heads)
-    starts, lengths = _bounds(plan, plan.q, batch, heads)
+    """Write dq; `rows` are level and delta."""
+    plan = call.plan
+    batch, _, heads, head_size = call.q.shape
+    work = work_list(plan, tile.keys, batch, heads, call.k.shape[2])
+    refuse_cut(plan, work, tile.keys)
+    bits = bits_of(plan, batch, heads)
     tiles_of_block = -(-plan.q.size // tile.rows)
-    kv_last = plan.kv.num - 1
-    kv_tail = plan.kv.total - kv_last * plan.kv.size
     _launch_query_gradient(
-        (batch * heads * num_q * tiles_of_block,),
-        *_loaded(inputs, (tile.rows, tile.keys, tile.keys, tile.rows), copy_engine),
-        level, delta, dq, lists, every_count, blocks,
-        counts if steps is None else steps.num_tail,
-        counts if steps is None else steps.tail_lengths,
-        starts, lengths, counts if order is None else order, bits,
-        *(s for x in inputs for s in x.stride()), *dq.stride()[:3], *level.stride()[:2],
-        *lists.stride(), *every_count.stride(), *starts.stride()[:2], *lengths.stride()[:2],
-        *bits.stride(),
-        counts.numel(), heads // plan_h, num_q, plan_h, heads // k.shape[2],
-        plan.q.size, plan.q.total, kv_last, kv_tail, lists.shape[3], plan.indices.shape[3], scale,
+        (work.num * tiles_of_block,), *_loaded(call, tile, copy_engine), rows[0], rows[1], dq,
+        *work.arguments, work.blocks, bits, *_strides(call), *dq.stride()[:3],
+        *rows.stride()[1:3], *bits.stride(), call.scale,
         BM=tile.rows, BN=tile.keys, D=head_size, DP=next_power_of_2(max(head_size, 16)),
-        QSUB=tiles_of_block, SUB=plan.kv.size // tile.keys if steps is None else 0,
-        RAGGED_END=steps is None and kv_tail != plan.kv.size,
+        QSUB=tiles_of_block, SUB=work.sub, RAGGED_END=work.ragged,
         Q_STARTS=plan.q.starts is not None, Q_LENGTHS=plan.q.lengths is not None,
-        ORDERED=order is not None, BITS=plan.row_bits is not None,
+        ORDERED=work.ordered, BITS=plan.row_bits is not None,
         STAGES=tile.stages, UPCAST=interpreted(), TMA=copy_engine, CAUSAL=plan.causal,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
 def key_gradients(
-    inputs: _Inputs,
-    plan: BlockPlan,
-    level: torch.Tensor,
-    delta: torch.Tensor,
+    call: Backward,
+    rows: torch.Tensor,
     dk: torch.Tensor,
     dv: torch.Tensor,
     *,
-    scale: float,
     tile: TritonTile,
     copy_engine: bool,
 ) -> None:
-    """Write dk and dv, [B, Sk, H, D] of query heads; see `query_gradient`."""
-    q, k, _, _ = inputs
-    batch, _, heads, head_size = q.shape
-    turned = transposed(plan)
-    steps = _steps(turned, tile.rows)
-    lists, counts, _ = lists_of(turned, steps)
-    _, plan_h, num_kv = counts.shape
-    # Under causality the first keys, which start first, are seen by the most queries.
-    order = None if plan.causal else launch_order(turned, counts)
-    lists, every_count = lists.expand(batch, heads, -1, -1), counts.expand(batch, heads, -1)
-    bits = _bits(plan, batch, heads)
-    starts, lengths = _bounds(plan, plan.kv, batch, heads)
+    """Write dk and dv, [B, Sk, H, D] of query heads; `rows` are level and delta."""
+    plan = call.plan
+    batch, _, heads, head_size = call.q.shape
+    work = work_list(transposed(plan), tile.rows, batch, heads, call.k.shape[2])
+    bits = bits_of(plan, batch, heads)
     tiles_of_block = -(-plan.kv.size // tile.keys)
-    q_last = plan.q.num - 1
-    q_tail = plan.q.total - q_last * plan.q.size
     _launch_key_gradients(
-        (batch * heads * num_kv * tiles_of_block,),
-        *_loaded(inputs, (tile.rows, tile.keys, tile.keys, tile.rows), copy_engine),
-        level, delta, dk, dv, lists, every_count,
-        counts if steps is None else steps.num_tail,
-        counts if steps is None else steps.tail_lengths,
-        starts, lengths, counts if order is None else order, bits,
-        *(s for x in inputs for s in x.stride()), *dk.stride()[:3], *level.stride()[:2],
-        *lists.stride(), *every_count.stride(), *starts.stride()[:2], *lengths.stride()[:2],
-        *bits.stride(),
-        counts.numel(), heads // plan_h, num_kv, plan_h, heads // k.shape[2],
-        plan.kv.size, plan.kv.total, q_last, q_tail, plan.q.total, lists.shape[3],
-        turned.indices.shape[3], scale,
+        (work.num * tiles_of_block,), *_loaded(call, tile, copy_engine), rows[0], rows[1], dk, dv,
+        *work.arguments, bits, *_strides(call), *dk.stride()[:3],
+        *rows.stride()[1:3], *bits.stride(), plan.q.total, call.scale,
         BM=tile.rows, BN=tile.keys, D=head_size, DP=next_power_of_2(max(head_size, 16)),
-        KSUB=tiles_of_block, SUB=plan.q.size // tile.rows if steps is None else 0,
-        RAGGED_END=steps is None and q_tail != plan.q.size,
+        KSUB=tiles_of_block, SUB=work.sub, RAGGED_END=work.ragged,
         KV_STARTS=plan.kv.starts is not None, KV_LENGTHS=plan.kv.lengths is not None,
-        ORDERED=order is not None, BITS=plan.row_bits is not None,
+        # Under causality the first keys, which start first, are seen by the most queries.
+        ORDERED=work.ordered and not plan.causal, BITS=plan.row_bits is not None,
         STAGES=tile.stages, UPCAST=interpreted(), TMA=copy_engine, CAUSAL=plan.causal,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
-def _loaded(
-    inputs: _Inputs, rows: tuple[int, int, int, int], copy_engine: bool
-) -> tuple[object, ...]:
+def _loaded(call: Backward, tile: TritonTile, copy_engine: bool) -> tuple[object, ...]:
     """Return what kernels load q, k, v and the gradient from: tensors, or their descriptors."""
+    inputs = (call.q, call.k, call.v, call.grad_out)
     if not copy_engine:
         return inputs
-    width = next_power_of_2(max(inputs[0].shape[3], 16))
+    width = next_power_of_2(max(call.q.shape[3], 16))
+    rows = (tile.rows, tile.keys, tile.keys, tile.rows)
     return tuple(describe(x, n, width) for x, n in zip(inputs, rows, strict=True))
 
 
-def _bits(plan: BlockPlan, batch: int, heads: int) -> torch.Tensor:
-    bits = plan.counts.unsqueeze(-1) if plan.row_bits is None else plan.row_bits
-    return bits.expand(batch, heads, -1, -1)
-
-
-def _bounds(
-    plan: BlockPlan, blocks: Blocks, batch: int, heads: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return starts and lengths of blocks; where there are none, something to point at."""
-    given = (blocks.starts, blocks.lengths)
-    starts, lengths = (plan.counts if t is None else unit_stride(t) for t in given)
-    return starts.expand(batch, heads, -1), lengths.expand(batch, heads, -1)
+def _strides(call: Backward) -> tuple[int, ...]:
+    """Return the strides of the same tensors."""
+    tensors = (call.q, call.k, call.v, call.grad_out)
+    return tuple(stride for tensor in tensors for stride in tensor.stride())

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from multimodal_gen.kernels.block_sparse.call import Call
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 
 __all__ = ["TileLists", "attend", "make_lists"]
@@ -58,26 +59,13 @@ def make_lists(plan: BlockPlan, keys: int) -> TileLists:
     )
 
 
-def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    plan: BlockPlan,
-    *,
-    scale: float,
-    keys: int,
-    return_lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def attend(call: Call, *, keys: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return out and, where asked for, lse.
 
     Args:
-        q: [B, Sq, H, D]; copied by the package if its rows are not aligned to 16 bytes.
-        k: [B, Sk, Hkv, D], as q.
-        v: [B, Sk, Hkv, D], as q.
-        plan: regular blocks without row bits, on the same device.
-        scale: factor of the scores.
+        call: on a plan of regular blocks without row bits; q, k and v are copied by the package
+            if their rows are not aligned to 16 bytes.
         keys: keys of a tile, as `fa4_keys` chooses them.
-        return_lse: whether lse is wanted.
 
     Returns:
         out, contiguous [B, Sq, H, D] in q's dtype; lse, fp32 [B, H, Sq], natural logarithm, or
@@ -86,15 +74,15 @@ def attend(
     from flash_attn.cute import flash_attn_func
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
-    key = ("fa4", keys)
+    plan, key = call.plan, ("fa4", keys)
     if key not in plan.cache:
         plan.cache[key] = make_lists(plan, keys)
     lists: TileLists = plan.cache[key]
     out, lse = flash_attn_func(
-        q,
-        k,
-        v,
-        softmax_scale=scale,
+        call.q,
+        call.k,
+        call.v,
+        softmax_scale=call.scale,
         pack_gqa=False,  # lists are per query head
         block_sparse_tensors=BlockSparseTensorsTorch(
             mask_block_cnt=lists.mask_counts,
@@ -103,6 +91,6 @@ def attend(
             full_block_idx=lists.full_indices,
             block_size=(plan.q.size, keys),
         ),
-        return_lse=return_lse,
+        return_lse=call.return_lse,
     )
-    return out, lse if return_lse else None
+    return out, lse if call.return_lse else None

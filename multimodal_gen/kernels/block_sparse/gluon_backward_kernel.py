@@ -24,13 +24,30 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from typing_extensions import override
 
 from multimodal_gen.kernels.block_sparse.backward_kernel import levels, transposed
-from multimodal_gen.kernels.block_sparse.gluon_work_kernel import Outs, Plan, find_work, tail_keys
-from multimodal_gen.kernels.block_sparse.plan import BlockPlan, launch_order, unit_stride
-from multimodal_gen.kernels.block_sparse.steps_kernel import make_steps
+from multimodal_gen.kernels.block_sparse.call import Backward
+from multimodal_gen.kernels.block_sparse.gluon_work_kernel import (
+    More,
+    Outs,
+    Plan,
+    Shape,
+    find_work,
+    step_start,
+    store_values,
+    tail_keys,
+)
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan
+from multimodal_gen.kernels.block_sparse.steps_kernel import PLAN_NUMBERS, work_list
 from multimodal_gen.kernels.block_sparse.tuning import GluonBackwardTile
-from multimodal_gen.kernels.hopper_kernel import WarpgroupLayouts, specialize
+from multimodal_gen.kernels.hopper_kernel import (
+    barriers,
+    scores,
+    specialize,
+    wait_empty,
+    wait_full,
+)
 from multimodal_gen.kernels.launch.compat import async_load
 from multimodal_gen.kernels.launch.descriptors import describe_tokens
 from multimodal_gen.kernels.launch.launcher import Launcher
@@ -59,44 +76,19 @@ class Rows(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape(WarpgroupLayouts):
-    """Compile-time shape of a kernel; see `gluon_work_kernel.Shape` for what is not said here.
+class GradientShape(Shape):
+    """Compile-time shape of a kernel.
 
     Attributes:
         of_keys: whether keys are owned, and dk and dv computed.
     """
 
-    of_keys: bool
-    keys: int
-    head_size: int
-    channels: int
-    sub: int
-    q_tiles: int
-    consumers: int
-    stages: int
-    own: bool
-    ragged: bool
-    ordered: bool
-    q_starts: bool
-    q_lengths: bool
-    registers: int
-    producer_registers: int
+    of_keys: bool = True
 
-
-@gluon.jit
-def start_of(work, step, C: gl.constexpr):
-    """Return the first row of a step: whole ones come first."""
-    is_whole = step < work.num_full
-    if C.sub > 0:
-        block = gl.load(work.row_list + step // C.sub, mask=is_whole, other=0)
-        start = (block * C.sub + step % C.sub) * C.keys
-        if C.ragged:
-            start = gl.where(is_whole, start, work.tail)
-    else:
-        start = gl.load(
-            work.row_list + gl.where(is_whole, step, work.tail - (step - work.num_full))
-        )
-    return start
+    @property
+    @override
+    def tail_first(self) -> bool:
+        return False
 
 
 @gluon.jit
@@ -123,11 +115,10 @@ def _producer(fed, W: gl.constexpr, C: gl.constexpr):
             full = rings.own_full.index(W + c)
             async_load(da, [work.b, work.h, row, 0], full, rings.a.index(W + c))
             async_load(db, [work.b, work.h, row, 0], full, rings.b.index(W + c))
-        start = start_of(work, 0, C)
+        start = step_start(work, 0, 0, C)
         for step in range(steps):
-            following = start_of(work, gl.minimum(step + 1, steps - 1), C)
-            slot = FIRST + step % C.stages
-            mbarrier.wait(rings.empty.index(slot), ((step // C.stages) & 1) ^ 1)
+            following = step_start(work, gl.minimum(step + 1, steps - 1), 0, C)
+            slot = wait_empty(rings.empty, step, FIRST, C)
             mbarrier.expect(rings.full.index(slot), 2 * C.keys * C.head_size * 2)
             full = rings.full.index(slot)
             async_load(dx, [work.b, work.h, start, 0], full, rings.x.index(slot))
@@ -136,58 +127,44 @@ def _producer(fed, W: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def store_rows(acc, tile, ptr, work, row_stride, ROW: gl.constexpr, dtype: gl.constexpr,
-           C: gl.constexpr):  # fmt: skip
+def store_through(acc, tile, ptr, work, ROW: gl.constexpr, C: gl.constexpr):
     """Write 64 rows of a gradient, those that the block owns, through a tile."""
-    D: gl.constexpr = C.head_size
-    tile.store(acc.to(dtype))
-    values = tile.load(C.store_layout)
-    rows = ROW + gl.arange(0, 64, C.store_rows)
-    channel = gl.arange(0, D, C.store_columns)
-    ptrs = ptr + (gl.expand_dims(rows * row_stride, 1) + gl.expand_dims(channel, 0))
-    if C.q_lengths:
-        values = gl.where(gl.expand_dims(rows < work.real, 1), values, gl.zeros_like(values))
-    mask = gl.expand_dims(rows < work.owned, 1)
-    if C.channels < D:
-        mask = mask & gl.expand_dims(channel < C.channels, 0)
-    gl.store(ptrs, values, mask=mask)
+    tile.store(acc.to(tile.dtype))
+    store_values(ptr, tile.load(C.store_layout), work, work.owned, ROW, C)
 
 
 @gluon.jit
 def _query_step(
     a, b, rings, acc, pending, level, delta, rows, step, scale_log2, FIRST: gl.constexpr,
-    MASKED: gl.constexpr, dtype: gl.constexpr, C: gl.constexpr,
+    MASKED: gl.constexpr, C: gl.constexpr, PENDING: gl.constexpr = True,
 ):  # fmt: skip
-    """Return ds of a step of keys; `pending`, that of the step before, is multiplied meanwhile."""
-    N: gl.constexpr = C.keys
-    D: gl.constexpr = C.head_size
-    zero = gl.zeros([64, N], gl.float32, C.s_layout)
-    slot = FIRST + step % C.stages
-    before = FIRST + (step - 1) % C.stages
-    mbarrier.wait(rings.full.index(slot), (step // C.stages) & 1)
-    x_t = rings.x.index(slot).reshape([N, D]).permute((1, 0))
-    y_t = rings.y.index(slot).reshape([N, D]).permute((1, 0))
-    s_token = hopper.warpgroup_mma(a, x_t, zero, use_acc=False, is_async=True)
-    p_token = hopper.warpgroup_mma(b, y_t, zero, use_acc=False, is_async=True)
-    x = rings.x.index(before).reshape([N, D])
-    o_token = hopper.warpgroup_mma(pending, x, acc, is_async=True)
-    s = hopper.warpgroup_mma_wait(2, deps=[s_token])
+    """Return ds of a step of keys; if PENDING, that of the step before is multiplied meanwhile."""
+    slot = wait_full(rings.full, step, FIRST, C)
+    s_token = scores(a, rings.x.index(slot), C)
+    p_token = scores(b, rings.y.index(slot), C)
+    if PENDING:
+        before = FIRST + (step - 1) % C.stages
+        x = rings.x.index(before).reshape([C.keys, C.head_size])
+        o_token = hopper.warpgroup_mma(pending, x, acc, is_async=True)
+        s = hopper.warpgroup_mma_wait(2, deps=[s_token])
+    else:
+        s = hopper.warpgroup_mma_wait(1, deps=[s_token])
     p = gl.exp2(s * scale_log2 - gl.expand_dims(level, 1))
-    dp = hopper.warpgroup_mma_wait(1, deps=[p_token])
+    dp = hopper.warpgroup_mma_wait(1 if PENDING else 0, deps=[p_token])
     ds = p * (dp - gl.expand_dims(delta, 1))
     if MASKED:
-        columns = gl.arange(0, N, C.columns)
+        columns = gl.arange(0, C.keys, C.columns)
         ds = gl.where(gl.expand_dims(columns < rows, 0), ds, 0.0)
-    acc, pending = hopper.warpgroup_mma_wait(0, deps=[o_token, pending])
-    mbarrier.arrive(rings.empty.index(before))
-    return acc, gl.convert_layout(ds.to(dtype), pending.type.layout)
+    if PENDING:
+        acc, pending = hopper.warpgroup_mma_wait(0, deps=[o_token, pending])
+        mbarrier.arrive(rings.empty.index(before))
+    return acc, gl.convert_layout(ds.to(rings.a.dtype), C.p_layout)
 
 
 @gluon.jit
 def _queries(given, W: gl.constexpr, C: gl.constexpr):
     """One warpgroup: dq of 64 queries."""
     work, rings, rows_in, scale, scale_log2 = given
-    dtype: gl.constexpr = rings.a.dtype
     FIRST: gl.constexpr = W * C.stages if C.own else 0
     ROW: gl.constexpr = 0 if C.own else W * 64
     N: gl.constexpr = C.keys
@@ -202,35 +179,24 @@ def _queries(given, W: gl.constexpr, C: gl.constexpr):
         level = gl.load(work.lse + inside, mask=real, other=float("inf"))
         delta = gl.load(work.lse + rows_in.plane + inside, mask=real, other=0.0)
         mbarrier.wait(rings.own_full.index(W), 0)
-        mbarrier.wait(rings.full.index(FIRST), 0)
-        x_t = rings.x.index(FIRST).reshape([N, D]).permute((1, 0))
-        y_t = rings.y.index(FIRST).reshape([N, D]).permute((1, 0))
-        zero = gl.zeros([64, N], gl.float32, C.s_layout)
-        s_token = hopper.warpgroup_mma(a, x_t, zero, use_acc=False, is_async=True)
-        p_token = hopper.warpgroup_mma(b, y_t, zero, use_acc=False, is_async=True)
-        s = hopper.warpgroup_mma_wait(1, deps=[s_token])
-        p = gl.exp2(s * scale_log2 - gl.expand_dims(level, 1))
-        dp = hopper.warpgroup_mma_wait(0, deps=[p_token])
-        ds = p * (dp - gl.expand_dims(delta, 1))
-        if C.ragged:
-            columns = gl.arange(0, N, C.columns)
-            ds = gl.where(gl.expand_dims(columns < _rows_of(work, 0, C), 0), ds, 0.0)
-        pending = gl.convert_layout(ds.to(dtype), C.p_layout)
+        rows = _rows_of(work, 0, C)
+        acc, pending = _query_step(
+            a, b, rings, acc, None, level, delta, rows, 0, scale_log2, FIRST, C.ragged, C, False
+        )
         for step in range(1, work.num_full):
             acc, pending = _query_step(
-                a, b, rings, acc, pending, level, delta, N, step, scale_log2, FIRST, False, dtype, C
-            )  # fmt: skip
+                a, b, rings, acc, pending, level, delta, N, step, scale_log2, FIRST, False, C
+            )
         if C.ragged:
             for step in range(gl.maximum(work.num_full, 1), steps):
                 rows = _rows_of(work, step, C)
                 acc, pending = _query_step(
-                    a, b, rings, acc, pending, level, delta, rows, step, scale_log2, FIRST, True,
-                    dtype, C,
-                )  # fmt: skip
+                    a, b, rings, acc, pending, level, delta, rows, step, scale_log2, FIRST, True, C
+                )
         x = rings.x.index(FIRST + (steps - 1) % C.stages).reshape([N, D])
         o_token = hopper.warpgroup_mma(pending, x, acc, is_async=True)
         acc, pending = hopper.warpgroup_mma_wait(0, deps=[o_token, pending])
-    store_rows(acc * scale, a, work.out, work, work.out_s, ROW, dtype, C)
+    store_through(acc * scale, a, work.out, work, ROW, C)
 
 
 @gluon.jit
@@ -263,21 +229,20 @@ def _keys(given, W: gl.constexpr, C: gl.constexpr):
         # Scores begin at minus their level, and dO v^T at minus delta, which costs no register more
         # than the sums themselves. What a step begins with is read a step ahead, one value per
         # thread; where it lies, two steps ahead.
-        start = start_of(work, 0, C)
+        start = step_start(work, 0, 0, C)
         real = column < _rows_of(work, 0, C)
         level_next = gl.load(base + start, mask=real, other=float("inf"))
         delta_next = gl.load(base + rows_in.plane + start, mask=real, other=0.0)
-        start = start_of(work, gl.minimum(1, steps - 1), C)
+        start = step_start(work, gl.minimum(1, steps - 1), 0, C)
         level = gl.convert_layout(level_next / -scale_log2, C.columns)
         delta = gl.convert_layout(-delta_next, C.columns)
         real = column < _rows_of(work, gl.minimum(1, steps - 1), C)
         level_next = gl.load(base + start, mask=real, other=float("inf"))
         delta_next = gl.load(base + rows_in.plane + start, mask=real, other=0.0)
-        start = start_of(work, gl.minimum(2, steps - 1), C)
+        start = step_start(work, gl.minimum(2, steps - 1), 0, C)
         mbarrier.wait(rings.own_full.index(W), 0)
         for step in range(steps):
-            slot = FIRST + step % C.stages
-            mbarrier.wait(rings.full.index(slot), (step // C.stages) & 1)
+            slot = wait_full(rings.full, step, FIRST, C)
             x = rings.x.index(slot).reshape([N, D])
             y = rings.y.index(slot).reshape([N, D])
             zero = gl.zeros([64, N], gl.float32, C.s_layout)
@@ -297,15 +262,15 @@ def _keys(given, W: gl.constexpr, C: gl.constexpr):
             real = column < _rows_of(work, gl.minimum(step + 2, steps - 1), C)
             level_next = gl.load(base + start, mask=real, other=float("inf"))
             delta_next = gl.load(base + rows_in.plane + start, mask=real, other=0.0)
-            start = start_of(work, gl.minimum(step + 3, steps - 1), C)
+            start = step_start(work, gl.minimum(step + 3, steps - 1), 0, C)
             dv, dk, weights, scores = hopper.warpgroup_mma_wait(
                 0, deps=[v_token, k_token, weights, scores]
             )
             mbarrier.arrive(rings.empty.index(slot))
-    store_rows(dk * scale, a, work.out, work, work.out_s, ROW, dtype, C)
+    store_through(dk * scale, a, work.out, work, ROW, C)
     place = work.b.to(gl.int64) * rows_in.dv_b + work.h.to(gl.int64) * rows_in.dv_h
     place += work.row.to(gl.int64) * work.out_s
-    store_rows(dv, b, rows_in.dv + place, work, work.out_s, ROW, dtype, C)
+    store_through(dv, b, rows_in.dv + place, work, ROW, C)
 
 
 @gluon.jit
@@ -317,28 +282,22 @@ def _consumer(given, W: gl.constexpr, C: gl.constexpr):
         _queries(given, W, C)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "rows", "rep_h", "num_q", "plan_h", "kv_last", "kv_tail", "room", "tail_room",
-        "steps_b", "steps_h", "steps_q", "count_b", "count_h", "count_q",
-        "q_start_b", "q_start_h", "q_length_b", "q_length_h", "q_size", "q_total", "total",
-    ]
-)  # fmt: skip
+@gluon.jit(do_not_specialize=[*PLAN_NUMBERS, "group", "lists"])
 def backward_kernel(
     da, db, dx, dy, out_ptr, second_ptr, level_ptr,
-    step_ptr, count_ptr, tail_count_ptr, tail_length_ptr, order_ptr, q_start_ptr, q_length_ptr,
-    rows, rep_h, num_q, plan_h, kv_last, kv_tail, room, tail_room,
-    steps_b, steps_h, steps_q, count_b, count_h, count_q,
-    q_start_b, q_start_h, q_length_b, q_length_h, q_size, q_total, total,
+    list_ptr, count_ptr, tail_count_ptr, tail_length_ptr, order_ptr, start_ptr, length_ptr,
+    rows, rep_h, num, plan_h, group, last, tail, room, tail_room,
+    list_b, list_h, list_n, count_b, count_h, count_n,
+    start_b, start_h, length_b, length_h, size, total, lists,
     out_b, out_s, out_h, level_b, level_h, plane, scale, C: gl.constexpr,
 ):  # fmt: skip
     """Grid: one program per tile. dq, or dk, goes to `out_ptr`, and dv to `second_ptr`."""
     plan = Plan(
-        step_ptr, count_ptr, tail_count_ptr, tail_length_ptr, order_ptr, count_ptr,
-        rows, rep_h, num_q, plan_h, 1, kv_last, kv_tail, room, tail_room,
-        steps_b, steps_h, steps_q, count_b, count_h, count_q, 0, q_start_ptr, q_length_ptr,
-        q_start_b, q_start_h, q_length_b, q_length_h, q_size, q_total, total,
-        step_ptr, step_ptr, 0, 0, 0,
+        list_ptr, count_ptr, tail_count_ptr, tail_length_ptr, order_ptr, start_ptr, length_ptr,
+        rows, rep_h, num, plan_h, group, last, tail, room, tail_room,
+        list_b, list_h, list_n, count_b, count_h, count_n,
+        start_b, start_h, length_b, length_h, size, total,
+        lists, More(list_ptr, 0, list_ptr, list_ptr, 0, 0, 0),
     )  # fmt: skip
     outs = Outs(out_ptr, level_ptr, out_b, out_s, out_h, level_b, level_h)
     rows_in = Rows(level_ptr, plane, second_ptr, out_b, out_h)
@@ -347,21 +306,15 @@ def backward_kernel(
     CONSUMERS: gl.constexpr = C.consumers
     SLOTS: gl.constexpr = C.consumers * C.stages if C.own else C.stages
     SHARERS: gl.constexpr = 1 if C.own else C.consumers
-    one: gl.constexpr = mbarrier.MBarrierLayout()
     rings = Rings(
         gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, 64, D], da.layout),
         gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, 64, D], db.layout),
         gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, C.keys, D], dx.layout),
         gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, C.keys, D], dy.layout),
-        gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], one),
-        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], one),
-        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], one),
+        barriers(CONSUMERS, 1),
+        barriers(SLOTS, 1),
+        barriers(SLOTS, SHARERS),
     )
-    for w in gl.static_range(CONSUMERS):
-        mbarrier.init(rings.own_full.index(w), count=1)
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(rings.full.index(slot), count=1)
-        mbarrier.init(rings.empty.index(slot), count=SHARERS)
     hopper.fence_async_shared()
     scale_log2 = scale * 1.4426950408889634
     work = find_work(0, gl.program_id(0), plan, outs, C)
@@ -382,36 +335,17 @@ def _launcher() -> Launcher:
 
 
 def attend_backward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    plan: BlockPlan,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    grad_out: torch.Tensor,
-    grad_lse: torch.Tensor | None,
-    *,
-    scale: float,
-    tiles: tuple[GluonBackwardTile, GluonBackwardTile],
+    call: Backward, *, tiles: tuple[GluonBackwardTile, GluonBackwardTile]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, k and v; see `backward_kernel.attend_backward`.
 
-    All tensors have as many heads, stride 1 along D and other strides that are multiples of 16
-    bytes.
-
     Args:
-        q: [B, Sq, H, D].
-        k: [B, Sk, H, D].
-        v: [B, Sk, H, D].
-        plan: the pairs; neither causal nor with row bits.
-        out: what the forward pass gave.
-        lse: likewise.
-        grad_out: gradient of out.
-        grad_lse: gradient of lse, or None for zero.
-        scale: factor of the scores.
+        call: whose tensors all have as many heads, stride 1 along D and other strides that are
+            multiples of 16 bytes; its plan is neither causal nor has row bits.
         tiles: shapes of the programs for dq, and for dk and dv.
     """
-    rows = levels(out, lse, grad_out, grad_lse)
+    q, k, v, plan, _, _, grad_out, _, scale = call
+    rows = levels(call)
     make = torch.empty if plan.q.starts is None else torch.zeros
     dq = make(q.shape, dtype=q.dtype, device=q.device)
     make = torch.empty if plan.kv.starts is None else torch.zeros
@@ -446,40 +380,21 @@ def launch(
         tile: shape of a program.
     """
     batch, _, heads, channels = own[0].shape
-    kv, size = plan.kv, 64 if channels <= 64 else 128
-    sub = kv.size // tile.step if kv.is_regular and kv.size % tile.step == 0 else 0
-    steps = None if sub else make_steps(plan, tile.step)
-    lists = unit_stride(plan.indices if steps is None else steps.starts)
-    counts = plan.counts if steps is None else steps.num_full
-    order = launch_order(plan, counts)
-    _, plan_h, num_q = counts.shape
-    total = batch * heads * num_q
-    q_tiles = 1 if tile.own else -(-plan.q.size // (64 * tile.consumers))
-    kv_tail = kv.total - (kv.num - 1) * kv.size
-    shape = Shape(
-        of_keys=len(outs) == 2, keys=tile.step, head_size=size,
-        channels=channels, sub=sub,
-        q_tiles=q_tiles, consumers=tile.consumers, stages=tile.stages, own=tile.own,
-        ragged=sub == 0 or kv_tail != kv.size, ordered=order is not None,
+    size = 64 if channels <= 64 else 128
+    work = work_list(plan, tile.step, batch, heads, heads)
+    shape = GradientShape(
+        of_keys=len(outs) == 2, keys=tile.step, head_size=size, channels=channels, sub=work.sub,
+        q_tiles=1 if tile.own else -(-plan.q.size // (64 * tile.consumers)),
+        consumers=tile.consumers, stages=tile.stages, own=tile.own,
+        ragged=work.ragged, ordered=work.ordered,
         q_starts=plan.q.starts is not None, q_lengths=plan.q.lengths is not None,
-        registers=tile.registers, producer_registers=24,
+        registers=tile.registers,
     )  # fmt: skip
-    starts, lengths = (
-        counts if t is None else unit_stride(t).expand(batch, heads, -1)
-        for t in (plan.q.starts, plan.q.lengths)
-    )
-    every_list, every_count = lists.expand(batch, heads, -1, -1), counts.expand(batch, heads, -1)
     _launcher()(
-        (-(-total // tile.consumers) if tile.own else total * q_tiles,),
+        (-(-work.num // tile.consumers) if tile.own else work.num * shape.q_tiles,),
         *(describe_tokens(x, 64, size) for x in own),
         *(describe_tokens(x, tile.step, size) for x in steps_of),
-        outs[0], outs[-1], rows, every_list, every_count,
-        counts if steps is None else steps.num_tail,
-        counts if steps is None else steps.tail_lengths,
-        counts if order is None else order, starts, lengths,
-        counts.numel(), heads // plan_h, num_q, plan_h, kv.num - 1, kv_tail,
-        lists.shape[3], plan.indices.shape[3], *every_list.stride()[:3], *every_count.stride(),
-        *starts.stride()[:2], *lengths.stride()[:2], plan.q.size, plan.q.total, total,
+        outs[0], outs[-1], rows, *work.arguments, work.num,
         *outs[0].stride()[:3], *rows.stride()[1:3], rows.stride(0), scale,
         C=shape, num_warps=4,
     )  # fmt: skip

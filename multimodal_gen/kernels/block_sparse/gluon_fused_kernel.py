@@ -21,10 +21,18 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from multimodal_gen.kernels.block_sparse.backward_kernel import levels, transposed
-from multimodal_gen.kernels.block_sparse.gluon_backward_kernel import Shape, start_of, store_rows
-from multimodal_gen.kernels.block_sparse.gluon_work_kernel import Outs, Plan, find_work
-from multimodal_gen.kernels.block_sparse.plan import BlockPlan, launch_order, unit_stride
-from multimodal_gen.kernels.hopper_kernel import specialize
+from multimodal_gen.kernels.block_sparse.call import Backward
+from multimodal_gen.kernels.block_sparse.gluon_backward_kernel import GradientShape, store_through
+from multimodal_gen.kernels.block_sparse.gluon_work_kernel import (
+    More,
+    Outs,
+    Plan,
+    find_work,
+    step_start,
+)
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan
+from multimodal_gen.kernels.block_sparse.steps_kernel import PLAN_NUMBERS, work_list
+from multimodal_gen.kernels.hopper_kernel import barriers, specialize, wait_empty
 from multimodal_gen.kernels.launch.compat import async_add, async_load
 from multimodal_gen.kernels.launch.descriptors import describe_tokens
 from multimodal_gen.kernels.launch.launcher import Launcher
@@ -69,11 +77,10 @@ def _producer(fed, W: gl.constexpr, C: gl.constexpr):
             for half in gl.static_range(2):
                 place = rings.k_half.index(half * 2 + w)
                 async_load(dk_half, [work.b, work.h, row, half * HALF], full, place)
-        start = start_of(work, 0, C)
+        start = step_start(work, 0, 0, C)
         for step in range(steps):
-            following = start_of(work, gl.minimum(step + 1, steps - 1), C)
-            slot = step % C.stages
-            mbarrier.wait(rings.empty.index(slot), ((step // C.stages) & 1) ^ 1)
+            following = step_start(work, gl.minimum(step + 1, steps - 1), 0, C)
+            slot = wait_empty(rings.empty, step, 0, C)
             full = rings.full.index(slot)
             mbarrier.expect(full, 2 * C.keys * D * 2 + 2 * C.keys * 4)
             async_load(dl, [0, work.b, work.h, start], full, rings.level.index(slot))
@@ -121,7 +128,7 @@ def _consumer(given, W: gl.constexpr, C: gl.constexpr):
         inside = W * 64 + gl.arange(0, 64, C.rows_s)
         reach = gl.where(inside < work.real, 0.0, float("-inf"))
         nothing = gl.zeros_like(reach)
-        start = start_of(work, 0, C)
+        start = step_start(work, 0, 0, C)
         mbarrier.wait(rings.own_full.index(0), 0)
         mbarrier.wait(rings.own_full.index(1), 0)
         for step in range(steps):
@@ -163,7 +170,7 @@ def _consumer(given, W: gl.constexpr, C: gl.constexpr):
             q_token = hopper.warpgroup_mma(ds_1, k_1, q_token, is_async=True)
             k_token = hopper.warpgroup_mma(scores, q, dk, is_async=True)
             dv, dq, weights = hopper.warpgroup_mma_wait(1, deps=[v_token, q_token, weights])
-            following = start_of(work, gl.minimum(step + 1, steps - 1), C)
+            following = step_start(work, gl.minimum(step + 1, steps - 1), 0, C)
             _add(dq, rings, d_sums, work, start, W, none)
             start = following
             dk, scores = hopper.warpgroup_mma_wait(0, deps=[k_token, scores])
@@ -171,35 +178,31 @@ def _consumer(given, W: gl.constexpr, C: gl.constexpr):
         tma.store_wait(0)
     # Not through the keys, which the other warpgroup may still read.
     tile = rings.v.index(W).reshape([64, D])
-    store_rows(dk * scale, tile, work.out, work, work.out_s, W * 64, dtype, C)
-    store_rows(dv, tile, dv_ptr, work, work.out_s, W * 64, dtype, C)
+    store_through(dk * scale, tile, work.out, work, W * 64, C)
+    store_through(dv, tile, dv_ptr, work, W * 64, C)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "rows", "rep_h", "num_q", "plan_h", "kv_last", "kv_tail", "room", "tail_room",
-        "steps_b", "steps_h", "steps_q", "count_b", "count_h", "count_q",
-        "q_size", "q_total", "total",
-    ]
-)  # fmt: skip
+@gluon.jit(do_not_specialize=[*PLAN_NUMBERS, "group", "lists"])
 def fused_backward_kernel(
-    d_k, d_v, d_half, d_q, d_g, d_l, d_sums, dk_ptr, dv_ptr, step_ptr, count_ptr, order_ptr,
-    rows, rep_h, num_q, plan_h, kv_last, kv_tail, room, tail_room,
-    steps_b, steps_h, steps_q, count_b, count_h, count_q, q_size, q_total, total,
+    d_k, d_v, d_half, d_q, d_g, d_l, d_sums, dk_ptr, dv_ptr,
+    list_ptr, count_ptr, tail_count_ptr, tail_length_ptr, order_ptr, start_ptr, length_ptr,
+    rows, rep_h, num, plan_h, group, last, tail, room, tail_room,
+    list_b, list_h, list_n, count_b, count_h, count_n,
+    start_b, start_h, length_b, length_h, size, total, lists,
     out_b, out_s, out_h, scale, C: gl.constexpr,
 ):  # fmt: skip
     """Grid: one program per 128 keys of a key block."""
     plan = Plan(
-        step_ptr, count_ptr, count_ptr, count_ptr, order_ptr, count_ptr,
-        rows, rep_h, num_q, plan_h, 1, kv_last, kv_tail, room, tail_room,
-        steps_b, steps_h, steps_q, count_b, count_h, count_q, 0, count_ptr, count_ptr,
-        0, 0, 0, 0, q_size, q_total, total, step_ptr, step_ptr, 0, 0, 0,
+        list_ptr, count_ptr, tail_count_ptr, tail_length_ptr, order_ptr, start_ptr, length_ptr,
+        rows, rep_h, num, plan_h, group, last, tail, room, tail_room,
+        list_b, list_h, list_n, count_b, count_h, count_n,
+        start_b, start_h, length_b, length_h, size, total,
+        lists, More(list_ptr, 0, list_ptr, list_ptr, 0, 0, 0),
     )  # fmt: skip
     outs = Outs(dk_ptr, count_ptr, out_b, out_s, out_h, 0, 0)
     dtype: gl.constexpr = d_k.dtype
     D: gl.constexpr = C.head_size
     RING: gl.constexpr = C.stages
-    one: gl.constexpr = mbarrier.MBarrierLayout()
     scores_layout: gl.constexpr = gl.NVMMASharedLayout(
         swizzle_byte_width=128, element_bitwidth=16, rank=2
     )
@@ -213,17 +216,11 @@ def fused_backward_kernel(
         gl.allocate_shared_memory(gl.float32, [C.stages, 1, 1, 1, C.keys], d_l.layout),
         gl.allocate_shared_memory(dtype, [4, 64, C.keys], scores_layout),
         gl.allocate_shared_memory(gl.float32, [2, 1, 1, 64, HALF], d_sums.layout),
-        gl.allocate_shared_memory(gl.int64, [2, 1], one),
-        gl.allocate_shared_memory(gl.int64, [C.stages, 1], one),
-        gl.allocate_shared_memory(gl.int64, [C.stages, 1], one),
-        gl.allocate_shared_memory(gl.int64, [2, 1], one),
+        barriers(2, 1),
+        barriers(RING, 1),
+        barriers(RING, 2),
+        barriers(2, 2),
     )
-    for w in gl.static_range(2):
-        mbarrier.init(rings.own_full.index(w), count=1)
-        mbarrier.init(rings.scores_full.index(w), count=2)
-    for slot in gl.static_range(RING):
-        mbarrier.init(rings.full.index(slot), count=1)
-        mbarrier.init(rings.empty.index(slot), count=2)
     hopper.fence_async_shared()
     scale_log2 = scale * 1.4426950408889634
     work = find_work(0, gl.program_id(0), plan, outs, C)
@@ -247,22 +244,11 @@ def _describe_rows(rows: torch.Tensor) -> TensorDescriptor:
     return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [1, 1, 1, STEP], layout)
 
 
-def attend_backward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    plan: BlockPlan,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    grad_out: torch.Tensor,
-    grad_lse: torch.Tensor | None,
-    *,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def attend_backward(call: Backward) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, k and v; see `gluon_backward_kernel.attend_backward`."""
-    rows = levels(out, lse, grad_out, grad_lse)
+    q, k, v, plan, _, _, grad_out, _, scale = call
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    launch((q, k, v, grad_out), plan, rows, (dq, dk, dv), scale=scale)
+    launch((q, k, v, grad_out), plan, levels(call), (dq, dk, dv), scale=scale)
     return dq, dk, dv
 
 
@@ -288,29 +274,19 @@ def launch(
     q, k, v, grad = inputs
     dq, dk, dv = outs
     batch, _, heads, channels = q.shape
-    turned = transposed(plan)
-    lists, counts = unit_stride(turned.indices), turned.counts
-    order = launch_order(turned, counts)
-    _, plan_h, num_kv = counts.shape
-    total = batch * heads * num_kv
-    q_tail = plan.q.total - (plan.q.num - 1) * plan.q.size
-    shape = Shape(
-        of_keys=True, keys=STEP, head_size=128, channels=channels, sub=plan.q.size // STEP,
-        q_tiles=plan.kv.size // KEYS, consumers=2, stages=STAGES, own=False,
-        ragged=q_tail != plan.q.size, ordered=order is not None,
-        q_starts=False, q_lengths=False, registers=240, producer_registers=24,
+    work = work_list(transposed(plan), STEP, batch, heads, heads)
+    shape = GradientShape(
+        keys=STEP, head_size=128, channels=channels, sub=work.sub,
+        q_tiles=plan.kv.size // KEYS, consumers=2, stages=STAGES,
+        ragged=work.ragged, ordered=work.ordered, registers=240,
     )  # fmt: skip
     sums = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    every_list, every_count = lists.expand(batch, heads, -1, -1), counts.expand(batch, heads, -1)
     _launcher()(
-        (total * shape.q_tiles,),
+        (work.num * shape.q_tiles,),
         describe_tokens(k, 64, 128), describe_tokens(v, 64, 128),
         describe_tokens(k, 64, HALF.value), describe_tokens(q, STEP, 128),
         describe_tokens(grad, STEP, 128), _describe_rows(rows),
-        describe_tokens(sums, STEP, HALF.value), dk, dv, every_list, every_count,
-        counts if order is None else order,
-        counts.numel(), heads // plan_h, num_kv, plan_h, plan.q.num - 1, q_tail,
-        lists.shape[3], turned.indices.shape[3], *every_list.stride()[:3], *every_count.stride(),
-        plan.kv.size, plan.kv.total, total, *dk.stride()[:3], scale, C=shape, num_warps=4,
+        describe_tokens(sums, STEP, HALF.value), dk, dv, *work.arguments, work.num,
+        *dk.stride()[:3], scale, C=shape, num_warps=4,
     )  # fmt: skip
     torch.mul(sums, scale, out=dq)

@@ -40,12 +40,11 @@ from multimodal_gen.kernels.block_sparse.gluon_step_kernel import (
     advance_unless_needless,
     kept_blocks,
     last_product,
-    partial_sums,
 )
 from multimodal_gen.kernels.block_sparse.gluon_work_kernel import (
+    More,
     Outs,
     Plan,
-    Rings,
     Shape,
     block_ahead,
     block_of,
@@ -54,21 +53,29 @@ from multimodal_gen.kernels.block_sparse.gluon_work_kernel import (
     first_turn,
     infinity,
     lost,
+    make_rings,
     step_start,
-    store_rows,
+    store_lse,
+    store_values,
     tail_keys,
+    whole_keys,
 )
-from multimodal_gen.kernels.block_sparse.plan import BlockPlan, launch_order, unit_stride
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.block_sparse.skip import Skip
-from multimodal_gen.kernels.block_sparse.steps_kernel import make_steps
+from multimodal_gen.kernels.block_sparse.steps_kernel import PLAN_NUMBERS, WorkList, work_list
 from multimodal_gen.kernels.block_sparse.tuning import GluonTile
-from multimodal_gen.kernels.hopper_kernel import specialize
-from multimodal_gen.kernels.launch.compat import async_load
+from multimodal_gen.kernels.hopper_kernel import (
+    OVERFLOW,
+    fetch,
+    partial_sums,
+    scores,
+    specialize,
+    wait_empty,
+    wait_full,
+)
 from multimodal_gen.kernels.launch.descriptors import TOKENS_BY_HEAD, described_at
 from multimodal_gen.kernels.launch.launcher import Launch, Launcher
 
-# Sums past this may have lost a weight to infinity; values below 2^63 then still stay finite.
-OVERFLOW = gl.constexpr(2.0**64)
 # Rows that choose may not see the keys of the reference: below this, weights may have been lost.
 UNDERFLOW = gl.constexpr(2.0**-64)
 # From how many tiles on a program of the redo looks at the flags of how many: a program that has
@@ -79,10 +86,8 @@ _REDONE_TOGETHER = ((8192, 32), (1024, 8), (0, 1))
 @gluon.jit
 def _load_v(dv, work, start, step, rings, FIRST: gl.constexpr, C: gl.constexpr):
     """Load V of a step, once its slot is empty."""
-    slot = FIRST + step % C.stages
-    mbarrier.wait(rings.v_empty.index(slot), ((step // C.stages) & 1) ^ 1)
-    mbarrier.expect(rings.v_full.index(slot), C.keys * C.head_size * 2)
-    async_load(dv, [work.b, work.kv_h, start, 0], rings.v_full.index(slot), rings.v.index(slot))
+    slot = wait_empty(rings.v_empty, step, FIRST, C)
+    fetch(dv, [work.b, work.kv_h, start, 0], rings.v_full.index(slot), rings.v.index(slot))
 
 
 @gluon.jit
@@ -98,23 +103,16 @@ def _producer(fed, W: gl.constexpr, C: gl.constexpr):
             turn = first_turn(work, gl.load(work.sweep, volatile=True), C)
         start = step_start(work, 0, turn, C)
         for c in gl.static_range(SHARERS):
-            mbarrier.expect(rings.q_full.index(W + c), 64 * C.head_size * 2)
-            async_load(
-                dq, [work.b, work.h, work.row + c * 64, 0], rings.q_full.index(W + c),
-                rings.q.index(W + c),
-            )  # fmt: skip
+            place = [work.b, work.h, work.row + c * 64, 0]
+            fetch(dq, place, rings.q_full.index(W + c), rings.q.index(W + c))
         # Not `start`: the compiler takes loop variables that begin with one value for the same.
         before = steps * 0
         for step in range(steps):
             following = step_start(work, gl.minimum(step + 1, steps - 1), turn, C)
             if C.sync > 0:
                 gl.store(work.sweep, start, mask=step % C.sync == C.sync - 1)
-            slot = FIRST + step % C.stages
-            mbarrier.wait(rings.k_empty.index(slot), ((step // C.stages) & 1) ^ 1)
-            mbarrier.expect(rings.k_full.index(slot), C.keys * C.head_size * 2)
-            async_load(
-                dk, [work.b, work.kv_h, start, 0], rings.k_full.index(slot), rings.k.index(slot)
-            )
+            slot = wait_empty(rings.k_empty, step, FIRST, C)
+            fetch(dk, [work.b, work.kv_h, start, 0], rings.k_full.index(slot), rings.k.index(slot))
             if step > 0:
                 _load_v(dv, work, before, step - 1, rings, FIRST, C)
             before = start
@@ -123,7 +121,7 @@ def _producer(fed, W: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def _consumer(given, W: gl.constexpr, C: gl.constexpr):
+def consume(given, W: gl.constexpr, C: gl.constexpr):
     """One warpgroup: attends with 64 query rows of a tile; byte W of the tile's flag is its own."""
     work, rings, flags, scale_log2 = given
     dtype: gl.constexpr = rings.q.dtype
@@ -134,9 +132,9 @@ def _consumer(given, W: gl.constexpr, C: gl.constexpr):
     steps = work.num_full + work.num_tail
     if steps == 0:
         nothing = gl.zeros([64, D], dtype, C.store_layout)
-        store_rows(
-            nothing, gl.full([64], float("-inf"), gl.float32, C.rows_s), work, work.owned, ROW, C
-        )
+        store_values(work.out, nothing, work, work.owned, ROW, C)
+        unseen = gl.full([64], float("-inf"), gl.float32, C.rows_s)
+        store_lse(unseen, work, work.owned, ROW, C)
     else:
         q_tile = rings.q.index(W).reshape([64, D])
         mbarrier.wait(rings.q_full.index(W), 0)
@@ -148,13 +146,11 @@ def _consumer(given, W: gl.constexpr, C: gl.constexpr):
             block = block_of(work, 0, C)
             words = choices(work, ROW, block, C.rows_s, C)
         mbarrier.wait(rings.k_full.index(FIRST), 0)
-        k_t = rings.k.index(FIRST).reshape([BN, D]).permute((1, 0))
-        zero = gl.zeros([64, BN], gl.float32, C.s_layout)
-        s_token = hopper.warpgroup_mma(q, k_t, zero, use_acc=False, is_async=True)
+        s_token = scores(q, rings.k.index(FIRST), C)
         s = hopper.warpgroup_mma_wait(0, deps=[s_token])
         mbarrier.arrive(rings.k_empty.index(FIRST))
         if C.ragged:
-            keys = gl.to_tensor(BN)
+            keys = whole_keys(C)
             if C.passes:
                 if work.num_full == 0:
                     keys = tail_keys(work, 0, C)
@@ -200,8 +196,7 @@ def _consumer(given, W: gl.constexpr, C: gl.constexpr):
                     q, rings, acc, sums, m, weights, keys, step, work, scale_log2, FIRST, ROW, True,
                     dtype, C, block, words, nearest, skipped, mine,
                 )  # fmt: skip
-        slot = FIRST + (steps - 1) % C.stages
-        mbarrier.wait(rings.v_full.index(slot), ((steps - 1) // C.stages) & 1)
+        slot = wait_full(rings.v_full, steps - 1, FIRST, C)
         if C.skip > 0:
             if nearest > -C.skip:
                 acc = last_product(acc, weights, rings, slot, C)
@@ -237,36 +232,17 @@ def _consumer(given, W: gl.constexpr, C: gl.constexpr):
         o = acc * gl.expand_dims(gl.convert_layout(inverse, C.rows_o), 1)
         q_tile.store(o.to(dtype))
         staged = q_tile.load(C.store_layout)
-        store_rows(staged, lse, work, owned, ROW, C)
+        store_values(work.out, staged, work, owned, ROW, C)
+        store_lse(lse, work, owned, ROW, C)
 
 
 @gluon.jit
 def _run(dq, dk, dv, tile, plan, outs, flags, scale_log2, C: gl.constexpr):
     """Allocate the rings and start the partitions of one tile."""
-    BN: gl.constexpr = C.keys
-    D: gl.constexpr = C.head_size
     CONSUMERS: gl.constexpr = C.consumers
     SLOTS: gl.constexpr = C.consumers * C.stages if C.own else C.stages
     SHARERS: gl.constexpr = 1 if C.own else C.consumers
-    one: gl.constexpr = mbarrier.MBarrierLayout()
-    rings = Rings(
-        gl.allocate_shared_memory(dq.dtype, [CONSUMERS, 1, 1, 64, D], dq.layout),
-        gl.allocate_shared_memory(dq.dtype, [SLOTS, 1, 1, BN, D], dk.layout),
-        gl.allocate_shared_memory(dq.dtype, [SLOTS, 1, 1, BN, D], dv.layout),
-        gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], one),
-        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], one),
-        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], one),
-        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], one),
-        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], one),
-    )
-    for w in gl.static_range(CONSUMERS):
-        mbarrier.init(rings.q_full.index(w), count=1)
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(rings.k_full.index(slot), count=1)
-        mbarrier.init(rings.v_full.index(slot), count=1)
-        mbarrier.init(rings.k_empty.index(slot), count=SHARERS)
-        mbarrier.init(rings.v_empty.index(slot), count=SHARERS)
-    hopper.fence_async_shared()
+    rings = make_rings(dq, dk, dv, SLOTS, SHARERS, C)
     work = find_work(0, tile, plan, outs, C)
     given = (work, rings, flags, scale_log2)
     fed = (dq, dk, dv, work, rings)
@@ -274,9 +250,9 @@ def _run(dq, dk, dv, tile, plan, outs, flags, scale_log2, C: gl.constexpr):
         other = find_work(1, tile, plan, outs, C)
         other_given = (other, rings, flags, scale_log2)
         other_fed = (dq, dk, dv, other, rings)
-        specialize(_consumer, (given, other_given), _producer, (fed, other_fed), C)
+        specialize(consume, (given, other_given), _producer, (fed, other_fed), C)
     else:
-        specialize(_consumer, (given,), _producer, (fed,), C)
+        specialize(consume, (given,), _producer, (fed,), C)
     if C.redo:
         for w in gl.static_range(CONSUMERS):
             mbarrier.invalidate(rings.q_full.index(w))
@@ -288,30 +264,24 @@ def _run(dq, dk, dv, tile, plan, outs, flags, scale_log2, C: gl.constexpr):
 
 
 @gluon.jit(
-    do_not_specialize=[
-        "rows", "rep_h", "num_q", "plan_h", "group", "kv_last", "kv_tail", "room", "tail_room",
-        "steps_b", "steps_h", "steps_q", "count_b", "count_h", "count_q", "sweep_b",
-        "q_start_b", "q_start_h", "q_length_b", "q_length_h", "q_size", "q_total", "total",
-        "bits_b", "bits_h", "words",
-    ]
-)  # fmt: skip
+    do_not_specialize=[*PLAN_NUMBERS, "group", "sweep_b", "lists", "bits_b", "bits_h", "words"]
+)
 def attention_kernel(
     dq, dk, dv, out_ptr, lse_ptr, flag_ptr, sweep_ptr, scale_log2,
-    step_ptr, count_ptr, tail_count_ptr, tail_length_ptr, order_ptr,
-    q_start_ptr, q_length_ptr,
-    rows, rep_h, num_q, plan_h, group, kv_last, kv_tail, room, tail_room,
-    steps_b, steps_h, steps_q, count_b, count_h, count_q, sweep_b,
-    q_start_b, q_start_h, q_length_b, q_length_h, q_size, q_total, total,
-    block_ptr, bits_ptr, bits_b, bits_h, words,
+    list_ptr, count_ptr, tail_count_ptr, tail_length_ptr, order_ptr, start_ptr, length_ptr,
+    rows, rep_h, num, plan_h, group, last, tail, room, tail_room,
+    list_b, list_h, list_n, count_b, count_h, count_n,
+    start_b, start_h, length_b, length_h, size, total,
+    lists, sweep_b, block_ptr, bits_ptr, bits_b, bits_h, words,
     out_b, out_s, out_h, lse_b, lse_h, C: gl.constexpr,
 ):  # fmt: skip
     """Grid: one program per tile; a redo does only those whose flag is set."""
     plan = Plan(
-        step_ptr, count_ptr, tail_count_ptr, tail_length_ptr, order_ptr, sweep_ptr,
-        rows, rep_h, num_q, plan_h, group, kv_last, kv_tail, room, tail_room,
-        steps_b, steps_h, steps_q, count_b, count_h, count_q, sweep_b, q_start_ptr, q_length_ptr,
-        q_start_b, q_start_h, q_length_b, q_length_h, q_size, q_total, total,
-        block_ptr, bits_ptr, bits_b, bits_h, words,
+        list_ptr, count_ptr, tail_count_ptr, tail_length_ptr, order_ptr, start_ptr, length_ptr,
+        rows, rep_h, num, plan_h, group, last, tail, room, tail_room,
+        list_b, list_h, list_n, count_b, count_h, count_n,
+        start_b, start_h, length_b, length_h, size, total,
+        lists, More(sweep_ptr, sweep_b, block_ptr, bits_ptr, bits_b, bits_h, words),
     )  # fmt: skip
     outs = Outs(out_ptr, lse_ptr, out_b, out_s, out_h, lse_b, lse_h)
     if C.redo:
@@ -414,38 +384,14 @@ def prepare(
     below = 0.0 if skip is None else skip.octaves
     assert not (tile.fast and below), "the fast kernel knows no maxima"
     batch, _, heads, channels = q.shape
-    kv = plan.kv
-    whole = kv.is_regular and kv.size % tile.keys == 0 and plan.row_bits is None
-    sub = kv.size // tile.keys if whole else 0
-    steps = None if sub else make_steps(plan, tile.keys)
-    lists = plan.indices if steps is None else steps.starts
-    lists = unit_stride(lists)
-    counts = plan.counts if steps is None else steps.num_full
-    tail_counts = counts if steps is None else steps.num_tail
-    tail_lengths = counts if steps is None else steps.tail_lengths
     # A plan with row bits is always cut in steps, none of which are merged.
-    blocks = lists if steps is None or steps.blocks is None else steps.blocks
-    bits = counts.unsqueeze(3) if plan.row_bits is None else plan.row_bits.contiguous()
-    order = launch_order(plan, counts)
-    _, plan_h, num_q = counts.shape
-    total = batch * heads * num_q
-    num_tiles = -(-total // tile.consumers) if tile.own else total * _q_tiles(plan, tile)
-    kv_tail = kv.total - (kv.num - 1) * kv.size
-    shape = _shape(
-        plan, tile, channels, sub, ordered=order is not None, lse=lse is not None, below=below
-    )
-    q_bounds = [
-        counts if t is None else unit_stride(t).expand(batch, heads, -1)
-        for t in (plan.q.starts, plan.q.lengths)
-    ]
-    every_list, every_count = lists.expand(batch, heads, -1, -1), counts.expand(batch, heads, -1)
+    work = work_list(plan, tile.keys, batch, heads, k.shape[2], blocks=plan.row_bits is None)
+    bits = work.counts.unsqueeze(3) if plan.row_bits is None else plan.row_bits.contiguous()
+    shape = _shape(plan, tile, channels, work, lse=lse is not None, below=below)
+    num_tiles = -(-work.num // tile.consumers) if tile.own else work.num * shape.q_tiles
     arguments = (
-        every_list, every_count, tail_counts, tail_lengths, counts if order is None else order,
-        *q_bounds, counts.numel(), heads // plan_h, num_q, plan_h, heads // k.shape[2],
-        kv.num - 1, kv_tail, lists.shape[3], plan.indices.shape[3],
-        *every_list.stride()[:3], *every_count.stride(), k.shape[2],
-        *q_bounds[0].stride()[:2], *q_bounds[1].stride()[:2], plan.q.size, plan.q.total, total,
-        blocks, bits, *bits.expand(batch, heads, -1, -1).stride()[:2], bits.shape[3],
+        *work.arguments, work.num, k.shape[2],
+        work.blocks, bits, *bits.expand(batch, heads, -1, -1).stride()[:2], bits.shape[3],
         *out.stride()[:3], *((0, 0) if lse is None else lse.stride()[:2]),
     )  # fmt: skip
     launches = [Launch(_launcher(), (num_tiles,), arguments, [{"C": shape, "num_warps": 4}])]
@@ -462,7 +408,7 @@ def prepare(
     )
     return Prepared(
         launches=tuple(launches),
-        counts=counts,
+        counts=work.counts,
         num_flags=-(-num_tiles // 32) * 32 if tile.fast else 0,
         num_sweeps=batch * k.shape[2] if tile.sync else 0,
         inputs=lru_cache(maxsize=1024)(described),
@@ -480,46 +426,29 @@ def _inputs_at(
     return tuple(described_at(at, *form, n, head_size, TOKENS_BY_HEAD) for at, form, n in every)
 
 
-def _q_tiles(plan: BlockPlan, tile: GluonTile) -> int:
-    """Return how many tiles a query block takes."""
-    return 1 if tile.own else -(-plan.q.size // (64 * tile.consumers))
-
-
 def _shape(
     plan: BlockPlan,
     tile: GluonTile,
     channels: int,
-    sub: int,
+    work: WorkList,
     *,
-    ordered: bool,
     lse: bool,
     below: float,
 ) -> Shape:
     """Return the compile-time shape of the kernel."""
-    kv_tail = plan.kv.total - (plan.kv.num - 1) * plan.kv.size
     return Shape(
-        keys=tile.keys,
+        **dataclasses.asdict(tile),
         head_size=64 if channels <= 64 else 128,
         channels=channels,
-        sub=sub,
-        q_tiles=_q_tiles(plan, tile),
-        consumers=tile.consumers,
-        stages=tile.stages,
-        own=tile.own,
-        q_registers=tile.q_registers,
-        fast=tile.fast,
-        lazy=tile.lazy,
-        sync=tile.sync,
-        ragged=sub == 0 or kv_tail != plan.kv.size,
-        ordered=ordered,
+        lse=lse,
+        sub=work.sub,
+        q_tiles=1 if tile.own else -(-plan.q.size // (64 * tile.consumers)),
+        ragged=work.ragged,
+        ordered=work.ordered,
         q_starts=plan.q.starts is not None,
         q_lengths=plan.q.lengths is not None,
         bits=plan.row_bits is not None,
         one_word=plan.row_bits is not None and plan.row_bits.shape[3] == 1,
-        lse=lse,
         skip=below,
         passes=plan.row_bits is not None and plan.kv.num < 32 and tile.fast,
-        redo=0,
-        registers=tile.registers,
-        producer_registers=tile.producer_registers,
     )

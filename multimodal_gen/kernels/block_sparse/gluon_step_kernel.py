@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from multimodal_gen.kernels.block_sparse.gluon_work_kernel import choices, infinity, lost
+from multimodal_gen.kernels.hopper_kernel import partial_sums, scores, wait_full
 
 # How far, in powers of two, scores may lie above a lazy reference.
 SLACK = gl.constexpr(8.0)
@@ -16,13 +17,6 @@ SLACK = gl.constexpr(8.0)
 PENDING = gl.constexpr(-(2**31))
 # Lower than any score, and finite: the maximum of nothing.
 LOWEST = gl.constexpr(-3.0e38)
-
-
-@gluon.jit
-def partial_sums(p, C: gl.constexpr):
-    """Row sums as four partial sums per row, which needs no shuffle: [64, 4]."""
-    BN: gl.constexpr = C.keys
-    return gl.sum(gl.sum(gl.reshape(p, [64, BN // 8, 4, 2]), 3), 1)
 
 
 def _rescale_assembly(count: int) -> str:
@@ -88,15 +82,11 @@ def advance(
     """
     BN: gl.constexpr = C.keys
     D: gl.constexpr = C.head_size
-    zero = gl.zeros([64, BN], gl.float32, C.s_layout)
-    slot = FIRST + step % C.stages
-    slot_v = FIRST + (step - 1) % C.stages
     if C.bits and not C.one_word:
         words = choices(work, ROW, block, C.rows_s, C)
-    mbarrier.wait(rings.k_full.index(slot), (step // C.stages) & 1)
-    k_t = rings.k.index(slot).reshape([BN, D]).permute((1, 0))
-    s_token = hopper.warpgroup_mma(q, k_t, zero, use_acc=False, is_async=True)
-    mbarrier.wait(rings.v_full.index(slot_v), ((step - 1) // C.stages) & 1)
+    slot = wait_full(rings.k_full, step, FIRST, C)
+    s_token = scores(q, rings.k.index(slot), C)
+    slot_v = wait_full(rings.v_full, step - 1, FIRST, C)
     if PENDING:
         v_tile = rings.v.index(slot_v).reshape([BN, D])
         o_token = hopper.warpgroup_mma(weights, v_tile, acc, is_async=True)
@@ -173,12 +163,10 @@ def kept_blocks(words):
 @gluon.jit
 def _pass_over(acc, weights, rings, step, mine, FIRST: gl.constexpr, C: gl.constexpr):
     """Return `acc` with P V of the step before, if that is pending; leaves `step` to the others."""
-    slot = FIRST + step % C.stages
-    slot_v = FIRST + (step - 1) % C.stages
     # A slot that is still empty counts arrivals of its turn before.
-    mbarrier.wait(rings.k_full.index(slot), (step // C.stages) & 1)
+    slot = wait_full(rings.k_full, step, FIRST, C)
     mbarrier.arrive(rings.k_empty.index(slot))
-    mbarrier.wait(rings.v_full.index(slot_v), ((step - 1) // C.stages) & 1)
+    slot_v = wait_full(rings.v_full, step - 1, FIRST, C)
     if mine < 0:
         acc = last_product(acc, weights, rings, slot_v, C)
     mbarrier.arrive(rings.v_empty.index(slot_v))

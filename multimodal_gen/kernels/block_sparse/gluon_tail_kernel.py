@@ -14,7 +14,6 @@ as they are, for the kernel in tail_kernel.py to do.
 """
 
 import math
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -25,46 +24,26 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from multimodal_gen.kernels.block_sparse import tail_kernel
-from multimodal_gen.kernels.block_sparse.plan import WORD_BITS, Blocks, unit_stride
+from multimodal_gen.kernels.block_sparse.call import TailCall
+from multimodal_gen.kernels.block_sparse.gluon_work_kernel import store_values
+from multimodal_gen.kernels.block_sparse.plan import WORD_BITS, bounds_of
 from multimodal_gen.kernels.block_sparse.tuning import GluonTailTile, TritonTile
-from multimodal_gen.kernels.hopper_kernel import WarpgroupLayouts, specialize
-from multimodal_gen.kernels.launch.compat import async_load
+from multimodal_gen.kernels.hopper_kernel import (
+    OVERFLOW,
+    ProgramShape,
+    barriers,
+    fetch,
+    partial_sums,
+    scores,
+    specialize,
+    wait_empty,
+    wait_full,
+)
 from multimodal_gen.kernels.launch.descriptors import describe, describe_tokens
 from multimodal_gen.kernels.launch.launcher import Launcher
 
 _ROWS = 64  # of a consumer
 _KEYS = 64  # of a step; their bits are one word
-# Sums past this may have lost a weight to infinity; values below 2^63 then still stay finite.
-OVERFLOW = gl.constexpr(2.0**64)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape(WarpgroupLayouts):
-    """Compile-time shape of the kernel.
-
-    Attributes:
-        keys: pooled keys of a step, BN.
-        head_size: D, padded to 64 or 128.
-        channels: D of the tensors; the copy engine fills the rest with zeros.
-        consumers: consumer warpgroups of 64 rows.
-        stages: tiles in each ring of K and V.
-        per_block: pieces of up to 64 rows that a query block is cut in.
-        q_starts: whether query blocks have starts of their own.
-        q_lengths: whether query blocks have lengths of their own.
-        registers: registers of a consumer thread.
-        producer_registers: registers of a producer thread.
-    """
-
-    keys: int
-    head_size: int
-    channels: int
-    consumers: int
-    stages: int
-    per_block: int
-    q_starts: bool
-    q_lengths: bool
-    registers: int
-    producer_registers: int = 24
 
 
 class Rings(NamedTuple):
@@ -128,9 +107,9 @@ def _piece(tile, W: gl.constexpr, task, C: gl.constexpr):
     h = tile // task.tiles % task.heads
     b = tile // task.tiles // task.heads
     given = tile % task.tiles * C.consumers + W
-    piece = gl.minimum(given, task.num_q * C.per_block - 1)
-    block = piece // C.per_block
-    inside = piece % C.per_block * 64
+    piece = gl.minimum(given, task.num_q * C.q_tiles - 1)
+    block = piece // C.q_tiles
+    inside = piece % C.q_tiles * 64
     begin = block * task.q_size
     length = gl.minimum(task.q_total - begin, task.q_size)
     if C.q_starts:
@@ -143,10 +122,8 @@ def _piece(tile, W: gl.constexpr, task, C: gl.constexpr):
 
 @gluon.jit
 def _load_v(dv, b, kv_h, step, at, rings, C: gl.constexpr):
-    slot = at % C.stages
-    mbarrier.wait(rings.v_empty.index(slot), ((at // C.stages) & 1) ^ 1)
-    mbarrier.expect(rings.v_full.index(slot), C.keys * C.head_size * 2)
-    async_load(dv, [b, kv_h, step * C.keys, 0], rings.v_full.index(slot), rings.v.index(slot))
+    slot = wait_empty(rings.v_empty, at, 0, C)
+    fetch(dv, [b, kv_h, step * C.keys, 0], rings.v_full.index(slot), rings.v.index(slot))
 
 
 @gluon.jit
@@ -164,24 +141,18 @@ def _producer(fed, W: gl.constexpr, C: gl.constexpr):
         for w in gl.static_range(CONSUMERS):
             _, _, _, _, row, _ = _piece(tile, w, task, C)
             mbarrier.wait(rings.q_empty.index(w), (turn & 1) ^ 1)
-            mbarrier.expect(rings.q_full.index(w), 64 * C.head_size * 2)
-            async_load(dq, [b, h, row, 0], rings.q_full.index(w), rings.q.index(w))
+            fetch(dq, [b, h, row, 0], rings.q_full.index(w), rings.q.index(w))
         for step in range(task.steps):
             at = before + step
-            slot = at % C.stages
-            mbarrier.wait(rings.k_empty.index(slot), ((at // C.stages) & 1) ^ 1)
-            mbarrier.expect(rings.k_full.index(slot), C.keys * C.head_size * 2)
-            async_load(
-                dk, [b, kv_h, step * C.keys, 0], rings.k_full.index(slot), rings.k.index(slot)
-            )
+            slot = wait_empty(rings.k_empty, at, 0, C)
+            fetch(dk, [b, kv_h, step * C.keys, 0], rings.k_full.index(slot), rings.k.index(slot))
             if step > 0:
                 _load_v(dv, b, kv_h, step - 1, at - 1, rings, C)
         # Late: until the tile before is written there is no room for it.
         for w in gl.static_range(CONSUMERS):
             _, _, _, _, row, _ = _piece(tile, w, task, C)
             mbarrier.wait(rings.o_empty.index(w), (turn & 1) ^ 1)
-            mbarrier.expect(rings.o_full.index(w), 64 * C.head_size * 2)
-            async_load(do, [b, h, row, 0], rings.o_full.index(w), rings.o.index(w))
+            fetch(do, [b, h, row, 0], rings.o_full.index(w), rings.o.index(w))
         _load_v(dv, b, kv_h, task.steps - 1, before + task.steps - 1, rings, C)
 
 
@@ -195,13 +166,11 @@ def _bias(sizes, word, n):
 
 
 @gluon.jit
-def _weights(s, bias, m, scale_log2, dtype: gl.constexpr, p_layout: gl.constexpr):
+def _weights(s, bias, m, scale_log2, dtype: gl.constexpr, C: gl.constexpr):
     """Return the weights of a step in 16 bits, and the sums of rows in four parts: [64, 4]."""
-    BN: gl.constexpr = s.shape[1]
     whole, _ = gl.broadcast(gl.expand_dims(bias, 0), s)
     p = gl.exp2(gl.fma(s, scale_log2, whole) - gl.expand_dims(m, 1))
-    sums = gl.sum(gl.sum(gl.reshape(p, [64, BN // 8, 4, 2]), 3), 1)
-    return gl.convert_layout(p.to(dtype), p_layout), sums
+    return gl.convert_layout(p.to(dtype), C.p_layout), partial_sums(p, C)
 
 
 @gluon.jit
@@ -214,7 +183,6 @@ def _consumer(given, W: gl.constexpr, C: gl.constexpr):
     q_tile = rings.q.index(W).reshape([64, D])
     o_tile = rings.o.index(W).reshape([64, D])
     n = gl.arange(0, BN, C.columns)
-    zero = gl.zeros([64, BN], gl.float32, C.s_layout)
     first = gl.program_id(0)
     for tile in range(first, task.total, gl.num_programs(0)):
         turn = (tile - first) // gl.num_programs(0)
@@ -234,44 +202,35 @@ def _consumer(given, W: gl.constexpr, C: gl.constexpr):
         m = gl.where(nothing, 0.0, lse * 1.4426950408889634)
         sizes = gl.load(size_ptr)
         word = gl.load(word_ptr)
-        slot = before % C.stages
         mbarrier.wait(rings.q_full.index(W), turn & 1)
-        mbarrier.wait(rings.k_full.index(slot), (before // C.stages) & 1)
-        k_t = rings.k.index(slot).reshape([BN, D]).permute((1, 0))
-        s_token = hopper.warpgroup_mma(q_tile, k_t, zero, use_acc=False, is_async=True)
+        slot = wait_full(rings.k_full, before, 0, C)
+        s_token = scores(q_tile, rings.k.index(slot), C)
         # Looked up a step ahead, so that no product waits for it.
         ahead = gl.load(word_ptr + gl.minimum(1, task.steps - 1))
         s = hopper.warpgroup_mma_wait(0, deps=[s_token])
         mbarrier.arrive(rings.k_empty.index(slot))
-        weights, sums = _weights(s, _bias(sizes, word, n), m, task.scale_log2, dtype, C.p_layout)
+        weights, sums = _weights(s, _bias(sizes, word, n), m, task.scale_log2, dtype, C)
         acc = gl.zeros([64, D], gl.float32, C.o_layout)
         for step in range(1, task.steps):
             at = before + step
-            slot = at % C.stages
-            slot_v = (at - 1) % C.stages
             word = ahead
             ahead = gl.load(word_ptr + gl.minimum(step + 1, task.steps - 1))
             sizes = gl.load(size_ptr + step * BN)
-            mbarrier.wait(rings.k_full.index(slot), (at // C.stages) & 1)
-            k_t = rings.k.index(slot).reshape([BN, D]).permute((1, 0))
-            s_token = hopper.warpgroup_mma(q_tile, k_t, zero, use_acc=False, is_async=True)
-            mbarrier.wait(rings.v_full.index(slot_v), ((at - 1) // C.stages) & 1)
+            slot = wait_full(rings.k_full, at, 0, C)
+            s_token = scores(q_tile, rings.k.index(slot), C)
+            slot_v = wait_full(rings.v_full, at - 1, 0, C)
             v_tile = rings.v.index(slot_v).reshape([BN, D])
             o_token = hopper.warpgroup_mma(weights, v_tile, acc, is_async=True)
             s = hopper.warpgroup_mma_wait(1, deps=[s_token])
             mbarrier.arrive(rings.k_empty.index(slot))
-            following, added = _weights(
-                s, _bias(sizes, word, n), m, task.scale_log2, dtype, C.p_layout
-            )
+            following, added = _weights(s, _bias(sizes, word, n), m, task.scale_log2, dtype, C)
             sums += added
             # The weights in flight must pass through the wait, or their registers are reused early.
             acc, weights = hopper.warpgroup_mma_wait(0, deps=[o_token, weights])
             mbarrier.arrive(rings.v_empty.index(slot_v))
             weights = following
         mbarrier.arrive(rings.q_empty.index(W))
-        last = before + task.steps - 1
-        slot_v = last % C.stages
-        mbarrier.wait(rings.v_full.index(slot_v), (last // C.stages) & 1)
+        slot_v = wait_full(rings.v_full, before + task.steps - 1, 0, C)
         v_tile = rings.v.index(slot_v).reshape([BN, D])
         o_token = hopper.warpgroup_mma(weights, v_tile, acc, is_async=True)
         new = gl.convert_layout(gl.sum(sums, 1), C.rows_s)
@@ -289,16 +248,10 @@ def _consumer(given, W: gl.constexpr, C: gl.constexpr):
         mbarrier.arrive(rings.o_empty.index(W))
         kept = gl.where(wrong > 0, 0, real)
         gl.store(lse_ptr + rows, 0.6931471805599453 * (m + gl.log2(1.0 + new)), mask=rows < kept)
-        at_row = gl.arange(0, 64, C.store_rows)
-        channel = gl.arange(0, D, C.store_columns)
         out_ptr = task.out + b_64 * task.out_b + h_64 * task.out_h + row.to(gl.int64) * task.out_s
-        ptrs = out_ptr + (gl.expand_dims(at_row * task.out_s, 1) + gl.expand_dims(channel, 0))
-        mask = gl.expand_dims(at_row < kept, 1)
-        if C.channels < D:
-            mask = mask & gl.expand_dims(channel < C.channels, 0)
-        gl.store(ptrs, staged, mask=mask)
+        store_values(out_ptr, staged, task, kept, 0, C, False)
         if wrong > 0:
-            place = (b * task.heads + h) * task.num_q * C.per_block + piece
+            place = (b * task.heads + h) * task.num_q * C.q_tiles + piece
             gl.store(task.flags + 1 + place, wrong)
             gl.atomic_add(task.flags, 1)
 
@@ -326,31 +279,20 @@ def gluon_tail_kernel(
     CONSUMERS: gl.constexpr = C.consumers
     STAGES: gl.constexpr = C.stages
     dtype: gl.constexpr = dq.dtype
-    one: gl.constexpr = mbarrier.MBarrierLayout()
     rings = Rings(
         gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, 64, C.head_size], dq.layout),
         gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, 64, C.head_size], do.layout),
         gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C.keys, C.head_size], dk.layout),
         gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C.keys, C.head_size], dv.layout),
-        gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], one),
-        gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], one),
-        gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], one),
-        gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], one),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], one),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], one),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], one),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], one),
+        barriers(CONSUMERS, 1),
+        barriers(CONSUMERS, 1),
+        barriers(CONSUMERS, 1),
+        barriers(CONSUMERS, 1),
+        barriers(STAGES, 1),
+        barriers(STAGES, CONSUMERS),
+        barriers(STAGES, 1),
+        barriers(STAGES, CONSUMERS),
     )
-    for w in gl.static_range(CONSUMERS):
-        mbarrier.init(rings.q_full.index(w), count=1)
-        mbarrier.init(rings.q_empty.index(w), count=1)
-        mbarrier.init(rings.o_full.index(w), count=1)
-        mbarrier.init(rings.o_empty.index(w), count=1)
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(rings.k_full.index(slot), count=1)
-        mbarrier.init(rings.v_full.index(slot), count=1)
-        mbarrier.init(rings.k_empty.index(slot), count=C.consumers)
-        mbarrier.init(rings.v_empty.index(slot), count=C.consumers)
     hopper.fence_async_shared()
     specialize(_consumer, ((task, rings),), _producer, ((dq, do, dk, dv, task, rings),), C)
 
@@ -366,47 +308,26 @@ def _programs(index: int) -> int:
     return 132 if index < 0 else int(torch.cuda.get_device_properties(index).multi_processor_count)
 
 
-def add_tail(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    counts: torch.Tensor,
-    kept: torch.Tensor,
-    queries: Blocks,
-    *,
-    scale: float,
-    tile: GluonTailTile,
-) -> None:
+def add_tail(call: TailCall, *, tile: GluonTailTile) -> None:
     """Launch the kernel, and the other one for what it flags; see `tail.add_tail`.
 
     What the copy engine reads, `out`, `q`, `keys` and `values`, must be readable to it.
     """
-    bits = tail_kernel.pack_bits(kept, _KEYS)
-    sizes = counts.float().log2().contiguous()
-    flags = _add(out, lse, q, keys, values, bits, sizes, queries, scale=scale, tile=tile)
+    bits = tail_kernel.pack_bits(call.kept, _KEYS)
+    sizes = call.pooled.counts.float().log2().contiguous()
+    flags = _add(call, bits, sizes, tile)
     tail_kernel.add_flagged(
-        out, lse, q, keys, values, sizes, bits, queries, flags, scale=scale,
-        tile=TritonTile(rows=_ROWS, keys=32, warps=4, stages=2),
-        programs=2 * _programs(q.get_device()),
+        call, sizes, bits, flags, tile=TritonTile(rows=_ROWS, keys=32, warps=4, stages=2),
+        programs=2 * _programs(call.q.get_device()),
     )  # fmt: skip
 
 
 def _add(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    bits: torch.Tensor,
-    sizes: torch.Tensor,
-    queries: Blocks,
-    *,
-    scale: float,
-    tile: GluonTailTile,
+    call: TailCall, bits: torch.Tensor, sizes: torch.Tensor, tile: GluonTailTile
 ) -> torch.Tensor:
     """Launch the kernel; return how many pieces were left out, and which are not 0: int32."""
+    out, lse, q, pooled, _, queries, scale = call
+    assert queries is not None, "others are refused"
     batch, total, heads, channels = q.shape
     size = 64 if channels <= 64 else 128
     per_block = -(-queries.size // _ROWS)
@@ -414,19 +335,16 @@ def _add(
     tiles = -(-pieces // tile.consumers)
     every = batch * heads * tiles
     flags = torch.zeros(1 + batch * heads * pieces, dtype=torch.int32, device=q.device)
-    bounds = [
-        sizes if t is None else unit_stride(t).expand(batch, heads, -1)
-        for t in (queries.starts, queries.lengths)
-    ]
+    bounds, strides = bounds_of(queries, batch, heads, sizes)
     steps = bits.shape[3] // (_KEYS // WORD_BITS)
     sizes = torch.nn.functional.pad(sizes, (0, steps * _KEYS - sizes.shape[2]), value=-math.inf)
-    shape = Shape(
+    shape = ProgramShape(
         keys=_KEYS,
         head_size=size,
         channels=channels,
         consumers=tile.consumers,
         stages=tile.stages,
-        per_block=per_block,
+        q_tiles=per_block,
         q_starts=queries.starts is not None,
         q_lengths=queries.lengths is not None,
         registers=tile.registers,
@@ -434,12 +352,11 @@ def _add(
     _launcher()(
         (min(every, _programs(q.get_device())),),
         describe_tokens(q, _ROWS, size), describe_tokens(out, _ROWS, size),
-        *(describe(x, _KEYS, size) for x in (keys, values)),
+        describe(pooled.keys, _KEYS, size), describe(pooled.values, _KEYS, size),
         out, lse, bits.view(torch.int64), sizes, flags, *bounds, *out.stride()[:3],
         *lse.stride()[:2], *_rows_apart(bits), *_rows_apart(sizes.unsqueeze(2)), steps,
-        *bounds[0].stride()[:2], *bounds[1].stride()[:2],
-        queries.num, queries.size, total, heads, heads // keys.shape[1], tiles, every,
-        scale / math.log(2.0), C=shape, num_warps=4,
+        *strides, queries.num, queries.size, total, heads, heads // pooled.keys.shape[1], tiles,
+        every, scale / math.log(2.0), C=shape, num_warps=4,
     )  # fmt: skip
     return flags
 

@@ -5,8 +5,9 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
 
-from multimodal_gen.kernels.hopper_kernel import WarpgroupLayouts
+from multimodal_gen.kernels.hopper_kernel import ProgramShape, barriers
 
 SEARCH = gl.constexpr(256)
 
@@ -25,39 +26,45 @@ class Rings(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The plan as the kernel reads it; `order` and the counts are over rows of the plan."""
+    """A plan as kernels read it, in the order of `WorkList.arguments`; then what some add."""
 
-    steps: Any
+    list: Any
     count: Any
     tail_count: Any
     tail_length: Any
     order: Any
-    sweep: Any
+    start: Any
+    length: Any
     rows: Any
     rep_h: Any
-    num_q: Any
+    num: Any
     plan_h: Any
     group: Any
-    kv_last: Any
-    kv_tail: Any
+    last: Any
+    tail: Any
     room: Any
     tail_room: Any
-    steps_b: Any
-    steps_h: Any
-    steps_q: Any
+    list_b: Any
+    list_h: Any
+    list_n: Any
     count_b: Any
     count_h: Any
-    count_q: Any
-    sweep_b: Any
-    q_start: Any
-    q_length: Any
-    q_start_b: Any
-    q_start_h: Any
-    q_length_b: Any
-    q_length_h: Any
-    q_size: Any
-    q_total: Any
+    count_n: Any
+    start_b: Any
+    start_h: Any
+    length_b: Any
+    length_h: Any
+    size: Any
     total: Any
+    lists: Any
+    more: Any
+
+
+class More(NamedTuple):
+    """Positions of key sweeps, the blocks of steps, and the blocks that rows choose."""
+
+    sweep: Any
+    sweep_b: Any
     blocks: Any
     bits: Any
     bits_b: Any
@@ -107,149 +114,208 @@ class Work(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape(WarpgroupLayouts):
-    """Compile-time shape of the kernel.
+class Shape(ProgramShape):
+    """Compile-time shape of a kernel that reads a plan; see `ProgramShape` for the rest.
 
     Attributes:
-        keys: keys of a step, BN.
-        head_size: D, padded to 64 or 128.
-        channels: D of the tensors; the copy engine fills the rest with zeros.
-        sub: steps per key block; 0 when the list already holds steps.
-        q_tiles: tiles per query block.
-        consumers: consumer warpgroups of 64 rows.
-        stages: tiles in a ring.
-        own: whether each consumer has its own query block.
         q_registers: whether Q is kept in registers.
         fast: fixed reference and flags instead of the online softmax.
         lazy: whether the online softmax keeps its reference while it can.
+        lse: whether lse is wanted.
+        sub: steps per key block; 0 when the list already holds steps.
+        box: keys that lie together in steps that are put together, of which each may have fewer;
+            0 where the keys of a step adjoin.
+        own: whether each consumer has its own query block.
         sync: publish the position in the key sweep every so many steps; 0 never.
         ragged: whether any step may be partial.
         ordered: whether `order` is given.
-        q_starts: whether query blocks have starts of their own.
-        q_lengths: whether query blocks have lengths of their own.
         bits: whether rows choose among the blocks of their list; the list then holds steps.
         one_word: whether the choice of a row is a single word.
-        lse: whether lse is wanted.
         skip: how many powers of two below the reference a step is left out; 0 for none.
         passes: whether a consumer leaves out steps of blocks that none of its rows keeps.
         redo: tiles of which a program computes those that are flagged; 0 where all are computed.
-        registers: registers of a consumer thread.
-        producer_registers: registers of a producer thread.
     """
 
-    keys: int
-    head_size: int
-    channels: int
-    sub: int
-    q_tiles: int
-    consumers: int
-    stages: int
-    own: bool
-    q_registers: bool
-    fast: bool
-    lazy: bool
-    sync: int
-    ragged: bool
-    ordered: bool
-    q_starts: bool
-    q_lengths: bool
-    bits: bool
-    one_word: bool
-    lse: bool
-    skip: float
-    passes: bool
-    redo: int
-    registers: int
-    producer_registers: int
+    q_registers: bool = False
+    fast: bool = False
+    lazy: bool = False
+    lse: bool = False
+    sub: int = 0
+    box: int = 0
+    own: bool = False
+    sync: int = 0
+    ragged: bool = True
+    ordered: bool = False
+    bits: bool = False
+    one_word: bool = False
+    skip: float = 0.0
+    passes: bool = False
+    redo: int = 0
+
+    @property
+    def tail_first(self) -> bool:
+        """Whether the first step is a partial one, if there is any."""
+        return self.ragged and not self.passes
 
 
 @gluon.jit
-def locate(position, plan, C: gl.constexpr):
-    """Return batch, head and query block of a position in the launch order."""
-    outer = position // plan.rows
-    row = position % plan.rows
-    if C.ordered:
-        row = gl.load(plan.order + row)
-    h = row // plan.num_q % plan.plan_h + outer % plan.rep_h
-    b = row // plan.num_q // plan.plan_h + outer // plan.rep_h
-    return b, h, row % plan.num_q
+def find_rows(W: gl.constexpr, tile, plan, C: gl.constexpr):
+    """Return batch, head, query block, first row and rows of a tile: attended to, and written.
 
-
-@gluon.jit
-def find_work(W: gl.constexpr, tile, plan, outs, C: gl.constexpr):
-    """Return the work of a tile, of consumer `W` where each has a query block of its own."""
+    Also how many rows of the block come before. Where each consumer has a query block of its own,
+    that of consumer `W`.
+    """
     if C.own:
         position = tile * C.consumers + W
         inside = position * 0
     else:
         position = tile // C.q_tiles
         inside = tile % C.q_tiles * (C.consumers * 64)
-    valid = position < plan.total
-    b, h, i = locate(gl.minimum(position, plan.total - 1), plan, C)
-    begin = i * plan.q_size
+    valid = True
+    if C.own:  # the last consumers may have none
+        valid = position < plan.lists
+        position = gl.minimum(position, plan.lists - 1)
+    outer = position // plan.rows
+    place = position % plan.rows
+    if C.ordered:
+        place = gl.load(plan.order + place)
+    h = place // plan.num % plan.plan_h + outer % plan.rep_h
+    b = place // plan.num // plan.plan_h + outer // plan.rep_h
+    i = place % plan.num
+    begin = i * plan.size
     if C.q_starts:
-        begin = gl.load(plan.q_start + b * plan.q_start_b + h * plan.q_start_h + i)
-    length = gl.minimum(plan.q_total - begin, plan.q_size)
+        begin = gl.load(plan.start + b * plan.start_b + h * plan.start_h + i)
+    length = gl.minimum(plan.total - begin, plan.size)
     if C.q_lengths:
-        length = gl.load(plan.q_length + b * plan.q_length_b + h * plan.q_length_h + i)
+        length = gl.load(plan.length + b * plan.length_b + h * plan.length_h + i)
     owned = length
     if C.q_lengths and not C.q_starts:
-        owned = plan.q_size  # the padding of a block is its own, and is set to zero
-    owned = gl.where(valid, owned - inside, 0)
-    real = gl.where(valid, length - inside, 0)
+        owned = plan.size  # the padding of a block is its own, and is set to zero
+    owned -= inside
+    real = length - inside
+    if C.own:
+        owned = gl.where(valid, owned, 0)
+        real = gl.where(valid, real, 0)
+    return b, h, i, begin + inside, real, owned, inside
 
-    b_64 = b.to(gl.int64)
-    h_64 = h.to(gl.int64)
-    i_64 = i.to(gl.int64)
-    row_list = plan.steps + b_64 * plan.steps_b + h_64 * plan.steps_h + i_64 * plan.steps_q
-    place = b_64 * plan.count_b + h_64 * plan.count_h + i_64 * plan.count_q
+
+@gluon.jit
+def find_steps(b, h, i, real, plan, UNIT: gl.constexpr, C: gl.constexpr):
+    """Return a list, the numbers of its whole and partial steps of UNIT keys, and where these are.
+
+    That is the first key of the partial step of a regular plan or the last place of the list, and
+    its length or where the lengths stand.
+    """
+    row_list = plan.list + b * plan.list_b + h * plan.list_h + i * plan.list_n
+    place = b * plan.count_b + h * plan.count_h + i * plan.count_n
     count = gl.load(plan.count + place)
     num_tail = count * 0
     if C.sub > 0:
         num_full = count * C.sub
-        tail = (plan.kv_last * C.sub + plan.kv_tail // C.keys) * C.keys
+        tail = (plan.last * C.sub + plan.tail // UNIT) * UNIT
         if C.ragged:
             last = gl.load(row_list + count - 1, mask=count > 0, other=-1)
-            whole = (count - 1) * C.sub + plan.kv_tail // C.keys
-            num_full = gl.where(last == plan.kv_last, whole, num_full)
-            num_tail = gl.where((last == plan.kv_last) & (plan.kv_tail % C.keys > 0), 1, 0)
-        tail_keys = plan.kv_tail % C.keys
+            whole = (count - 1) * C.sub + plan.tail // UNIT
+            num_full = gl.where(last == plan.last, whole, num_full)
+            num_tail = gl.where((last == plan.last) & (plan.tail % UNIT > 0), 1, 0)
+        tail_keys = plan.tail % UNIT
     else:
         num_full = count
         tail = plan.room - 1
         if C.ragged:
             num_tail = gl.load(plan.tail_count + place)
         tail_keys = plan.tail_length + place * plan.tail_room
-    row = begin + inside
-    out = outs.out + b_64 * outs.out_b + h_64 * outs.out_h + row.to(gl.int64) * outs.out_s
-    lse = outs.lse + b_64 * outs.lse_b + h_64 * outs.lse_h + row
+    num_full = gl.where(real > 0, num_full, 0)
+    num_tail = gl.where(real > 0, num_tail, 0)
+    return row_list, num_full, num_tail, tail, tail_keys
+
+
+@gluon.jit
+def places(outs, b, h, row):
+    """Return where the results of the rows from `row` on go."""
+    out = outs.out + b * outs.out_b + h * outs.out_h + row.to(gl.int64) * outs.out_s
+    return out, outs.lse + b * outs.lse_b + h * outs.lse_h + row
+
+
+@gluon.jit
+def find_work(W: gl.constexpr, tile, plan, outs, C: gl.constexpr):
+    """Return the work of a tile, of consumer `W` where each has a query block of its own."""
+    b, h, i, row, real, owned, _ = find_rows(W, tile, plan, C)
+    b_64 = b.to(gl.int64)
+    h_64 = h.to(gl.int64)
+    i_64 = i.to(gl.int64)
+    row_list, num_full, num_tail, tail, tail_keys = find_steps(
+        b_64, h_64, i_64, real, plan, C.keys, C
+    )
+    out, lse = places(outs, b_64, h_64, row)
     kv_h = h // plan.group
+    more = plan.more
+    bits = more.bits + b_64 * more.bits_b + h_64 * more.bits_h + row.to(gl.int64) * more.words
     return Work(
-        row_list, gl.where(real > 0, num_full, 0), gl.where(real > 0, num_tail, 0), tail,
-        tail_keys, b, h, kv_h, row, real, owned, out, outs.out_s, lse,
-        plan.sweep + b * plan.sweep_b + kv_h,
-        plan.blocks + b_64 * plan.steps_b + h_64 * plan.steps_h + i_64 * plan.steps_q,
-        plan.bits + b_64 * plan.bits_b + h_64 * plan.bits_h + row.to(gl.int64) * plan.words,
-        plan.words,
+        row_list, num_full, num_tail, tail, tail_keys, b, h, kv_h, row, real, owned,
+        out, outs.out_s, lse, more.sweep + b * more.sweep_b + kv_h,
+        more.blocks + b_64 * plan.list_b + h_64 * plan.list_h + i_64 * plan.list_n,
+        bits, more.words,
     )  # fmt: skip
 
 
 @gluon.jit
+def whole_keys(C: gl.constexpr):
+    """Return what `tail_keys` returns of a whole step."""
+    keys = gl.to_tensor(C.keys)
+    if C.box > 0:
+        keys = gl.full([C.keys], C.keys, gl.int32, C.columns)
+    return keys
+
+
+@gluon.jit
 def tail_keys(work, tail, C: gl.constexpr):
-    """Return how many keys of a partial step are real."""
+    """Return how many keys of a partial step are real; of boxes, a bound for the place of each."""
     keys = work.tail_keys
-    if C.sub == 0:
+    if C.box > 0:
+        place = gl.arange(0, C.keys, C.columns)
+        length = gl.load(keys + tail * (C.keys // C.box) + place // C.box)
+        keys = gl.where(place % C.box < length, C.keys, 0)
+    elif C.sub == 0:
         keys = gl.load(keys + tail)
     return keys
 
 
 @gluon.jit
+def make_rings(dq, dk, dv, SLOTS: gl.constexpr, SHARERS: gl.constexpr, C: gl.constexpr):
+    """Return rings of so many slots, each of which is read by SHARERS consumers."""
+    BN: gl.constexpr = C.keys
+    D: gl.constexpr = C.head_size
+    CONSUMERS: gl.constexpr = C.consumers
+    rings = Rings(
+        gl.allocate_shared_memory(dq.dtype, [CONSUMERS, 1, 1, 64, D], dq.layout),
+        gl.allocate_shared_memory(dq.dtype, [SLOTS, 1, 1, BN, D], dk.layout),
+        gl.allocate_shared_memory(dq.dtype, [SLOTS, 1, 1, BN, D], dv.layout),
+        barriers(CONSUMERS, 1),
+        barriers(SLOTS, 1),
+        barriers(SLOTS, SHARERS),
+        barriers(SLOTS, 1),
+        barriers(SLOTS, SHARERS),
+    )
+    hopper.fence_async_shared()
+    return rings
+
+
+@gluon.jit
+def _whole_step(work, step, C: gl.constexpr):
+    """Return which whole step one is, and whether it is any; see `step_start`."""
+    whole = step
+    is_whole = step < work.num_full
+    if C.tail_first:
+        whole = step - gl.minimum(work.num_tail, 1)
+        is_whole = (whole >= 0) & (whole < work.num_full)
+    return whole, is_whole
+
+
+@gluon.jit
 def block_of(work, step, C: gl.constexpr):
     """Return the block of a step."""
-    whole = step
-    if C.ragged and not C.passes:
-        whole = step - gl.minimum(work.num_tail, 1)
-    is_whole = (whole >= 0) & (whole < work.num_full)
+    whole, is_whole = _whole_step(work, step, C)
     tail = gl.maximum(step - work.num_full, 0)
     return gl.load(work.blocks + gl.where(is_whole, whole, work.tail - tail))
 
@@ -283,28 +349,31 @@ def infinity(words, block):
 
 
 @gluon.jit
+def start_of(work, whole, tail, is_whole, UNIT: gl.constexpr, C: gl.constexpr):
+    """Return the first key of a whole step of UNIT keys, or else of a partial one."""
+    if C.sub > 0:
+        block = gl.load(work.row_list + whole // C.sub, mask=is_whole, other=0)
+        start = (block * C.sub + whole % C.sub) * UNIT
+        if C.ragged:
+            start = gl.where(is_whole, start, work.tail)
+    else:
+        start = gl.load(work.row_list + gl.where(is_whole, whole, work.tail - tail))
+    return start
+
+
+@gluon.jit
 def step_start(work, step, turn, C: gl.constexpr):
     """Return the first key of a step: a partial step if any, the whole ones, other partial ones.
 
     Where consumers pass over steps, all whole ones come first.
     The whole steps are taken from `turn` on.
     """
-    whole = step
-    if C.ragged and not C.passes:
-        whole = step - gl.minimum(work.num_tail, 1)
-    is_whole = (whole >= 0) & (whole < work.num_full)
+    whole, is_whole = _whole_step(work, step, C)
     if C.sync > 0:
         whole += turn
         whole = gl.where(whole >= work.num_full, whole - work.num_full, whole)
-    if C.sub > 0:
-        block = gl.load(work.row_list + whole // C.sub, mask=is_whole, other=0)
-        start = (block * C.sub + whole % C.sub) * C.keys
-        if C.ragged:
-            start = gl.where(is_whole, start, work.tail)
-    else:
-        tail = gl.maximum(step - work.num_full, 0)
-        start = gl.load(work.row_list + gl.where(is_whole, whole, work.tail - tail))
-    return start
+    tail = gl.maximum(step - work.num_full, 0)
+    return start_of(work, whole, tail, is_whole, C.keys, C)
 
 
 @gluon.jit
@@ -323,18 +392,26 @@ def first_turn(work, key, C: gl.constexpr):
 
 
 @gluon.jit
-def store_rows(values, lse, work, owned, first_row, C: gl.constexpr):
-    """Write 64 rows of out and lse, those of the first `owned` ones of the tile."""
+def store_values(ptr, values, work, owned, first_row, C: gl.constexpr, PADS: gl.constexpr = True):
+    """Write 64 rows of a tile to `ptr`, those of its first `owned` ones.
+
+    PADS: where blocks have lengths of their own, what is not real in them is set to zero.
+    """
     layout: gl.constexpr = values.type.layout
     rows = first_row + gl.arange(0, 64, gl.SliceLayout(1, layout))
     channel = gl.arange(0, C.head_size, gl.SliceLayout(0, layout))
-    ptrs = work.out + (gl.expand_dims(rows * work.out_s, 1) + gl.expand_dims(channel, 0))
-    if C.q_lengths:
+    ptrs = ptr + (gl.expand_dims(rows * work.out_s, 1) + gl.expand_dims(channel, 0))
+    if C.q_lengths and PADS:
         values = gl.where(gl.expand_dims(rows < work.real, 1), values, gl.zeros_like(values))
     mask = gl.expand_dims(rows < owned, 1)
     if C.channels < C.head_size:
         mask = mask & gl.expand_dims(channel < C.channels, 0)
     gl.store(ptrs, values, mask=mask)
+
+
+@gluon.jit
+def store_lse(lse, work, owned, first_row, C: gl.constexpr):
+    """Write lse of these rows, if it is wanted."""
     if C.lse:
         rows = first_row + gl.arange(0, 64, lse.type.layout)
         lse = gl.where(rows < work.real, lse, float("-inf"))

@@ -6,6 +6,7 @@ broadcast. Everything is counted per *query* head, also where several of them sh
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ __all__ = [
     "WORD_BITS",
     "BlockPlan",
     "Blocks",
+    "bounds_of",
     "broadcast_leading",
     "check_arguments",
     "check_values",
@@ -420,6 +422,27 @@ class BlockPlan:
         return self
 
 
+def bounds_of(
+    blocks: Blocks, batch: int, heads: int, absent: torch.Tensor
+) -> tuple[list[torch.Tensor], list[int]]:
+    """Return starts and lengths as kernels take them, and their strides of batch and head.
+
+    They stay where they are, so that what is written to them later holds; but those whose last
+    stride is not 1 are copied.
+
+    Args:
+        blocks: how the rows are cut.
+        batch: B.
+        heads: H, of queries or of keys.
+        absent: any tensor, which stands for those that regular blocks do not have.
+    """
+    tensors = [
+        absent if t is None else unit_stride(t).expand(batch, heads, -1)
+        for t in (blocks.starts, blocks.lengths)
+    ]
+    return tensors, [stride for t in tensors for stride in t.stride()[:2]]
+
+
 def launch_order(plan: BlockPlan, counts: torch.Tensor) -> torch.Tensor | None:
     """Return the order in which to start the rows of `counts`, or None when it does not matter.
 
@@ -594,31 +617,28 @@ def empty_results(
     return out, lse if plan.q.starts is None else lse.fill_(float("-inf"))
 
 
-def flatten(plan: BlockPlan) -> tuple[Any, ...]:
-    """Return a plan as arguments of an operator: eight tensors, some None, and six sizes."""
+def flatten(plan: BlockPlan) -> tuple[list[torch.Tensor], list[int]]:
+    """Return a plan as arguments of an operator: the tensors that it has, and its sizes.
+
+    The sizes begin with which of the tensors there are that it need not have, in bits.
+    """
     q, kv = plan.q, plan.kv
-    return (
-        plan.indices,
-        plan.counts,
-        q.starts,
-        q.lengths,
-        kv.starts,
-        kv.lengths,
-        plan.row_bits,
-        plan.order,
-        q.num,
-        q.size,
-        kv.num,
-        kv.size,
-        plan.uniform,
-        plan.causal,
-    )
+    optional = (q.starts, q.lengths, kv.starts, kv.lengths, plan.row_bits, plan.order)
+    present = sum(1 << i for i, tensor in enumerate(optional) if tensor is not None)
+    sizes = [present, q.num, q.size, kv.num, kv.size, int(plan.uniform), int(plan.causal)]
+    return [plan.indices, plan.counts, *(x for x in optional if x is not None)], sizes
 
 
-def unflatten(q: torch.Tensor, k: torch.Tensor, flat: tuple[Any, ...]) -> BlockPlan:
+def unflatten(
+    q: torch.Tensor, k: torch.Tensor, tensors: Sequence[torch.Tensor], sizes: Sequence[int]
+) -> BlockPlan:
     """Return the plan of queries [B, Sq, ...] and keys [B, Sk, ...] that `flatten` took apart."""
-    indices, counts, q_starts, q_lengths, kv_starts, kv_lengths, row_bits, order = flat[:8]
-    q_num, q_size, kv_num, kv_size, uniform, causal = flat[8:]
+    present, q_num, q_size, kv_num, kv_size, uniform, causal = sizes
+    indices, counts, *rest = tensors
+    left = iter(rest)
+    q_starts, q_lengths, kv_starts, kv_lengths, row_bits, order = (
+        next(left) if present >> i & 1 else None for i in range(6)
+    )
     return BlockPlan(
         indices=indices,
         counts=counts,
@@ -626,6 +646,6 @@ def unflatten(q: torch.Tensor, k: torch.Tensor, flat: tuple[Any, ...]) -> BlockP
         kv=Blocks(num=kv_num, size=kv_size, total=k.shape[1], starts=kv_starts, lengths=kv_lengths),
         row_bits=row_bits,
         order=order,
-        uniform=uniform,
-        causal=causal,
+        uniform=bool(uniform),
+        causal=bool(causal),
     )

@@ -11,6 +11,7 @@ Shapes: B batch, S tokens, H heads, D head size, N blocks; q/k suffix = query/ke
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -20,13 +21,10 @@ from multimodal_gen.kernels.block_sparse.api import refresh_plan
 from multimodal_gen.kernels.block_sparse.layouts import QUERY_ROWS
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.tail import PooledBlocks
-from multimodal_gen.kernels.tile_order.api import TileOrder
-from multimodal_gen.kernels.tile_pool.api import (
-    pool_cells,
+from multimodal_gen.kernels.select.api import (
     pool_tiles,
-    select_cells,
-    select_tiles,
 )
+from multimodal_gen.kernels.tile_order.api import TileOrder
 
 __all__ = [
     "EVERYWHERE",
@@ -37,10 +35,7 @@ __all__ = [
     "SeenTiles",
     "SlotLists",
     "TileLists",
-    "best_cells",
-    "best_means",
     "means_of_seen",
-    "near",
     "pooled_seen",
 ]
 
@@ -147,7 +142,50 @@ class SeenTiles(NamedTuple):
         return plan, self.density(plan, full=True)
 
 
-class SlotLists:
+class _Lists:
+    """Lists of blocks of slots, and the plans over them; what is written reaches all of these.
+
+    Args:
+        num_slots: slots, seen or not.
+        rows: rows of a slot.
+        cut: query blocks with lists of their own, blocks of a slot, and those a list has of it.
+        device: where the lists lie.
+    """
+
+    def __init__(
+        self, num_slots: int, rows: int, cut: tuple[int, int, int], device: torch.device
+    ) -> None:
+        lists, blocks, listed = cut
+        self._num, self._rows = num_slots, rows
+        self._plans: dict[int, BlockPlan] = {}
+        zeros = partial(torch.zeros, dtype=torch.int32, device=device)
+        self._indices, self._counts = zeros(1, 1, lists, num_slots * listed), zeros(1, 1, 1)
+        self._starts, self._lengths = zeros(num_slots * blocks), zeros(num_slots * blocks)
+
+    def _write(self, lists: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor) -> None:
+        """Write lists of blocks that are seen, and where all blocks begin and how long they are."""
+        self._indices[0, 0].copy_(F.pad(lists, (0, self._indices.shape[3] - lists.shape[1])))
+        self._counts.fill_(lists.shape[1])
+        self._starts.copy_(starts.flatten())
+        self._lengths.copy_(lengths.flatten())
+        for plan in self._plans.values():
+            refresh_plan(plan)
+
+    def _plan(self, queries: int, q: Blocks, indices: torch.Tensor, size: int) -> BlockPlan:
+        """Make the plan of so many queries, with blocks of at most `size` keys."""
+        total = self._num * self._rows
+        plan = BlockPlan(
+            indices=indices,
+            counts=self._counts.expand(1, 1, q.num),
+            q=q,
+            kv=Blocks.ragged(self._starts, self._lengths, total=total, size=size),
+            uniform=True,
+        )
+        self._plans[queries] = plan
+        return plan
+
+
+class SlotLists(_Lists):
     """Every query sees every row of the slots that are seen.
 
     Args:
@@ -160,27 +198,19 @@ class SlotLists:
     """
 
     def __init__(self, num_slots: int, rows: int, device: torch.device) -> None:
+        super().__init__(num_slots, rows, (1, 1, 1), device)
         self.stretch: tuple[int, int] | None = None
-        self._num, self._rows = num_slots, rows
-        self._plans: dict[int, BlockPlan] = {}
-        self._indices = torch.zeros(1, 1, 1, num_slots, dtype=torch.int32, device=device)
-        self._counts = torch.zeros(1, 1, 1, dtype=torch.int32, device=device)
-        self._lengths = torch.zeros(num_slots, dtype=torch.int32, device=device)
-        self._starts = torch.arange(num_slots, dtype=torch.int32, device=device) * rows
 
     def update(self, seen: Mapping[int, int]) -> None:
         """Write which slots are seen, as slot -> rows in it; at least one."""
         slots = sorted(seen)
         lengths = [seen.get(slot, 0) for slot in range(self._num)]
-        rest = [0] * (self._num - len(slots))
-        self._indices.view(-1).copy_(torch.tensor([*slots, *rest], dtype=torch.int32))
-        self._counts.fill_(len(slots))
-        self._lengths.copy_(torch.tensor(lengths, dtype=torch.int32))
         full = all(seen[slot] == self._rows for slot in slots[:-1])
         in_one_piece = full and slots == list(range(slots[0], slots[-1] + 1))
         self.stretch = (slots[0] * self._rows, sum(lengths)) if in_one_piece else None
-        for plan in self._plans.values():
-            refresh_plan(plan)
+        starts = torch.arange(self._num, dtype=torch.int32) * self._rows
+        lists = torch.tensor([slots], dtype=torch.int32)
+        self._write(lists, starts, torch.tensor(lengths, dtype=torch.int32))
 
     @property
     def kind(self) -> tuple[int, int] | None:
@@ -189,19 +219,13 @@ class SlotLists:
 
     def plan(self, queries: int) -> BlockPlan:
         """Return the plan of so many queries."""
-        if queries not in self._plans:
-            q, total = Blocks.regular(queries, QUERY_ROWS), self._num * self._rows
-            self._plans[queries] = BlockPlan(
-                indices=self._indices.expand(1, 1, q.num, -1),
-                counts=self._counts.expand(1, 1, q.num),
-                q=q,
-                kv=Blocks.ragged(self._starts, self._lengths, total=total, size=self._rows),
-                uniform=True,
-            )
-        return self._plans[queries]
+        if queries in self._plans:
+            return self._plans[queries]
+        q = Blocks.regular(queries, QUERY_ROWS)
+        return self._plan(queries, q, self._indices.expand(1, 1, q.num, -1), self._rows)
 
 
-class TileLists:
+class TileLists(_Lists):
     """A slot holds its rows tile by tile; queries see windows of tiles.
 
     In every slot that is seen, a tile of queries sees the tiles of `kept`, as many everywhere.
@@ -230,22 +254,13 @@ class TileLists:
         *,
         in_order: bool = False,
     ) -> None:
-        self._num, self._rows, self._order_of, self._device = num_slots, rows, order_of, device
-        self._kept, self.num_tiles, self.num_tokens, self._in_order = kept, 0, 0, in_order
         tiles, window = kept.shape
-        self._plans: dict[int, BlockPlan] = {}
+        super().__init__(num_slots, rows, (tiles, tiles, window), device)
+        self._order_of, self._kept, self._in_order = order_of, kept, in_order
+        self.num_tiles, self.num_tokens = 0, 0
         self._itself = torch.arange(tiles, dtype=torch.int32, device=device)
         self._first_itself = self._itself.clone()
-        self._indices, self._counts, self._starts, self._lengths, self._places = (
-            torch.zeros(shape, dtype=torch.int32, device=device)
-            for shape in (
-                (1, 1, tiles, num_slots * window),
-                (1, 1, 1),
-                (num_slots * tiles,),
-                (num_slots * tiles,),
-                (num_slots * tiles,),
-            )
-        )
+        self._places = torch.zeros_like(self._starts)
 
     def update(self, seen: Mapping[int, int]) -> None:
         """Write which slots are seen, as slot -> rows in it, in the order of time; at least one."""
@@ -262,16 +277,9 @@ class TileLists:
             places[slot, :num] = torch.arange(self.num_tiles, self.num_tiles + num)
             listed.append(slot * tiles + self._kept[:, : min(num, window)])
             self.num_tiles += num
-        of_slots = torch.cat(listed, dim=1).sort(dim=1).values
-        room = self._indices.shape[3] - of_slots.shape[1]
-        self._indices[0, 0].copy_(F.pad(of_slots, (0, room)))
-        self._counts.fill_(of_slots.shape[1])
-        self._starts.copy_(starts.flatten())
-        self._lengths.copy_(lengths.flatten())
         self._places.copy_(places.flatten())
         torch.add(self._first_itself, slot * tiles, out=self._itself)
-        for plan in self._plans.values():
-            refresh_plan(plan)
+        self._write(torch.cat(listed, dim=1).sort(dim=1).values, starts, lengths)
 
     @property
     def kind(self) -> int:
@@ -280,28 +288,16 @@ class TileLists:
 
     def seen_by(self, queries: int) -> SeenTiles:
         """Return what so many queries see; the query blocks of the plan are their tiles."""
-        order = self._order_of(queries, self._device)
+        order = self._order_of(queries, self._places.device)
         num = len(order.starts)
-        if queries not in self._plans:
+        plan = self._plans.get(queries)
+        if plan is None:
+            q = Blocks.ragged(order.starts, order.lengths, total=queries, size=order.largest)
             largest = self._order_of(self._rows, "cpu").largest
-            self._plans[queries] = BlockPlan(
-                indices=self._indices[:, :, :num],
-                counts=self._counts.expand(1, 1, num),
-                q=Blocks.ragged(order.starts, order.lengths, total=queries, size=order.largest),
-                kv=Blocks.ragged(
-                    self._starts, self._lengths, total=self._num * self._rows, size=largest
-                ),
-                uniform=True,
-            )
-        return SeenTiles(
-            self._plans[queries],
-            order,
-            self.num_tiles,
-            self.num_tokens,
-            self._itself[:num],
-            self._places,
-            self._in_order,
-        )
+            plan = self._plan(queries, q, self._indices[:, :, :num], largest)
+        itself, in_order = self._itself[:num], self._in_order
+        of_slots = (self.num_tiles, self.num_tokens)
+        return SeenTiles(plan, order, *of_slots, itself, self._places, in_order)
 
 
 class SeenMeans(NamedTuple):
@@ -332,48 +328,6 @@ def means_of_seen(query: torch.Tensor, key: torch.Tensor, tiles: SeenTiles) -> S
     return SeenMeans(means, key_means, (lengths > 0).expand(len(query), -1))
 
 
-def best_means(means: SeenMeans, count: int) -> torch.Tensor:
-    """Return the seen blocks whose means match best: int32 [B, H, Nq, count].
-
-    Args:
-        means: of the blocks.
-        count: blocks to keep, at most those that are seen.
-    """
-    return select_tiles(means.query, means.key, count, real=means.real)
-
-
-def best_cells(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    tiles: SeenTiles,
-    count: int,
-    *,
-    cells: tuple[int, int],
-    scale: float,
-) -> torch.Tensor:
-    """Return the seen blocks whose cells match best: int32 [B, H, Nq, count]; see `select_cells`.
-
-    Args:
-        query: [B, Sq, H, D], in the order of its tiles.
-        key: [B, Sk, Hkv, D], all rows of the cache.
-        tiles: what is seen of them.
-        count: blocks to keep, at most those that are seen.
-        cells: how many cells a block of queries and one of keys has.
-        scale: factor of the scores.
-    """
-    order, kv = tiles.order, tiles.plan.kv
-    starts, lengths = (bound.view(-1) for bound in kv.tensors())
-    rows, q_real = pool_cells(query, order.starts, order.lengths, cells[0], size=tiles.plan.q.size)
-    keys, k_real = pool_cells(key, starts, lengths, cells[1], size=kv.size)
-    return select_cells(rows, keys, q_real, k_real, count, cells=cells, scale=scale)
-
-
-def near(tiles: SeenTiles, reach: int) -> torch.Tensor:
-    """Return which blocks are at most `reach` from a query's own in time: bool [1, 1, Nq, Nk]."""
-    own = tiles.places[tiles.itself.long()]
-    return ((own[:, None] - tiles.places).abs() <= reach)[None, None]
-
-
 def pooled_seen(key: torch.Tensor, value: torch.Tensor, tiles: SeenTiles) -> PooledBlocks:
     """Return by what blocks count that are not chosen; those that are not seen have no tokens."""
     (keys, values), lengths = _pooled((key, value), tiles)
@@ -386,5 +340,4 @@ def _pooled(
     """Return means of blocks of keys, and how many tokens each has."""
     kv = tiles.plan.kv
     starts, lengths = (bound.view(-1) for bound in kv.tensors())
-    # Those without tokens count one here, and are left out by whoever has the lengths.
-    return pool_tiles(tensors, starts, lengths.clamp_min(1), size=kv.size), lengths
+    return pool_tiles(tensors, starts, lengths, size=kv.size), lengths

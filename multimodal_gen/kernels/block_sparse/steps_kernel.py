@@ -8,14 +8,28 @@ B batch, H heads, Nq query blocks; `steps` and `blocks` are [rows, room], `tail_
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from multimodal_gen.kernels.block_sparse.plan import BlockPlan, broadcast_leading, unit_stride
+from multimodal_gen.kernels.block_sparse.plan import (
+    BlockPlan,
+    bounds_of,
+    broadcast_leading,
+    launch_order,
+    unit_stride,
+)
 from multimodal_gen.kernels.launch.launcher import Launcher
 from multimodal_gen.kernels.shared_kernel import maximum, next_power_of_2
+
+# Parameters of kernels that compilations do not depend on; see `WorkList.arguments`.
+PLAN_NUMBERS = (
+    "rows", "rep_h", "num", "plan_h", "last", "tail", "room", "tail_room",
+    "list_b", "list_h", "list_n", "count_b", "count_h", "count_n",
+    "start_b", "start_h", "length_b", "length_h", "size", "total",
+)  # fmt: skip
 
 CHUNK = 128  # entries of a list that a program looks at together
 FEW = 512  # entries of a row of a map, which one look is enough for
@@ -237,6 +251,88 @@ def refresh_steps(plan: BlockPlan) -> None:
     for key, known in list(plan.cache.items()):
         if isinstance(known, Steps):
             _make_steps(plan, key[1], into=known)
+
+
+class WorkList(NamedTuple):
+    """What kernels read of a plan: its lists, whose blocks are cut in steps of so many keys.
+
+    Attributes:
+        arguments: of kernels, in this order: the lists, their counts, the numbers and the lengths
+            of partial steps, order, starts and lengths of query blocks; numbers of lists in the
+            plan, of heads that share each, of query blocks and of heads in the plan; query heads of
+            a key head; the last key block and its keys, the room of a list, and of its partial
+            steps; strides of lists, of counts, and of starts and lengths; rows of a query block,
+            and of all.
+        counts: of the lists in the plan.
+        blocks: like the lists, [B, H, Nq, room], the block of every step.
+        num: lists of all heads.
+        sub: steps of a key block; 0 where lists hold steps.
+        ragged: whether any step may be partial.
+        ordered: whether there is an order.
+    """
+
+    arguments: tuple[torch.Tensor | int, ...]
+    counts: torch.Tensor
+    blocks: torch.Tensor
+    num: int
+    sub: int
+    ragged: bool
+    ordered: bool
+
+
+def work_list(
+    plan: BlockPlan, step: int, batch: int, heads: int, kv_heads: int, *, blocks: bool = True
+) -> WorkList:
+    """Return what kernels read of a plan, once.
+
+    Args:
+        plan: the plan.
+        step: keys of a step.
+        batch: B.
+        heads: query heads.
+        kv_heads: key heads.
+        blocks: whether lists may hold blocks that consist of whole steps.
+    """
+    key = ("work list", step, batch, heads, kv_heads, blocks)
+    known = plan.cache.get(key)
+    if known is None:
+        known = plan.remember(key, _work_list(plan, step, batch, heads, kv_heads, blocks))
+    assert isinstance(known, WorkList)
+    return known
+
+
+def _work_list(
+    plan: BlockPlan, step: int, batch: int, heads: int, kv_heads: int, blocks: bool
+) -> WorkList:
+    kv = plan.kv
+    sub = kv.size // step if blocks and kv.is_regular and kv.size % step == 0 else 0
+    if sub:
+        lists, counts, tails = unit_stride(plan.indices), plan.counts, (plan.counts, plan.counts)
+        blocks_of = lists
+    else:
+        steps = make_steps(plan, step)
+        lists, counts, tails = steps.starts, steps.num_full, (steps.num_tail, steps.tail_lengths)
+        blocks_of = lists if steps.blocks is None else steps.blocks
+    order = launch_order(plan, counts)
+    _, plan_h, num_q = counts.shape
+    kv_tail = kv.total - (kv.num - 1) * kv.size
+    every_list = lists.expand(batch, heads, -1, -1)
+    every_count = counts.expand(batch, heads, -1)
+    bounds, strides = bounds_of(plan.q, batch, heads, counts)
+    return WorkList(
+        arguments=(
+            every_list, every_count, *tails, counts if order is None else order, *bounds,
+            counts.numel(), heads // plan_h, num_q, plan_h, heads // kv_heads, kv.num - 1, kv_tail,
+            lists.shape[3], plan.indices.shape[3],
+            *every_list.stride()[:3], *every_count.stride(), *strides, plan.q.size, plan.q.total,
+        ),
+        counts=counts,
+        blocks=blocks_of.expand(batch, heads, -1, -1),
+        num=batch * heads * num_q,
+        sub=sub,
+        ragged=not sub or kv_tail != kv.size,
+        ordered=order is not None,
+    )  # fmt: skip
 
 
 def _make_steps(plan: BlockPlan, step: int, into: Steps | None = None) -> Steps:

@@ -14,6 +14,7 @@ from types import MappingProxyType
 import torch
 
 from multimodal_gen.errors import UsageError
+from multimodal_gen.kernels.block_sparse.call import PooledBlocks, TailCall
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks, unit_stride
 from multimodal_gen.kernels.block_sparse.tail_reference import (
     add_tail_reference,
@@ -30,10 +31,11 @@ from multimodal_gen.kernels.engine import (
     choose,
     choose_for,
     kernel_name,
+    records_gradient,
     serves,
 )
-from multimodal_gen.kernels.tensors import place_of, records_gradient
-from multimodal_gen.kernels.tile_pool.api import pool_tiles
+from multimodal_gen.kernels.select.api import pool_tiles
+from multimodal_gen.kernels.tensors import loadable, place_of
 
 __all__ = [
     "PooledBlocks",
@@ -44,33 +46,6 @@ __all__ = [
     "plan_of_map",
     "pool_blocks",
 ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PooledBlocks:
-    """The means of key blocks.
-
-    Attributes:
-        keys: [B, Hp, N, D]; query head h uses head h // (H / Hp).
-        values: [B, Hp, N, D].
-        counts: int32 [B|1, Hp|1, N], tokens of each block; empty blocks count for nothing.
-        slope: [B, Hp, D, D], how values change with keys inside of blocks, or None.
-    """
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    counts: torch.Tensor
-    slope: torch.Tensor | None = None
-
-    def heads(self, heads: slice) -> "PooledBlocks":
-        """Return the same for some of the heads Hp."""
-        counts = self.counts if self.counts.shape[1] == 1 else self.counts[:, heads]
-        return PooledBlocks(
-            keys=self.keys[:, heads],
-            values=self.values[:, heads],
-            counts=counts,
-            slope=None if self.slope is None else self.slope[:, heads],
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -237,57 +212,35 @@ def add_tail(
             out, lse, q, pooled.keys, pooled.values, pooled.counts, pooled.slope, kept, queries,
             scale=scale,
         )  # fmt: skip
-    _LAUNCH[chosen](out, lse, q, pooled, kept, queries, scale)
+    _LAUNCH[chosen](TailCall(out, lse, q, pooled, kept, queries, scale))
     return out, lse
 
 
-def _launch_gluon(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    q: torch.Tensor,
-    pooled: PooledBlocks,
-    kept: torch.Tensor,
-    queries: Blocks | None,
-    scale: float,
-) -> None:
+def _launch_gluon(call: TailCall) -> None:
     from multimodal_gen.kernels.block_sparse import gluon_tail_kernel
 
-    assert queries is not None, "others are refused"
-    gluon_tail_kernel.add_tail(
-        out, lse, q, pooled.keys, pooled.values, pooled.counts, kept, queries, scale=scale,
-        tile=gluon_tail_tile(),
-    )  # fmt: skip
+    gluon_tail_kernel.add_tail(call, tile=gluon_tail_tile())
 
 
-def _launch_triton(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    q: torch.Tensor,
-    pooled: PooledBlocks,
-    kept: torch.Tensor,
-    queries: Blocks | None,
-    scale: float,
-) -> None:
+def _launch_triton(call: TailCall) -> None:
     from multimodal_gen.kernels.block_sparse import tail_kernel
 
-    platform, capability = place_of(q.device)
+    queries, pooled = call.queries, call.pooled
+    platform, capability = place_of(call.q.device)
     capability = (9, 0) if platform == "cpu" else capability  # the interpreter's path is measured
     engine = capability is not None and capability >= (9, 0)
     tile = tail_tile(
-        head_size=q.shape[3],
+        head_size=call.q.shape[3],
         # Choices per row take registers.
         q_size=1 if queries is None else queries.size,
         regular=queries is not None and queries.lengths is None,
         capability=capability,
     )
-    tail_kernel.add_tail(
-        out, lse, q, pooled.keys, pooled.values, pooled.counts, pooled.slope, kept, queries,
-        scale=scale, tile=tile,
-        copy_engine=engine and all(map(_in_rows_of_16_bytes, (pooled.keys, pooled.values))),
-    )  # fmt: skip
+    engine = engine and loadable(pooled.keys, pooled.values)
+    tail_kernel.add_tail(call, tile=tile, copy_engine=engine)
 
 
-_LAUNCH: MappingProxyType[str, Callable[..., None]] = MappingProxyType(
+_LAUNCH: MappingProxyType[str, Callable[[TailCall], None]] = MappingProxyType(
     {"gluon": _launch_gluon, "triton": _launch_triton}
 )
 
@@ -303,27 +256,17 @@ def _kernel(
     ragged = True
     if queries is not None:  # blocks that may be much smaller than what they count as
         ragged = queries.size <= 32 or (queries.lengths is not None and queries.size > 64)
-    platform, capability = place_of(q.device)
     request = Request(
-        platform=platform,
-        capability=capability,
-        dtype=q.dtype,
-        head_size=q.shape[3],
+        *place_of(q.device),
+        q.dtype,
+        q.shape[3],
         ragged=ragged,
-        unaligned=not all(_in_rows_of_16_bytes(x) for x in inputs if x.ndim == 4),
+        unaligned=not loadable(*(x for x in inputs if x.ndim == 4)),
         backward=records_gradient(*inputs),
         device=q.device.index,
     )
     name = kernel_name(kernel)
     return name if serves(POOLED_TAIL, name, request) else choose(POOLED_TAIL, AUTO, request)
-
-
-def _in_rows_of_16_bytes(tensor: torch.Tensor) -> bool:
-    """Whether the copy engine can read a tensor of four dimensions."""
-    outer = [s for s, n in zip(tensor.stride()[:3], tensor.shape, strict=False) if n > 1]
-    aligned = all(s > 0 and s * tensor.element_size() % 16 == 0 for s in outer)
-    whole = tensor.shape[3] * tensor.element_size() % 16 == 0 and tensor.stride(3) == 1
-    return aligned and whole and tensor.data_ptr() % 16 == 0
 
 
 def _check(

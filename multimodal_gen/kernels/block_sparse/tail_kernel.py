@@ -14,24 +14,17 @@ It reads and writes the output once, and needs no memory but the log2(n) and min
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from multimodal_gen.kernels.block_sparse.plan import Blocks, unit_stride
+from multimodal_gen.kernels.block_sparse.call import TailCall
+from multimodal_gen.kernels.block_sparse.plan import bounds_of, unit_stride
+from multimodal_gen.kernels.block_sparse.triton_kernel import describe
 from multimodal_gen.kernels.block_sparse.tuning import TritonTile
 from multimodal_gen.kernels.launch.launcher import Launcher
-from multimodal_gen.kernels.shared_kernel import interpreted, next_power_of_2
+from multimodal_gen.kernels.shared_kernel import bounds, dot, interpreted, next_power_of_2
 
 LOG2E = 1.4426950408889634
 POOL_ROWS = 64  # tokens that are added at once
 PACKED_ROWS, PACKED_WORDS = 4, 32  # of a program that packs bits
-
-
-@triton.jit
-def _dot(a, b, UPCAST: tl.constexpr):
-    """Multiply. The interpreter has no bfloat16 product, so there both are widened first."""
-    if UPCAST:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    return tl.dot(a, b)
 
 
 @triton.jit
@@ -115,7 +108,7 @@ def _tail_tile(
             v_mask = there[:, None] & real_d[None, :]
             v_base = v_ptr + b * v_b + kv_h * v_h
             v = tl.load(v_base + (at * v_n)[:, None] + d[None, :], mask=v_mask, other=0.0)
-        s = _dot(q, k_t, UPCAST) * scale_log2 + bias
+        s = dot(q, k_t, UPCAST) * scale_log2 + bias
         m_new = tl.maximum(m, tl.max(s, 1))
         # A row that has seen no key yet has m = -inf, and -inf - -inf is a NaN.
         reference = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -123,12 +116,12 @@ def _tail_tile(
         alpha = tl.exp2(m - reference)
         old = old * alpha
         new = new * alpha + tl.sum(p, 1)
-        acc = acc * alpha[:, None] + _dot(p.to(v.dtype), v, UPCAST)
+        acc = acc * alpha[:, None] + dot(p.to(v.dtype), v, UPCAST)
         m = m_new
     if SLOPE:
         at = slope_ptr + b * slope_b + kv_h * slope_h + d[:, None] * D + d[None, :]
         slope = tl.load(at, mask=real_d[:, None] & real_d[None, :], other=0.0)
-        acc += (new * scale)[:, None] * _dot(q, slope.to(q.dtype), UPCAST)
+        acc += (new * scale)[:, None] * dot(q, slope.to(q.dtype), UPCAST)
     out_ptr += b * out_b + h * out_h + first_row * out_s
     out_ptrs = out_ptr + in_tile[:, None] * out_s + d[None, :]
     exact = tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32)
@@ -140,22 +133,6 @@ def _tail_tile(
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
     lse = tl.where(nothing, float("-inf"), 0.6931471805599453 * (m + tl.log2(total)))
     tl.store(lse_ptrs, lse, mask=real)
-
-
-@triton.jit
-def _bounds(
-    b, h, block, q_size, q_total, q_start_ptr, q_length_ptr,
-    q_start_b, q_start_h, q_length_b, q_length_h,
-    Q_STARTS: tl.constexpr, Q_LENGTHS: tl.constexpr,
-):  # fmt: skip
-    """Return the first row and the number of rows of a query block."""
-    begin = (block * q_size).to(tl.int32)
-    length = tl.minimum(q_total - begin, q_size)
-    if Q_STARTS:
-        begin = tl.load(q_start_ptr + b * q_start_b + h * q_start_h + block)
-    if Q_LENGTHS:
-        length = tl.load(q_length_ptr + b * q_length_b + h * q_length_h + block)
-    return begin, length
 
 
 @triton.jit(
@@ -191,7 +168,7 @@ def _tail_kernel(
     else:
         block = tile // QSUB
         inside = tile % QSUB * BM
-        begin, length = _bounds(
+        begin, length = bounds(
             b, h, block, q_size, q_total, q_start_ptr, q_length_ptr,
             q_start_b, q_start_h, q_length_b, q_length_h, Q_STARTS, Q_LENGTHS,
         )  # fmt: skip
@@ -236,7 +213,7 @@ def _flagged_kernel(
             inside = place % QSUB * BM
             h = (place // QSUB // num_q % heads).to(tl.int64)
             b = (place // QSUB // num_q // heads).to(tl.int64)
-            begin, length = _bounds(
+            begin, length = bounds(
                 b, h, block, q_size, q_total, q_start_ptr, q_length_ptr,
                 q_start_b, q_start_h, q_length_b, q_length_h, Q_STARTS, Q_LENGTHS,
             )  # fmt: skip
@@ -333,29 +310,17 @@ def pack_bits(kept: torch.Tensor, multiple: int) -> torch.Tensor:
     return packed
 
 
-def add_tail(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    counts: torch.Tensor,
-    slope: torch.Tensor | None,
-    kept: torch.Tensor,
-    queries: Blocks | None,
-    *,
-    scale: float,
-    tile: TritonTile,
-    copy_engine: bool = False,
-) -> None:
+def add_tail(call: TailCall, *, tile: TritonTile, copy_engine: bool = False) -> None:
     """Launch the kernel, which changes `out` and `lse`; see `tail.add_tail`.
 
     With `copy_engine` means are read through tensor descriptors, as SM90 and later can: all strides
     of `keys` and `values` but the last, which is 1, are then multiples of 16 bytes.
     """
+    out, lse, q, pooled, kept, queries, scale = call
+    counts, slope = pooled.counts, pooled.slope
     batch, total, heads, size = q.shape
     assert out.stride(3) == lse.stride(2) == 1, "engines write such tensors"
-    keys, values, kept = map(unit_stride, (keys, values, kept))
+    keys, values, kept = map(unit_stride, (pooled.keys, pooled.values, kept))
     by_row = queries is None
     q_size = total if queries is None else queries.size
     starts, lengths = (None, None) if queries is None else (queries.starts, queries.lengths)
@@ -368,20 +333,19 @@ def add_tail(
     kept = kept if by_row else _bias_of(kept, sizes, heads, multiple=tile.keys)
     kept = kept.expand(batch, heads, -1, -1)
     sizes = sizes.expand(batch, keys.shape[1], -1)
-    bounds = [
-        sizes if t is None else unit_stride(t).expand(batch, heads, -1) for t in (starts, lengths)
-    ]
+    bounds, strides = [sizes, sizes], [0, 0, 0, 0]
+    if queries is not None:
+        bounds, strides = bounds_of(queries, batch, heads, sizes)
     slope = None if slope is None else slope.contiguous()
     inputs: tuple[object, ...] = (keys, values)
     if copy_engine:
-        inputs = tuple(_describe(x, tile.keys, width) for x in (keys, values))
+        inputs = tuple(describe(x.transpose(1, 2), tile.keys, width) for x in (keys, values))
     _launch_tail(
         (tiles, heads, batch), q, *inputs, out, lse, kept, sizes,
         keys if slope is None else slope, *bounds,
         *q.stride(), *keys.stride()[:3], *values.stride()[:3], *out.stride()[:3],
         *lse.stride()[:2], *kept.stride()[:3], *sizes.stride()[:2],
-        *((0, 0) if slope is None else slope.stride()[:2]),
-        *bounds[0].stride()[:2], *bounds[1].stride()[:2],
+        *((0, 0) if slope is None else slope.stride()[:2]), *strides,
         keys.shape[2], num_q, heads // keys.shape[1], q_size, total, scale, scale * LOG2E,
         BM=tile.rows, BN=tile.keys, D=size, DP=width, QSUB=per_block, PAIR=pair, ROWS=by_row,
         Q_STARTS=starts is not None, Q_LENGTHS=lengths is not None, SLOPE=slope is not None,
@@ -391,49 +355,35 @@ def add_tail(
 
 
 def add_flagged(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    call: TailCall,
     sizes: torch.Tensor,
     bits: torch.Tensor,
-    queries: Blocks,
     flags: torch.Tensor,
     *,
-    scale: float,
     tile: TritonTile,
     programs: int,
 ) -> None:
     """Launch the kernel for the tiles that are flagged; see `tail.add_tail`.
 
     Args:
-        out: see there.
-        lse: likewise.
-        q: likewise.
-        keys: means [B, Hp, N, D].
-        values: means, likewise.
+        call: with query blocks and without a slope.
         sizes: log2 of the tokens of a block, fp32 [B|1, Hp|1, N].
         bits: which blocks are kept, in words as `pack_bits` makes them: [B|1, H|1, Nq, W].
-        queries: the query blocks.
         flags: int32 [1 + B * H * Nq * tiles of a block]: how many are set, then all.
-        scale: factor of the scores.
         tile: shape of a program.
         programs: how many there are.
     """
+    out, lse, q, pooled, _, queries, scale = call
+    assert queries is not None, "rows that choose are not flagged"
     batch, total, heads, size = q.shape
-    keys, values = map(unit_stride, (keys, values))
+    keys, values = map(unit_stride, (pooled.keys, pooled.values))
     sizes = unit_stride(sizes).expand(batch, keys.shape[1], -1)
     bits = bits.expand(batch, heads, -1, -1)
-    bounds = [
-        sizes if t is None else unit_stride(t).expand(batch, heads, -1)
-        for t in (queries.starts, queries.lengths)
-    ]
+    bounds, strides = bounds_of(queries, batch, heads, sizes)
     _launch_flagged(
         (programs,), q, keys, values, out, lse, bits, sizes, keys, *bounds, flags,
         *q.stride(), *keys.stride()[:3], *values.stride()[:3], *out.stride()[:3],
-        *lse.stride()[:2], *bits.stride()[:3], *sizes.stride()[:2], 0, 0,
-        *bounds[0].stride()[:2], *bounds[1].stride()[:2],
+        *lse.stride()[:2], *bits.stride()[:3], *sizes.stride()[:2], 0, 0, *strides,
         keys.shape[2], queries.num, heads // keys.shape[1], heads, len(flags) - 1, queries.size,
         total, scale, scale * LOG2E, BM=tile.rows, BN=tile.keys, D=size,
         DP=next_power_of_2(max(size, 16)), QSUB=-(-queries.size // tile.rows),
@@ -463,10 +413,3 @@ def _bias_of(kept: torch.Tensor, sizes: torch.Tensor, heads: int, *, multiple: i
     nothing = sizes.new_full((), -torch.inf)
     torch.where(kept, nothing, sizes.unsqueeze(2), out=bias[..., :num])
     return bias
-
-
-def _describe(means: torch.Tensor, rows: int, width: int) -> TensorDescriptor:
-    """Describe [B, H, N, D] to the copy engine in boxes of [1, 1, rows, width]."""
-    # Strides of dimensions of size 1 mean nothing, but must be multiples of 16 bytes as well.
-    strides = [means.stride(i) if means.shape[i] > 1 else 64 for i in range(3)]
-    return TensorDescriptor(means, [*means.shape], [*strides, 1], [1, 1, rows, width])

@@ -16,22 +16,14 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.kernels.block_sparse.plan import BlockPlan, launch_order, unit_stride
-from multimodal_gen.kernels.block_sparse.skip import Skip
-from multimodal_gen.kernels.block_sparse.steps_kernel import Steps, make_steps
+from multimodal_gen.kernels.block_sparse.call import Call
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan
+from multimodal_gen.kernels.block_sparse.steps_kernel import PLAN_NUMBERS, WorkList, work_list
 from multimodal_gen.kernels.block_sparse.tuning import TritonTile
 from multimodal_gen.kernels.launch.launcher import Launcher
-from multimodal_gen.kernels.shared_kernel import interpreted, locate, next_power_of_2
+from multimodal_gen.kernels.shared_kernel import bounds, dot, interpreted, locate, next_power_of_2
 
 LOG2E = 1.4426950408889634
-
-
-@triton.jit
-def dot(a, b, UPCAST: tl.constexpr):
-    """Multiply. The interpreter has no bfloat16 product, so there both are widened first."""
-    if UPCAST:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    return tl.dot(a, b)
 
 
 @triton.jit
@@ -105,65 +97,69 @@ def row_choice(bits_ptr, block, row_stride, word_stride, rows, real):
 
 
 @triton.jit
-def partial_step(
-    tail, list_ptr, block_ptr, tail_length_ptr, block_row, length_row, room, num_full,
-    kv_last, kv_tail,
-    SUB: tl.constexpr, BN: tl.constexpr, BITS: tl.constexpr, CAUSAL: tl.constexpr,
-):  # fmt: skip
-    """Return first key, number of keys and block of a partial step."""
-    block = kv_last
-    if CAUSAL:
-        start = (num_full + tail) * BN
-        length = kv_last * SUB * BN + kv_tail - start
-    elif SUB > 0:
-        start = (kv_last * SUB + kv_tail // BN) * BN
-        length = kv_tail % BN
-    else:
-        start = tl.load(list_ptr + room - 1 - tail)
-        length = tl.load(tail_length_ptr + length_row + tail)
-        if BITS:
-            block = tl.load(block_ptr + block_row + room - 1 - tail)
-    return start.to(tl.int64), length, block
-
-
-@triton.jit
-def _num_steps(
-    list_ptr, list_j, count, tail_count_ptr, has_rows, kv_last, kv_tail,
-    BN: tl.constexpr, SUB: tl.constexpr, RAGGED_END: tl.constexpr, Q_LENGTHS: tl.constexpr,
+def number_of_steps(
+    list_ptr, count, tail_count_ptr, at, last, tail,
+    SUB: tl.constexpr, STEP: tl.constexpr, RAGGED_END: tl.constexpr,
 ):  # fmt: skip
     """Return how many whole and how many partial steps a list has."""
+    num_full = count
     if SUB > 0:
         num_full = count * SUB
         num_tail = 0
         if RAGGED_END:
-            end = tl.load(list_ptr + (count - 1) * list_j, mask=count > 0, other=-1)
-            if end == kv_last:
-                num_full = (count - 1) * SUB + kv_tail // BN
-                num_tail = (kv_tail % BN > 0).to(tl.int32)
+            end = tl.load(list_ptr + (count - 1), mask=count > 0, other=-1)
+            if end == last:
+                num_full = (count - 1) * SUB + tail // STEP
+                num_tail = (tail % STEP > 0).to(tl.int32)
     else:
-        num_full = count
-        num_tail = tl.load(tail_count_ptr)
-        num_tail = tl.where(count >= 0, num_tail, 0)
-        if Q_LENGTHS:
-            num_tail = tl.where(has_rows, num_tail, 0)
+        num_tail = tl.load(tail_count_ptr + at)
     return num_full, num_tail
 
 
-@triton.jit(
-    do_not_specialize=[
-        "rows", "rep_h", "num_q", "plan_h", "kv_last", "kv_tail", "q_size", "q_total",
-        "list_b", "list_h", "list_q", "count_b", "count_h", "count_q", "room", "tail_room",
-    ]
-)  # fmt: skip
+@triton.jit
+def causal_steps(
+    num_full, first_row, q_total, last, tail,
+    BM: tl.constexpr, BN: tl.constexpr, SUB: tl.constexpr,
+):  # fmt: skip
+    """Return as many for BM rows under causality, and the last key that the first of them sees."""
+    kv_total = last * SUB * BN + tail
+    last_key = first_row + kv_total - q_total
+    num_full = tl.minimum(num_full, tl.maximum(last_key + 1, 0) // BN)
+    num_tail = tl.cdiv(tl.minimum(tl.maximum(last_key + BM, 0), kv_total), BN) - num_full
+    return num_full, num_tail, last_key
+
+
+@triton.jit
+def partial_step(
+    step, list_ptr, block_ptr, tail_length_ptr, room, num_full, last, tail,
+    SUB: tl.constexpr, BN: tl.constexpr, BITS: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Return first key, number of keys and block of a partial step."""
+    block = last
+    if CAUSAL:
+        start = (num_full + step) * BN
+        length = last * SUB * BN + tail - start
+    elif SUB > 0:
+        start = (last * SUB + tail // BN) * BN
+        length = tail % BN
+    else:
+        start = tl.load(list_ptr + (room - 1 - step))
+        length = tl.load(tail_length_ptr + step)
+        if BITS:
+            block = tl.load(block_ptr + (room - 1 - step))
+    return start, length, block
+
+
+@triton.jit(do_not_specialize=PLAN_NUMBERS)
 def _attention_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
-    list_ptr, count_ptr, block_ptr, tail_count_ptr, tail_length_ptr,
-    q_start_ptr, q_length_ptr, order_ptr, bits_ptr,
+    list_ptr, count_ptr, tail_count_ptr, tail_length_ptr, order_ptr, start_ptr, length_ptr,
+    rows, rep_h, num, plan_h, group, last, tail, room, tail_room,
+    list_b, list_h, list_n, count_b, count_h, count_n,
+    start_b, start_h, length_b, length_h, size, total,
+    block_ptr, bits_ptr,
     q_b, q_s, q_h, q_d, k_b, k_s, k_h, k_d, v_b, v_s, v_h, v_d,
-    out_b, out_s, out_h, lse_b, lse_h,
-    list_b, list_h, list_q, list_j, count_b, count_h, count_q,
-    q_start_b, q_start_h, q_length_b, q_length_h, bits_b, bits_h, bits_s, bits_w,
-    rows, rep_h, num_q, plan_h, group, q_size, q_total, kv_last, kv_tail, room, tail_room,
+    out_b, out_s, out_h, lse_b, lse_h, bits_b, bits_h, bits_s, bits_w,
     scale_log2, skip_ptr, below,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     QSUB: tl.constexpr, SUB: tl.constexpr, RAGGED_END: tl.constexpr,
@@ -173,24 +169,23 @@ def _attention_kernel(
 ):  # fmt: skip
     """Grid [B * H * Nq * QSUB]; QSUB tiles of BM rows per query block.
 
-    SUB > 0: `list_ptr` holds blocks of SUB steps, the last of all blocks being `kv_tail` keys long.
+    SUB > 0: `list_ptr` holds blocks of SUB steps, the last of all blocks being `tail` keys long.
     SUB = 0: it holds the steps of `make_steps`. CAUSAL: the list holds every block, and the steps
     that cross the diagonal are taken as partial ones.
     """
-    b, h, i, sub = locate(order_ptr, rows, rep_h, num_q, plan_h, QSUB, ORDERED)
-    list_ptr += b * list_b + h * list_h + i * list_q
-    at = b * count_b + h * count_h + i * count_q
+    b, h, i, sub = locate(order_ptr, rows, rep_h, num, plan_h, QSUB, ORDERED)
+    row_of_list = b * list_b + h * list_h + i * list_n
+    list_ptr += row_of_list
+    at = b * count_b + h * count_h + i * count_n
     count = tl.load(count_ptr + at)
-    begin = (i * q_size).to(tl.int32)
-    if Q_STARTS:
-        begin = tl.load(q_start_ptr + b * q_start_b + h * q_start_h + i)
-    length = tl.minimum(q_total - begin, q_size)
-    if Q_LENGTHS:
-        length = tl.load(q_length_ptr + b * q_length_b + h * q_length_h + i)
-    inside = sub * BM + tl.arange(0, BM)
-    real = inside < length
+    begin, length = bounds(
+        b, h, i, size, total, start_ptr, length_ptr, start_b, start_h, length_b, length_h,
+        Q_STARTS, Q_LENGTHS,
+    )  # fmt: skip
     if Q_LENGTHS:
         count = tl.where(sub * BM < length, count, 0)
+    inside = sub * BM + tl.arange(0, BM)
+    real = inside < length
 
     d = tl.arange(0, DP)
     n = tl.arange(0, BN)
@@ -216,18 +211,17 @@ def _attention_kernel(
     if BITS:
         bits_ptr += b * bits_b + h * bits_h + first_row * bits_s
 
-    num_full, num_tail = _num_steps(
-        list_ptr, list_j, count, tail_count_ptr + at, sub * BM < length, kv_last, kv_tail,
-        BN, SUB, RAGGED_END, Q_LENGTHS,
-    )  # fmt: skip
+    num_full, num_tail = number_of_steps(
+        list_ptr, count, tail_count_ptr, at, last, tail, SUB, BN, RAGGED_END
+    )
+    if Q_LENGTHS:
+        num_tail = tl.where(sub * BM < length, num_tail, 0)
     if CAUSAL:
-        kv_total = kv_last * SUB * BN + kv_tail
-        last = begin + sub * BM + kv_total - q_total  # the last key that the first row sees
-        last_key = last + in_tile
-        num_full = tl.minimum(num_full, tl.maximum(last + 1, 0) // BN)
-        num_tail = tl.cdiv(tl.minimum(tl.maximum(last + BM, 0), kv_total), BN) - num_full
+        num_full, num_tail, last_key = causal_steps(
+            num_full, begin + sub * BM, total, last, tail, BM, BN, SUB
+        )
     acc = tl.zeros([BM, DP], tl.float32)
-    total = tl.zeros([BM], tl.float32)
+    weight = tl.zeros([BM], tl.float32)
     m = tl.full([BM], float("-inf"), tl.float32)
     skipped = tl.full([], 0, tl.int32)
     entry = tl.load(list_ptr, mask=num_full > 0, other=0)
@@ -240,8 +234,8 @@ def _attention_kernel(
             start = entry
             at_next = step + 1
             if BITS:
-                block = tl.load(block_ptr + b * list_b + h * list_h + i * list_q + step)
-        entry = tl.load(list_ptr + at_next * list_j, mask=step + 1 < num_full, other=0)
+                block = tl.load(block_ptr + row_of_list + step)
+        entry = tl.load(list_ptr + at_next, mask=step + 1 < num_full, other=0)
         keep = True
         if BITS:
             keep = row_choice(bits_ptr, block, bits_s, bits_w, in_tile, real)[:, None]
@@ -249,44 +243,45 @@ def _attention_kernel(
             k_base, v_base, k_tile, v_tile, b, kv_h, start.to(tl.int64), k_s, v_s,
             real_d[:, None], real_d[None, :], BN, DP, D < DP and not TMA, TMA,
         )  # fmt: skip
-        acc, total, m, skipped = _update(
-            q, k_t, v, acc, total, m, keep, scale_log2, real, below, skipped, BITS, UPCAST, SKIP
+        acc, weight, m, skipped = _update(
+            q, k_t, v, acc, weight, m, keep, scale_log2, real, below, skipped, BITS, UPCAST, SKIP
         )
 
-    for tail in tl.range(0, num_tail, num_stages=1):
+    for step in tl.range(0, num_tail, num_stages=1):
         start, length_n, block = partial_step(
-            tail, list_ptr, block_ptr, tail_length_ptr, b * list_b + h * list_h + i * list_q,
-            at * tail_room, room, num_full, kv_last, kv_tail, SUB, BN, BITS, CAUSAL,
+            step, list_ptr, block_ptr + row_of_list, tail_length_ptr + at * tail_room, room,
+            num_full, last, tail, SUB, BN, BITS, CAUSAL,
         )  # fmt: skip
+        start = start.to(tl.int64)
         real_n = n < length_n
         keep = real_n[None, :]
         if CAUSAL:
-            keep = keep & (start + n[None, :] <= last_key[:, None])
+            keep = keep & (start + n[None, :] <= (last_key + in_tile)[:, None])
         if BITS:
             keep = keep & row_choice(bits_ptr, block, bits_s, bits_w, in_tile, real)[:, None]
         k_t, v = _load_step(
             k_base, v_base, k_tile, v_tile, b, kv_h, start, k_s, v_s,
             real_n[None, :] & real_d[:, None], real_n[:, None] & real_d[None, :], BN, DP, True, TMA,
         )  # fmt: skip
-        acc, total, m, skipped = _update(
-            q, k_t, v, acc, total, m, keep, scale_log2, real, below, skipped, True, UPCAST, SKIP
+        acc, weight, m, skipped = _update(
+            q, k_t, v, acc, weight, m, keep, scale_log2, real, below, skipped, True, UPCAST, SKIP
         )
 
     if SKIP:
         tl.atomic_add(skip_ptr, skipped.to(tl.int64))
         tl.atomic_add(skip_ptr + 1, (num_full + num_tail).to(tl.int64))
-    nothing = (total == 0.0) | (inside >= length)
-    total = tl.where(nothing, 1.0, total)
-    out = acc / total[:, None]
+    nothing = (weight == 0.0) | (inside >= length)
+    weight = tl.where(nothing, 1.0, weight)
+    out = acc / weight[:, None]
     out = tl.where(nothing[:, None], 0.0, out)
     owned = real
     if Q_LENGTHS and not Q_STARTS:
-        owned = inside < q_size  # the padding of a block is its own, and is set to zero
+        owned = inside < size  # the padding of a block is its own, and is set to zero
     out_ptrs = out_ptr + b * out_b + h * out_h + first_row * out_s
     out_ptrs += in_tile[:, None] * out_s + d[None, :]
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=owned[:, None] & real_d[None, :])
     if LSE:
-        lse = tl.where(nothing, float("-inf"), 0.6931471805599453 * (m + tl.log2(total)))
+        lse = tl.where(nothing, float("-inf"), 0.6931471805599453 * (m + tl.log2(weight)))
         tl.store(lse_ptr + b * lse_b + h * lse_h + first_row + in_tile, lse, mask=owned)
 
 
@@ -294,86 +289,68 @@ _launch_attention = Launcher(_attention_kernel)
 
 
 def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    plan: BlockPlan,
+    call: Call,
     out: torch.Tensor,
     lse: torch.Tensor | None,
     *,
-    scale: float,
     tile: TritonTile,
     copy_engine: bool = False,
-    skip: Skip | None = None,
 ) -> None:
     """Launch the kernel; writes `out` [B, Sq, H, D] and `lse` [B, H, Sq].
 
     Args:
-        q: [B, Sq, H, D], any strides.
-        k: [B, Sk, Hkv, D], any strides.
-        v: [B, Sk, Hkv, D], any strides.
-        plan: the pairs, on the same device.
+        call: with tensors of any strides; what is skipped are steps of `tile.keys` keys.
         out: contiguous; only rows that belong to a query block are written.
         lse: contiguous fp32, or None.
-        scale: factor of the scores.
-        tile: shape of a program, as `portable_tile` chooses it.
+        tile: shape of a program, as `triton_tile` chooses it.
         copy_engine: load through tensor descriptors, which needs SM90 or later, stride 1 along D
             and all other strides and addresses multiples of 16 bytes.
-        skip: leaves out steps of `tile.keys` keys; see `Skip`.
     """
+    q, k, v, plan = call[:4]
+    skip = call.skip
     batch, _, heads, head_size = q.shape
-    direct = plan.kv.is_regular and plan.kv.size % tile.keys == 0
-    if plan.causal and not direct:
-        raise UsageError(
-            f"`plan` must have key blocks of a multiple of {tile.keys} keys to be causal, "
-            f"got {plan.kv.size}"
-        )
-    steps = None if direct else make_steps(plan, tile.keys)
-    lists, counts, blocks = lists_of(plan, steps)
-    _, plan_h, num_q = counts.shape
-    order = launch_order(plan, counts)
-    lists, blocks = lists.expand(batch, heads, -1, -1), blocks.expand(batch, heads, -1, -1)
-    every_count = counts.expand(batch, heads, -1)
-    absent = plan.counts
-    bits = absent.unsqueeze(-1) if plan.row_bits is None else plan.row_bits
-    bits = bits.expand(batch, heads, -1, -1)
-    q_bounds = [
-        absent if t is None else unit_stride(t).expand(batch, heads, -1)
-        for t in (plan.q.starts, plan.q.lengths)
-    ]
+    work = work_list(plan, tile.keys, batch, heads, k.shape[2])
+    refuse_cut(plan, work, tile.keys)
+    bits = bits_of(plan, batch, heads)
     tiles_of_block = -(-plan.q.size // tile.rows)
-    kv_last = plan.kv.num - 1
-    kv_tail = plan.kv.total - kv_last * plan.kv.size
-    grid = (batch * heads * num_q * tiles_of_block,)
     width = next_power_of_2(max(head_size, 16))
     inputs: tuple[object, ...] = (q, k, v)
     if copy_engine:
         rows = (tile.rows, tile.keys, tile.keys)
         inputs = tuple(map(describe, (q, k, v), rows, [width] * 3))
     _launch_attention(
-        grid,
-        *inputs, out, out if lse is None else lse,
-        lists, every_count, blocks,
-        counts if steps is None else steps.num_tail,
-        counts if steps is None else steps.tail_lengths,
-        *q_bounds, counts if order is None else order, bits,
+        (work.num * tiles_of_block,),
+        *inputs, out, out if lse is None else lse, *work.arguments, work.blocks, bits,
         *q.stride(), *k.stride(), *v.stride(),
-        *out.stride()[:3], *((0, 0) if lse is None else lse.stride()[:2]),
-        *lists.stride(), *every_count.stride(),
-        *q_bounds[0].stride()[:2], *q_bounds[1].stride()[:2], *bits.stride(),
-        counts.numel(), heads // plan_h, num_q, plan_h, heads // k.shape[2],
-        plan.q.size, plan.q.total, kv_last, kv_tail, lists.shape[3], plan.indices.shape[3],
-        scale * LOG2E,
+        *out.stride()[:3], *((0, 0) if lse is None else lse.stride()[:2]), *bits.stride(),
+        call.scale * LOG2E,
         None if skip is None else skip.counts_on(q.device), None if skip is None else skip.octaves,
         BM=tile.rows, BN=tile.keys, D=head_size, DP=width,
-        QSUB=tiles_of_block, SUB=plan.kv.size // tile.keys if direct else 0,
-        RAGGED_END=direct and kv_tail != plan.kv.size,
+        QSUB=tiles_of_block, SUB=work.sub, RAGGED_END=work.ragged,
         Q_STARTS=plan.q.starts is not None, Q_LENGTHS=plan.q.lengths is not None,
-        ORDERED=order is not None, BITS=plan.row_bits is not None, LSE=lse is not None,
+        ORDERED=work.ordered, BITS=plan.row_bits is not None, LSE=lse is not None,
         STAGES=tile.stages, UPCAST=interpreted(), TMA=copy_engine, CAUSAL=plan.causal,
         SKIP=skip is not None,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+
+
+def refuse_cut(plan: BlockPlan, work: WorkList, keys: int) -> None:
+    """Raise `UsageError` where a plan is causal and steps of so many keys are none of its blocks.
+
+    `work` has such steps.
+    """
+    if plan.causal and not work.sub:
+        raise UsageError(
+            f"`plan` must have key blocks of a multiple of {keys} keys to be causal, "
+            f"got {plan.kv.size}"
+        )
+
+
+def bits_of(plan: BlockPlan, batch: int, heads: int) -> torch.Tensor:
+    """Return the blocks that rows choose, [B, H, Sq, words]; something to point at without any."""
+    bits = plan.counts.unsqueeze(-1) if plan.row_bits is None else plan.row_bits
+    return bits.expand(batch, heads, -1, -1)
 
 
 def describe(tensor: torch.Tensor, rows: int, width: int) -> TensorDescriptor:
@@ -383,12 +360,3 @@ def describe(tensor: torch.Tensor, rows: int, width: int) -> TensorDescriptor:
     strides = [tensor.stride(i) if tensor.shape[i] > 1 else 64 for i in order[:3]]
     sizes = [tensor.shape[i] for i in order]
     return TensorDescriptor(tensor, sizes, [*strides, 1], [1, 1, rows, width])
-
-
-def lists_of(
-    plan: BlockPlan, steps: Steps | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the lists, the counts and the blocks of the steps, [B|1, H|1, ...]."""
-    if steps is None:
-        return plan.indices, plan.counts, plan.indices
-    return steps.starts, steps.num_full, steps.starts if steps.blocks is None else steps.blocks

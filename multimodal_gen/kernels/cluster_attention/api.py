@@ -24,9 +24,10 @@ from multimodal_gen.kernels.engine import (
     KernelChoice,
     Request,
     choose,
+    records_gradient,
     serves,
 )
-from multimodal_gen.kernels.tensors import loadable, place_of, records_gradient
+from multimodal_gen.kernels.tensors import loadable, place_of
 from multimodal_gen.kernels.tile_order.api import gather_tokens, scatter_tokens
 
 __all__ = ["Groups", "cluster_attention", "query_pieces"]
@@ -152,12 +153,10 @@ def query_pieces(queries: Groups) -> Pieces:
 def _request(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor, *, backward: bool
 ) -> Request:
-    platform, capability = place_of(q.device)
     return Request(
-        platform=platform,
-        capability=capability,
-        dtype=q.dtype,
-        head_size=q.shape[3],
+        *place_of(q.device),
+        q.dtype,
+        q.shape[3],
         q_size=ROWS,
         kv_size=ROWS,
         ragged=True,

@@ -8,21 +8,21 @@ without rows only gives back what it is handed.
 """
 
 import math
+from dataclasses import asdict, replace
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from multimodal_gen.kernels.block_sparse.gluon_kernel import OVERFLOW
-from multimodal_gen.kernels.block_sparse.gluon_step_kernel import advance, partial_sums
-from multimodal_gen.kernels.block_sparse.gluon_work_kernel import Rings, Shape, store_rows
+from multimodal_gen.kernels.block_sparse.gluon_kernel import consume
+from multimodal_gen.kernels.block_sparse.gluon_work_kernel import Outs, Shape, make_rings
 from multimodal_gen.kernels.block_sparse.tuning import GluonTile
 from multimodal_gen.kernels.cluster_attention.boxes_kernel import BOX_KEYS, STEP, make_boxes
 from multimodal_gen.kernels.cluster_attention.plan import TILE_ROWS, Groups, Pieces
+from multimodal_gen.kernels.hopper_kernel import fetch, specialize, wait_full
 from multimodal_gen.kernels.launch.compat import async_load
 from multimodal_gen.kernels.launch.descriptors import describe_tokens
 from multimodal_gen.kernels.launch.launcher import Launcher
@@ -54,23 +54,15 @@ class Tiles(NamedTuple):
     clusters: Any
 
 
-class Outs(NamedTuple):
-    """Where results go."""
-
-    out: Any
-    out_b: Any
-    out_s: Any
-    out_h: Any
-    lse: Any
-    lse_h: Any
-
-
 class Work(NamedTuple):
-    """One tile. `num_full` steps need no mask, of which `num_boxed` consist of boxes."""
+    """One tile. `num_full` steps need no mask, of which `num_boxed` consist of boxes.
+
+    `tail_keys` is where the lengths of the boxes of the others stand.
+    """
 
     whole: Any
     boxes: Any
-    lengths: Any
+    tail_keys: Any
     num_full: Any
     num_boxed: Any
     num_tail: Any
@@ -104,16 +96,11 @@ def _work(pieces, lists, outs, C: gl.constexpr):
     out += row.to(gl.int64) * outs.out_s
     return Work(
         lists.whole + of * lists.whole_room, lists.boxes + of * lists.room,
-        lists.lengths + of * lists.room,
+        lists.lengths + of * lists.room + boxed * BOXES,
         gl.where(real > 0, whole + boxed, 0), boxed, gl.where(real > 0, tail, 0),
         b, h, h // pieces.group, row, real, real, out, outs.out_s,
-        outs.lse + (at // pieces.num).to(gl.int64) * outs.lse_h + row,
+        outs.lse + b.to(gl.int64) * outs.lse_b + h.to(gl.int64) * outs.lse_h + row,
     )  # fmt: skip
-
-
-@gluon.jit
-def _box(desc, work, start, full, tile, J: gl.constexpr):
-    async_load(desc, [work.b, work.kv_h, start, 0], full, tile.slice(J * BOX, BOX, dim=2))
 
 
 @gluon.jit
@@ -135,228 +122,91 @@ def _load(desc, box_desc, work, step, rings_full, rings_empty, tiles, C: gl.cons
     if is_whole:
         start = gl.load(work.whole + i - boxed)
         mbarrier.wait(rings_empty.index(slot), phase)
-        mbarrier.expect(full, C.keys * C.head_size * 2)
-        async_load(desc, [work.b, work.kv_h, start, 0], full, tile)
+        fetch(desc, [work.b, work.kv_h, start, 0], full, tile)
     else:
         # The masked step that comes first follows the unmasked ones in the list.
         index = gl.where(i < 0, work.num_boxed, boxed)
         index = gl.where(i >= work.num_full, work.num_boxed + i - work.num_full + 1, index)
         boxes = work.boxes + index * BOXES
-        s0 = gl.load(boxes)
-        s1 = gl.load(boxes + 1)
-        s2 = gl.load(boxes + 2)
-        s3 = gl.load(boxes + 3)
-        s4 = gl.load(boxes + 4)
-        s5 = gl.load(boxes + 5)
-        s6 = gl.load(boxes + 6)
-        s7 = gl.load(boxes + 7)
+        starts = [gl.load(boxes + j) for j in (0, 1, 2, 3, 4, 5, 6, 7)]
         mbarrier.wait(rings_empty.index(slot), phase)
         mbarrier.expect(full, C.keys * C.head_size * 2)
-        _box(box_desc, work, s0, full, tile, 0)
-        _box(box_desc, work, s1, full, tile, 1)
-        _box(box_desc, work, s2, full, tile, 2)
-        _box(box_desc, work, s3, full, tile, 3)
-        _box(box_desc, work, s4, full, tile, 4)
-        _box(box_desc, work, s5, full, tile, 5)
-        _box(box_desc, work, s6, full, tile, 6)
-        _box(box_desc, work, s7, full, tile, 7)
+        for j in gl.static_range(BOXES):
+            box = tile.slice(j * BOX, BOX, dim=2)
+            async_load(box_desc, [work.b, work.kv_h, starts[j], 0], full, box)
 
 
 @gluon.jit
-def _k_producer(dq, dk, dk_box, work, rings, C: gl.constexpr):
-    """One warp: loads Q once, and K of every step."""
+def _producer(fed, W: gl.constexpr, C: gl.constexpr):
+    """One warp: the first loads Q once, and K of every step, the second V of every step."""
+    dq, d_step, d_box, work, rings = fed
     CONSUMERS: gl.constexpr = C.consumers
     steps = work.num_full + work.num_tail
-    if steps > 0:
-        for c in gl.static_range(CONSUMERS):
-            if c * 64 < work.real:
-                mbarrier.expect(rings.q_full.index(c), 64 * C.head_size * 2)
-                async_load(
-                    dq, [work.b, work.h, work.row + c * 64, 0], rings.q_full.index(c),
-                    rings.q.index(c),
-                )  # fmt: skip
+    if W == 0:
+        if steps > 0:
+            for c in gl.static_range(CONSUMERS):
+                if c * 64 < work.real:
+                    place = [work.b, work.h, work.row + c * 64, 0]
+                    fetch(dq, place, rings.q_full.index(c), rings.q.index(c))
+            for step in range(steps):
+                _load(d_step, d_box, work, step, rings.k_full, rings.k_empty, rings.k, C)
+    else:
         for step in range(steps):
-            _load(dk, dk_box, work, step, rings.k_full, rings.k_empty, rings.k, C)
-
-
-@gluon.jit
-def _v_producer(dv, dv_box, work, rings, C: gl.constexpr):
-    """One warp: loads V of every step."""
-    steps = work.num_full + work.num_tail
-    for step in range(steps):
-        _load(dv, dv_box, work, step, rings.v_full, rings.v_empty, rings.v, C)
-
-
-@gluon.jit
-def _limits(work, tail, layout: gl.constexpr, C: gl.constexpr):
-    """Return, for every key of a masked step, a bound that its place is below if it is real."""
-    column = gl.arange(0, C.keys, layout)
-    length = gl.load(work.lengths + (work.num_boxed + tail) * BOXES + column // BOX)
-    return gl.where(column % BOX < length, C.keys, 0)
+            _load(d_step, d_box, work, step, rings.v_full, rings.v_empty, rings.v, C)
 
 
 @gluon.jit
 def _give_back(work, rings, C: gl.constexpr):
     """Stand in for a consumer that has no rows."""
     for step in range(work.num_full + work.num_tail):
-        slot = step % C.stages
-        phase = (step // C.stages) & 1
-        mbarrier.wait(rings.k_full.index(slot), phase)
-        mbarrier.arrive(rings.k_empty.index(slot))
-        mbarrier.wait(rings.v_full.index(slot), phase)
-        mbarrier.arrive(rings.v_empty.index(slot))
+        mbarrier.arrive(rings.k_empty.index(wait_full(rings.k_full, step, 0, C)))
+        mbarrier.arrive(rings.v_empty.index(wait_full(rings.v_full, step, 0, C)))
 
 
 @gluon.jit
-def _attend(work, rings, flag, scale_log2, W: gl.constexpr, dtype: gl.constexpr, C: gl.constexpr):
-    """Attend with 64 query rows over at least one step."""
-    BN: gl.constexpr = C.keys
-    D: gl.constexpr = C.head_size
-    steps = work.num_full + work.num_tail
-    q_tile = rings.q.index(W).reshape([64, D])
-    mbarrier.wait(rings.q_full.index(W), 0)
-    q = q_tile
-    if C.q_registers:
-        q = q_tile.load(C.q_layout)
-    mbarrier.wait(rings.k_full.index(0), 0)
-    k_t = rings.k.index(0).reshape([BN, D]).permute((1, 0))
-    zero = gl.zeros([64, BN], gl.float32, C.s_layout)
-    s_token = hopper.warpgroup_mma(q, k_t, zero, use_acc=False, is_async=True)
-    s = hopper.warpgroup_mma_wait(0, deps=[s_token])
-    mbarrier.arrive(rings.k_empty.index(0))
-    column = gl.arange(0, BN, C.columns)
-    limits = gl.full([BN], BN, gl.int32, C.columns)
-    if work.num_tail > 0:
-        limits = _limits(work, 0, C.columns, C)
-    s = gl.where(gl.expand_dims(column < limits, 0), s, float("-inf"))
-    m = gl.max(s, 1) * scale_log2
-    p = gl.exp2(s * scale_log2 - gl.expand_dims(m, 1))
-    sums = partial_sums(p, C) if C.fast or C.lazy else gl.sum(p, 1)
-    weights = gl.convert_layout(p.to(dtype), C.p_layout)
-    acc = gl.zeros([64, D], gl.float32, C.o_layout)
-    last = work.num_full + gl.minimum(work.num_tail, 1)
-    for step in range(1, last):
-        acc, sums, m, weights, _ = advance(
-            q, rings, acc, sums, m, weights, BN, step, work, scale_log2, 0, 0, False, dtype, C
-        )
-    for step in range(last, steps):
-        limits = _limits(work, step - work.num_full, C.columns, C)
-        acc, sums, m, weights, _ = advance(
-            q, rings, acc, sums, m, weights, limits, step, work, scale_log2, 0, 0, True, dtype, C
-        )
-    slot = (steps - 1) % C.stages
-    mbarrier.wait(rings.v_full.index(slot), ((steps - 1) // C.stages) & 1)
-    v_tile = rings.v.index(slot).reshape([BN, D])
-    o_token = hopper.warpgroup_mma(weights, v_tile, acc, is_async=True)
-    acc, weights = hopper.warpgroup_mma_wait(0, deps=[o_token, weights])
-    row_sum = sums
-    if C.fast or C.lazy:
-        row_sum = gl.convert_layout(gl.sum(sums, 1), C.rows_s)
-    if C.fast:
-        real = W * 64 + gl.arange(0, 64, C.rows_s) < work.real
-        wrong = gl.max((real & ~(row_sum < OVERFLOW)).to(gl.int32), 0)
-        if wrong > 0:
-            gl.store(flag, wrong)
-    o = acc * gl.expand_dims(gl.convert_layout(1.0 / row_sum, C.rows_o), 1)
-    q_tile.store(o.to(dtype))
-    lse = m
-    if C.lse:
-        lse = 0.6931471805599453 * (m + gl.log2(row_sum))
-    store_rows(q_tile.load(C.store_layout), lse, work, work.owned, W * 64, C)
-
-
-@gluon.jit
-def _consumer(work, rings, flag, scale_log2, W: gl.constexpr, dtype: gl.constexpr, C: gl.constexpr):
+def _consumer(given, W: gl.constexpr, C: gl.constexpr):
     """One warpgroup: 64 query rows."""
-    D: gl.constexpr = C.head_size
+    work, rings, _, _ = given
     if work.real <= W * 64:
         _give_back(work, rings, C)
-    elif work.num_full + work.num_tail == 0:
-        nothing = gl.zeros([64, D], dtype, C.store_layout)
-        rows: gl.constexpr = C.store_rows
-        store_rows(
-            nothing, gl.full([64], float("-inf"), gl.float32, rows), work, work.owned, W * 64, C
-        )
     else:
-        _attend(work, rings, flag, scale_log2, W, dtype, C)
+        consume(given, W, C)
 
 
 @gluon.jit
-def _run(
-    dq, dk, dv, dk_box, dv_box, pieces, lists, outs, flag, scale_log2, dtype: gl.constexpr,
-    C: gl.constexpr,
-):  # fmt: skip
+def _run(dq, dk, dv, dk_box, dv_box, pieces, lists, outs, flags, scale_log2, C: gl.constexpr):
     """Allocate the rings and start the partitions of one tile."""
-    BN: gl.constexpr = C.keys
-    D: gl.constexpr = C.head_size
-    CONSUMERS: gl.constexpr = C.consumers
-    SLOTS: gl.constexpr = C.stages
-    one: gl.constexpr = mbarrier.MBarrierLayout()
-    rings = Rings(
-        gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, 64, D], dq.layout),
-        gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, BN, D], dk.layout),
-        gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, BN, D], dv.layout),
-        gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], one),
-        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], one),
-        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], one),
-        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], one),
-        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], one),
-    )
-    for w in gl.static_range(CONSUMERS):
-        mbarrier.init(rings.q_full.index(w), count=1)
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(rings.k_full.index(slot), count=1)
-        mbarrier.init(rings.v_full.index(slot), count=1)
-        mbarrier.init(rings.k_empty.index(slot), count=CONSUMERS)
-        mbarrier.init(rings.v_empty.index(slot), count=CONSUMERS)
-    hopper.fence_async_shared()
+    rings = make_rings(dq, dk, dv, C.stages, C.consumers, C)
     work = _work(pieces, lists, outs, C)
-    gl.warp_specialize(
-        [
-            (_consumer, (work, rings, flag, scale_log2, 0, dtype, C)),
-            (_consumer, (work, rings, flag, scale_log2, 1, dtype, C)),
-            (_consumer, (work, rings, flag, scale_log2, 2, dtype, C)),
-            (_k_producer, (dq, dk, dk_box, work, rings, C)),
-            (_v_producer, (dv, dv_box, work, rings, C)),
-        ],
-        [4, 4, 1, 1],
-        [C.registers, C.registers, C.producer_registers, C.producer_registers],
-    )
+    fed = ((dq, dk, dk_box, work, rings), (dq, dv, dv_box, work, rings))
+    specialize(_consumer, ((work, rings, flags, scale_log2),), _producer, fed, C)
 
 
-@gluon.jit(do_not_specialize=["num", "heads", "group", "clusters", "whole_room", "room", "lse_h"])
+@gluon.jit(
+    do_not_specialize=["num", "heads", "group", "clusters", "whole_room", "room", "lse_b", "lse_h"]
+)
 def cluster_kernel(
     dq, dk, dv, dk_box, dv_box, out_ptr, lse_ptr, flag_ptr, start_ptr, length_ptr, cluster_ptr,
     whole_ptr, box_ptr, box_length_ptr, count_ptr,
-    num, heads, group, clusters, whole_room, room, out_b, out_s, out_h, lse_h, scale_log2,
+    num, heads, group, clusters, whole_room, room, out_b, out_s, out_h, lse_b, lse_h, scale_log2,
     C: gl.constexpr,
 ):  # fmt: skip
     """Grid: one program per tile. A redo does only the tiles whose flag is set."""
     pieces = Tiles(start_ptr, length_ptr, cluster_ptr, num, heads, group, clusters)
     lists = Lists(whole_ptr, box_ptr, box_length_ptr, count_ptr, whole_room, room)
-    outs = Outs(out_ptr, out_b, out_s, out_h, lse_ptr, lse_h)
-    flag = flag_ptr + gl.program_id(0)
-    dtype: gl.constexpr = dq.dtype
+    outs = Outs(out_ptr, lse_ptr, out_b, out_s, out_h, lse_b, lse_h)
     if C.redo:
-        if gl.load(flag) > 0:
-            _run(dq, dk, dv, dk_box, dv_box, pieces, lists, outs, flag, scale_log2, dtype, C)
+        flags = flag_ptr + gl.program_id(0)
+        if gl.load(flags) > 0:
+            _run(dq, dk, dv, dk_box, dv_box, pieces, lists, outs, flags, scale_log2, C)
     else:
-        _run(dq, dk, dv, dk_box, dv_box, pieces, lists, outs, flag, scale_log2, dtype, C)
+        _run(dq, dk, dv, dk_box, dv_box, pieces, lists, outs, flag_ptr, scale_log2, C)
 
 
 FAST = GluonTile(
     consumers=3, keys=64, stages=4, q_registers=False, registers=160, producer_registers=32
 )
-EXACT = GluonTile(
-    consumers=3,
-    keys=64,
-    stages=4,
-    q_registers=False,
-    fast=False,
-    lazy=True,
-    registers=160,
-    producer_registers=32,
-)
+EXACT = replace(FAST, fast=False, lazy=True)
 
 
 def attend(
@@ -409,7 +259,8 @@ def attend(
         starts, lengths, cluster,
         boxes.whole, boxes.starts, boxes.lengths, boxes.counts,
         num, heads, heads // k.shape[2], keep.shape[2],
-        boxes.whole.shape[3], boxes.starts.shape[3], *out.stride()[:3], q.shape[1],
+        boxes.whole.shape[3], boxes.starts.shape[3],
+        *out.stride()[:3], heads * q.shape[1], q.shape[1],
         scale / math.log(2.0),
     )  # fmt: skip
     redone = (False, True) if tile.fast else (False,)
@@ -428,29 +279,14 @@ def _launcher() -> Launcher:
 @cache
 def _shape(tile: GluonTile, channels: int, *, redo: bool, lse: bool) -> Shape:
     """Return the compile-time shape of the kernel, of which the consumers use a part."""
+    if redo:
+        tile = replace(tile, fast=False, lazy=True)
     return Shape(
-        keys=tile.keys,
+        **asdict(tile),
         head_size=64 if channels <= 64 else 128,
         channels=channels,
-        sub=0,
-        q_tiles=1,
-        consumers=tile.consumers,
-        stages=tile.stages,
-        own=False,
-        q_registers=tile.q_registers,
-        fast=tile.fast and not redo,
-        lazy=tile.lazy or redo,
-        sync=0,
-        ragged=True,
-        ordered=False,
-        q_starts=True,
-        q_lengths=False,
-        bits=False,
-        one_word=False,
         lse=lse,
-        skip=0.0,
-        passes=False,
+        box=BOX_KEYS,
+        q_starts=True,
         redo=int(redo),
-        registers=tile.registers,
-        producer_registers=tile.producer_registers,
     )

@@ -12,7 +12,7 @@ from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.engine import AUTO, KMEANS, Request, choose
 from multimodal_gen.kernels.kmeans.reference import kmeans_reference
 from multimodal_gen.kernels.static_cache import static_cache
-from multimodal_gen.kernels.tensors import place_of
+from multimodal_gen.kernels.tensors import check_keep, place_of
 
 __all__ = [
     "Clusters",
@@ -135,7 +135,7 @@ def _validate(
         raise UsageError(
             f"`x` must be float16, bfloat16 or float32 [B, S, H, D], got {x.dtype} {list(x.shape)}"
         )
-    batch, tokens, heads, size = x.shape
+    batch, _, heads, size = x.shape
     shape = (batch, heads, size)
     if centroids.ndim != 4 or (*centroids.shape[:2], centroids.shape[3]) != shape:
         raise UsageError(
@@ -147,10 +147,7 @@ def _validate(
         )
     if centroids.shape[2] < 1:
         raise UsageError("`centroids` must hold at least 1 cluster, got 0")
-    if keep is not None and (keep.dtype != torch.bool or keep.shape != (batch, tokens)):
-        raise UsageError(
-            f"`keep` must be bool [{batch}, {tokens}], got {keep.dtype} {list(keep.shape)}"
-        )
+    check_keep(keep, x)
     if iterations < 0:
         raise UsageError(f"`iterations` must be at least 0, got {iterations}")
     if not tolerance >= 0:
@@ -158,12 +155,10 @@ def _validate(
 
 
 def _request(x: torch.Tensor, keep: torch.Tensor | None) -> Request:
-    platform, capability = place_of(x.device)
     return Request(
-        platform=platform,
-        capability=capability,
-        dtype=x.dtype,
-        head_size=x.shape[3],
+        *place_of(x.device),
+        x.dtype,
+        x.shape[3],
         masked=keep is not None,
     )
 

@@ -5,8 +5,6 @@ Shapes: N problems, S tokens, C clusters, D channels.
 
 import torch
 
-__all__ = ["assign_reference", "kmeans_reference", "sort_reference"]
-
 
 def assign_reference(x: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
     """Return the nearest centroid of every token; of equally near ones the first.

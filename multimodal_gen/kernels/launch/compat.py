@@ -1,8 +1,8 @@
 """What differs between releases of Triton in Gluon: kernels take from here what has had two names.
 
 Gluon is experimental, and no release promises the next one its interface. What the kernels need is
-asked for by name and by parameter, so that a release that nobody tried is refused for what it lacks
-and not for its number.
+asked for by name and by parameter, so that an untried release is refused for what it lacks and not
+for its number.
 """
 
 import inspect

@@ -1,4 +1,4 @@
-"""Tensors as the copy engine of SM90 is told of them: by address, sizes, strides and boxes.
+"""Tensors as the copy engine of SM90 takes them: by address, sizes, strides and boxes.
 
 A descriptor is made once per place and form, and holds no memory, so that launches can keep what
 the driver makes of it; see `launcher.Direct`.

@@ -7,6 +7,7 @@ the device of its tensors, as those of torch do, where Triton's own go to the cu
 
 import copy
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
@@ -14,11 +15,22 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-__all__ = ["Direct", "Form", "Launch", "Launcher", "form_of"]
+__all__ = [
+    "VECTOR_BYTES",
+    "Direct",
+    "Form",
+    "Launch",
+    "Launcher",
+    "form_of",
+    "strides_in_vectors",
+    "vector_of",
+]
 
 # Launches on a grid along three axes with a kernel's first parameters and all others, in its order.
 _Run: TypeAlias = Callable[[tuple[int, ...], Sequence[Any], Sequence[Any]], None]
 
+# What one access takes at most.
+VECTOR_BYTES = 16
 # Integers from here on are passed as 64-bit ones.
 _INT32 = 1 << 31
 # Products and sums are fused, as all kernels were measured. What Triton does where nobody says it
@@ -138,6 +150,28 @@ def form_of(tensor: torch.Tensor) -> Form:
     """Return what a launch depends on of a tensor."""
     aligned = tensor.data_ptr() % 16 == 0
     return Form(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, aligned)
+
+
+def _outer_strides(form: Form) -> list[int]:
+    """Strides of B, S and H in elements; 0 where there is one entry, whose stride means nothing."""
+    pairs = zip(form.shape[:3], form.strides, strict=False)
+    return [0 if n == 1 else stride for n, stride in pairs]
+
+
+def vector_of(*tensors: Form) -> int:
+    """Return how many elements can be moved together: 16 bytes of them where all tensors allow."""
+    (_, _, _, size), item = tensors[0].shape, tensors[0].dtype.itemsize
+    inner = size == 1 or all(x.strides[3] == 1 for x in tensors)
+    if not inner or not all(x.aligned for x in tensors):
+        return 1
+    strides = [stride for x in tensors for stride in _outer_strides(x)]
+    return math.gcd(VECTOR_BYTES // item, size, *strides)
+
+
+def strides_in_vectors(form: Form, vector: int) -> tuple[int, int, int, int]:
+    """Return the strides of B, S and H in vectors, and that of D in elements."""
+    b, s, h = (stride // vector for stride in _outer_strides(form))
+    return b, s, h, 1 if form.shape[3] == 1 else form.strides[3]
 
 
 class Launch:

@@ -1,4 +1,4 @@
-"""Whether kernels do what they should with a release of a package that nobody has tried them with.
+"""Whether kernels do what they should with a release of a package that is new to them.
 
 A kernel that is declared with a check computes small calls once per process and device, before it
 is chosen for the first time; what it got wrong, or raised, becomes the reason for which another one
@@ -27,7 +27,7 @@ class SelfCheck:
 
     Attributes:
         kernels: what was checked, e.g. "kernel gluon (block_sparse)".
-        release: what nobody has tried it with, e.g. "triton 3.10.0".
+        release: what it has not been tried with, e.g. "triton 3.10.0".
         device: index of the GPU.
         fault: what is wrong, or None.
     """
@@ -89,7 +89,7 @@ def self_check(path: str, kernels: str, release: str, device: int | None = None)
                 )
             try:
                 fault = _run(path, index)
-            except Exception as error:  # a release nobody knows may fail in any way
+            except Exception as error:  # an unknown release may fail in any way
                 if is_out_of_memory(error):  # which says nothing of the release
                     raise torch.OutOfMemoryError(
                         f"the self-check of {kernels} must have some MiB of memory on GPU {index}, "

@@ -1,4 +1,4 @@
-"""Linear attention beside block-sparse attention: validates, then runs Triton or the reference.
+"""Linear attention next to block-sparse attention: validates, then runs Triton or the reference.
 
 Shapes: B batch, S tokens, H query heads, Hkv key heads, D head size, N blocks.
 """

@@ -18,7 +18,7 @@ from multimodal_gen.kernels.linear_attention.reference import (
     KeyState,
     Projection,
 )
-from multimodal_gen.kernels.shared_kernel import interpreted
+from multimodal_gen.kernels.shared_kernel import interpreted, next_power_of_2
 
 
 @triton.jit
@@ -252,7 +252,7 @@ _launch_add_blocks = Launcher(add_blocks_kernel)
 
 
 def _channels(head_size: int) -> int:
-    return 1 << (max(head_size, 16) - 1).bit_length()
+    return next_power_of_2(max(head_size, 16))
 
 
 def _columns(padded: int) -> int:

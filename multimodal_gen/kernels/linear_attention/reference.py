@@ -16,18 +16,6 @@ import torch.nn.functional as F
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 
-__all__ = [
-    "EPSILON",
-    "FEATURE_MAPS",
-    "KeyState",
-    "Projection",
-    "add_linear_reference",
-    "add_unselected_reference",
-    "features",
-    "key_means_reference",
-    "key_state_reference",
-]
-
 EPSILON = 1e-5
 FEATURE_MAPS = ("softmax", "elu", "relu")
 

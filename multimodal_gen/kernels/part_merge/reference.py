@@ -5,8 +5,6 @@ Shapes: B batch, S tokens, H heads, D head size.
 
 import torch
 
-__all__ = ["merge_two_reference", "merge_weights"]
-
 
 def merge_weights(
     lse: torch.Tensor, more_lse: torch.Tensor

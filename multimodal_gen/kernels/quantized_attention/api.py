@@ -14,7 +14,7 @@ from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, check_arguments, empty_results
 from multimodal_gen.kernels.engine import AUTO, QUANTIZED, KernelChoice, Request, choose
 from multimodal_gen.kernels.launch.launcher import Form, form_of
-from multimodal_gen.kernels.quantized_attention.packed import Packed, Slots, slots_of
+from multimodal_gen.kernels.quantized_attention.packed import Packed, slots_of
 from multimodal_gen.kernels.quantized_attention.reference import (
     key_mean_reference,
     quantise_reference,
@@ -129,12 +129,10 @@ def kernel_for(
 
 
 def _request(q: torch.Tensor, plan: BlockPlan, values: Values) -> Request:
-    platform, capability = place_of(q.device)
     return Request(
-        platform=platform,
-        capability=capability,
-        dtype=q.dtype,
-        head_size=q.shape[3],
+        *place_of(q.device),
+        q.dtype,
+        q.shape[3],
         q_size=plan.q.size,
         kv_size=plan.kv.size,
         causal=plan.causal,
@@ -254,8 +252,8 @@ def _quantised(
             q,
             k,
             v,
-            _slots(plan, "q", rows),
-            _slots(plan, "kv", keys),
+            slots_of(plan.q, rows),
+            slots_of(plan.kv, keys),
             own_mean=own_mean,
             shift=call.return_lse,
             e4m3=call.e4m3,
@@ -264,13 +262,6 @@ def _quantised(
         )
         quantiser = plan.remember(key, found)
     return quantiser(call.q, call.k, call.v, scale=call.scale, mean=call.mean)
-
-
-def _slots(plan: BlockPlan, side: Literal["q", "kv"], tile: int) -> Slots:
-    known: Slots | None = plan.cache.get((side, tile))
-    if known is None:
-        known = plan.remember((side, tile), slots_of(plan.q if side == "q" else plan.kv, tile))
-    return known
 
 
 def _run_reference(call: Call) -> _Results:

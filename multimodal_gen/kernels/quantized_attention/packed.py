@@ -10,9 +10,9 @@ from functools import cache
 
 import torch
 
-from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks, unit_stride
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 
-__all__ = ["Packed", "Slots", "bounds_of", "in_slots", "rotation", "slots_of"]
+__all__ = ["Packed", "Slots", "in_slots", "rotation", "slots_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -44,27 +44,6 @@ def slots_of(blocks: Blocks, tile: int) -> Slots:
     if slots.in_place:
         return replace(slots, total=-(-blocks.total // tile) * tile)
     return slots
-
-
-def bounds_of(
-    blocks: Blocks, batch: int, heads: int, absent: torch.Tensor
-) -> tuple[list[torch.Tensor], list[int]]:
-    """Return starts and lengths as kernels take them, and their strides of batch and head.
-
-    They stay where they are, so that what is written to them later holds; but those whose last
-    stride is not 1 are copied.
-
-    Args:
-        blocks: how the rows are cut.
-        batch: B.
-        heads: H, of queries or of keys.
-        absent: any tensor, which stands for those that regular blocks do not have.
-    """
-    tensors = [
-        absent if t is None else unit_stride(t).expand(batch, heads, -1)
-        for t in (blocks.starts, blocks.lengths)
-    ]
-    return tensors, [stride for t in tensors for stride in t.stride()[:2]]
 
 
 def in_slots(plan: BlockPlan, tile: int) -> BlockPlan:

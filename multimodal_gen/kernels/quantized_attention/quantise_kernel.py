@@ -15,15 +15,15 @@ import torch
 import triton
 import triton.language as tl
 
+from multimodal_gen.kernels.block_sparse.plan import bounds_of
 from multimodal_gen.kernels.launch.launcher import Form, Launch, Launcher
 from multimodal_gen.kernels.quantized_attention.packed import (
     Packed,
     Slots,
-    bounds_of,
     rotation,
 )
 from multimodal_gen.kernels.quantized_attention.tuning import quantise_tile
-from multimodal_gen.kernels.shared_kernel import interpreted, next_power_of_2
+from multimodal_gen.kernels.shared_kernel import dot, interpreted, next_power_of_2
 
 MEAN_CHUNKS = 64
 MEAN_ROWS = 64
@@ -131,14 +131,6 @@ def to_e4m3(x, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def _rotate(x, matrix, UPCAST: tl.constexpr):
-    """Return the product of 16-bit x [rows, DP] and the matrix [DP, DP], fp32."""
-    if UPCAST:
-        return tl.dot(x.to(tl.float32), matrix.to(tl.float32), input_precision="ieee")
-    return tl.dot(x, matrix)
-
-
-@triton.jit
 def _tile_of_keys(
     ptr, row, real, stride_s, stride_d, mean_ptr, matrix, place, out_ptr, scale_ptr, factor,
     D: tl.constexpr, DP: tl.constexpr, UPCAST: tl.constexpr,
@@ -147,7 +139,7 @@ def _tile_of_keys(
     d = tl.arange(0, DP)
     mask = real[:, None] & (d < D)[None, :]
     x = tl.load(ptr + row[:, None] * stride_s + d[None, :] * stride_d, mask=mask, other=0.0)
-    x = _rotate(x, matrix, UPCAST) - tl.load(mean_ptr + d)[None, :]
+    x = dot(x, matrix, UPCAST) - tl.load(mean_ptr + d)[None, :]
     x = tl.where(real[:, None], x, 0.0)
     most = tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), 1e-20)
     tl.store(out_ptr + place[:, None] * DP + d[None, :], _int8(x * (127.0 / most)))
@@ -182,7 +174,7 @@ def _tile_of_queries(
     d = tl.arange(0, DP)
     mask = real[:, None] & (d < D)[None, :]
     x = tl.load(ptr + row[:, None] * stride_s + d[None, :] * stride_d, mask=mask, other=0.0)
-    x = _rotate(x, matrix, UPCAST)
+    x = dot(x, matrix, UPCAST)
     most = tl.maximum(tl.max(tl.abs(x), 1), 1e-20)
     tl.store(out_ptr + place[:, None] * DP + d[None, :], _int8(x * (127.0 / most)[:, None]))
     tl.store(scale_ptr + place, most * (factor * scale * (1.4426950408889634 / 127.0)))

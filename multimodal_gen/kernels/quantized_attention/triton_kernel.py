@@ -13,14 +13,19 @@ import torch
 import triton
 import triton.language as tl
 
-from multimodal_gen.errors import UsageError
-from multimodal_gen.kernels.block_sparse.plan import BlockPlan, launch_order
-from multimodal_gen.kernels.block_sparse.steps_kernel import make_steps
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan
+from multimodal_gen.kernels.block_sparse.steps_kernel import PLAN_NUMBERS, work_list
+from multimodal_gen.kernels.block_sparse.triton_kernel import (
+    causal_steps,
+    number_of_steps,
+    partial_step,
+    refuse_cut,
+)
+from multimodal_gen.kernels.block_sparse.tuning import TritonTile
 from multimodal_gen.kernels.launch.launcher import Launcher
-from multimodal_gen.kernels.quantized_attention.packed import Packed, bounds_of, in_slots
+from multimodal_gen.kernels.quantized_attention.packed import Packed, in_slots
 from multimodal_gen.kernels.quantized_attention.quantise_kernel import to_e4m3
-from multimodal_gen.kernels.quantized_attention.tuning import TritonTile
-from multimodal_gen.kernels.shared_kernel import interpreted, locate
+from multimodal_gen.kernels.shared_kernel import bounds, dot, interpreted, locate
 
 
 @triton.jit
@@ -29,11 +34,8 @@ def _update(
     MASKED: tl.constexpr, E4M3: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax."""
-    if UPCAST:
-        # The interpreter's own products of 8 bits overflow, or are not there.
-        s = tl.dot(q.to(tl.float32), k_t.to(tl.float32), input_precision="ieee")
-    else:
-        s = tl.dot(q, k_t).to(tl.float32)
+    # The interpreter's own products of 8 bits overflow, or are not there.
+    s = dot(q, k_t, UPCAST).to(tl.float32)
     s = s * (q_scale * k_scale)[:, None]
     if MASKED:
         s = tl.where(keep, s, float("-inf"))
@@ -47,11 +49,7 @@ def _update(
     alpha = tl.exp2(m - reference)
     total = total * alpha + tl.sum(p, 1)
     p = to_e4m3(p, UPCAST) if E4M3 else p.to(v.dtype)
-    if UPCAST:
-        part = tl.dot(p.to(tl.float32), v.to(tl.float32), input_precision="ieee")
-    else:
-        part = tl.dot(p, v)
-    return acc * (alpha * v_ratio)[:, None] + part, total, m_new
+    return acc * (alpha * v_ratio)[:, None] + dot(p, v, UPCAST), total, m_new
 
 
 @triton.jit
@@ -74,22 +72,14 @@ def _load_step(
     return k_t, v
 
 
-@triton.jit(
-    do_not_specialize=[
-        "rows", "rep_h", "num_q", "plan_h", "kv_last", "kv_tail", "q_size", "q_slots", "q_total",
-        "q_rows", "kv_rows",
-        "list_b", "list_h", "list_q", "count_b", "count_h", "count_q", "room", "tail_room",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=[*PLAN_NUMBERS, "q_slots", "q_rows", "kv_rows"])
 def _attention_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, shift_ptr,
-    list_ptr, count_ptr, tail_count_ptr, tail_length_ptr,
-    q_start_ptr, q_length_ptr, order_ptr,
-    v_b, v_h, v_s, v_d, out_b, out_s, out_h, lse_b, lse_h,
-    list_b, list_h, list_q, list_j, count_b, count_h, count_q,
-    q_start_b, q_start_h, q_length_b, q_length_h,
-    rows, rep_h, num_q, plan_h, group, q_size, q_slots, q_total, q_rows, kv_rows,
-    kv_last, kv_tail, room, tail_room,
+    list_ptr, count_ptr, tail_count_ptr, tail_length_ptr, order_ptr, start_ptr, length_ptr,
+    rows, rep_h, num, plan_h, group, last, tail, room, tail_room,
+    list_b, list_h, list_n, count_b, count_h, count_n,
+    start_b, start_h, length_b, length_h, size, total,
+    v_b, v_h, v_s, v_d, out_b, out_s, out_h, lse_b, lse_h, q_slots, q_rows, kv_rows,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     QSUB: tl.constexpr, SUB: tl.constexpr, RAGGED_END: tl.constexpr,
     Q_STARTS: tl.constexpr, Q_LENGTHS: tl.constexpr,
@@ -98,24 +88,22 @@ def _attention_kernel(
 ):  # fmt: skip
     """Grid [B * H * Nq * QSUB]; QSUB tiles of BM rows per query block.
 
-    SUB > 0: `list_ptr` holds blocks of SUB steps, the last of all blocks being `kv_tail` keys long.
+    SUB > 0: `list_ptr` holds blocks of SUB steps, the last of all blocks being `tail` keys long.
     SUB = 0: it holds the steps of `make_steps`. CAUSAL: the list holds every block, and the steps
     that cross the diagonal are taken as partial ones.
     """
-    b, h, i, sub = locate(order_ptr, rows, rep_h, num_q, plan_h, QSUB, ORDERED)
-    list_ptr += b * list_b + h * list_h + i * list_q
-    at = b * count_b + h * count_h + i * count_q
+    b, h, i, sub = locate(order_ptr, rows, rep_h, num, plan_h, QSUB, ORDERED)
+    list_ptr += b * list_b + h * list_h + i * list_n
+    at = b * count_b + h * count_h + i * count_n
     count = tl.load(count_ptr + at)
-    begin = (i * q_size).to(tl.int32)
-    if Q_STARTS:
-        begin = tl.load(q_start_ptr + b * q_start_b + h * q_start_h + i)
-    length = tl.minimum(q_total - begin, q_size)
-    if Q_LENGTHS:
-        length = tl.load(q_length_ptr + b * q_length_b + h * q_length_h + i)
+    begin, length = bounds(
+        b, h, i, size, total, start_ptr, length_ptr, start_b, start_h, length_b, length_h,
+        Q_STARTS, Q_LENGTHS,
+    )  # fmt: skip
+    count = tl.where(sub * BM < length, count, 0)
     in_tile = tl.arange(0, BM)
     inside = sub * BM + in_tile
     real = inside < length
-    count = tl.where(sub * BM < length, count, 0)
 
     heads = plan_h * rep_h
     kv_head = b * (heads // group) + h // group
@@ -129,26 +117,16 @@ def _attention_kernel(
     k_scale_ptr += kv_head * (kv_rows // BN)
     v_scale_ptr += kv_head * (kv_rows // BN)
 
-    if SUB > 0:
-        num_full = count * SUB
-        num_tail = 0
-        if RAGGED_END:
-            end = tl.load(list_ptr + (count - 1) * list_j, mask=count > 0, other=-1)
-            if end == kv_last:
-                num_full = (count - 1) * SUB + kv_tail // BN
-                num_tail = (kv_tail % BN > 0).to(tl.int32)
-    else:
-        num_full = count
-        num_tail = tl.where(sub * BM < length, tl.load(tail_count_ptr + at), 0)
-
+    num_full, num_tail = number_of_steps(
+        list_ptr, count, tail_count_ptr, at, last, tail, SUB, BN, RAGGED_END
+    )
+    num_tail = tl.where(sub * BM < length, num_tail, 0)
     if CAUSAL:
-        kv_total = kv_last * SUB * BN + kv_tail
-        last = begin + sub * BM + kv_total - q_total  # the last key that the first row sees
-        last_key = last + in_tile
-        num_full = tl.minimum(num_full, tl.maximum(last + 1, 0) // BN)
-        num_tail = tl.cdiv(tl.minimum(tl.maximum(last + BM, 0), kv_total), BN) - num_full
+        num_full, num_tail, last_key = causal_steps(
+            num_full, begin + sub * BM, total, last, tail, BM, BN, SUB
+        )
     acc = tl.zeros([BM, DP], tl.float32)
-    total = tl.zeros([BM], tl.float32)
+    weight = tl.zeros([BM], tl.float32)
     m = tl.full([BM], float("-inf"), tl.float32)
     v_scale = 1.0
     entry = tl.load(list_ptr, mask=num_full > 0, other=0)
@@ -159,7 +137,7 @@ def _attention_kernel(
         else:
             start = entry
             at_next = step + 1
-        entry = tl.load(list_ptr + at_next * list_j, mask=step + 1 < num_full, other=0)
+        entry = tl.load(list_ptr + at_next, mask=step + 1 < num_full, other=0)
         k_scale = tl.load(k_scale_ptr + start // BN)
         v_ratio = 1.0
         if E4M3:
@@ -169,23 +147,18 @@ def _attention_kernel(
         k_t, v = _load_step(
             k_ptr, v_ptr, start.to(tl.int64), n, d, BN, v_s, v_d, D, DP, False, E4M3
         )
-        acc, total, m = _update(
-            q, k_t, v, acc, total, m, q_scale, k_scale, v_ratio, True, False, E4M3, UPCAST
+        acc, weight, m = _update(
+            q, k_t, v, acc, weight, m, q_scale, k_scale, v_ratio, True, False, E4M3, UPCAST
         )
 
-    for tail in tl.range(0, num_tail, num_stages=1):
-        if CAUSAL:
-            start = (num_full + tail) * BN
-            keys = kv_last * SUB * BN + kv_tail - start
-        elif SUB > 0:
-            start = (kv_last * SUB + kv_tail // BN) * BN
-            keys = kv_tail % BN
-        else:
-            start = tl.load(list_ptr + (room - 1 - tail) * list_j)
-            keys = tl.load(tail_length_ptr + at * tail_room + tail)
+    for step in tl.range(0, num_tail, num_stages=1):
+        start, keys, _ = partial_step(
+            step, list_ptr, list_ptr, tail_length_ptr + at * tail_room, room, num_full, last, tail,
+            SUB, BN, False, CAUSAL,
+        )  # fmt: skip
         keep = (n < keys)[None, :]
         if CAUSAL:
-            keep = keep & (start + n[None, :] <= last_key[:, None])
+            keep = keep & (start + n[None, :] <= (last_key + in_tile)[:, None])
         k_scale = tl.load(k_scale_ptr + start // BN)
         v_ratio = 1.0
         if E4M3:
@@ -195,23 +168,23 @@ def _attention_kernel(
         k_t, v = _load_step(
             k_ptr, v_ptr, start.to(tl.int64), n, d, keys, v_s, v_d, D, DP, True, E4M3
         )
-        acc, total, m = _update(
-            q, k_t, v, acc, total, m, q_scale, k_scale, v_ratio, keep, True, E4M3, UPCAST
+        acc, weight, m = _update(
+            q, k_t, v, acc, weight, m, q_scale, k_scale, v_ratio, keep, True, E4M3, UPCAST
         )
 
-    nothing = (total == 0.0) | (inside >= length)
-    total = tl.where(nothing, 1.0, total)
-    out = tl.where(nothing[:, None], 0.0, acc * (v_scale / total)[:, None])
+    nothing = (weight == 0.0) | (inside >= length)
+    weight = tl.where(nothing, 1.0, weight)
+    out = tl.where(nothing[:, None], 0.0, acc * (v_scale / weight)[:, None])
     owned = real
     if Q_LENGTHS and not Q_STARTS:
-        owned = inside < q_size  # the padding of a block is its own, and is set to zero
+        owned = inside < size  # the padding of a block is its own, and is set to zero
     first_row = begin.to(tl.int64) + sub * BM
     out_ptrs = out_ptr + b * out_b + h * out_h + first_row * out_s
     out_ptrs += in_tile[:, None] * out_s + d[None, :]
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=owned[:, None] & (d < D)[None, :])
     if LSE:
         lift = 8.807354922057604 if E4M3 else 0.0
-        lse = 0.6931471805599453 * (m + tl.log2(total) - lift)
+        lse = 0.6931471805599453 * (m + tl.log2(weight) - lift)
         lse += tl.load(shift_ptr + q_row, mask=real, other=0.0)
         lse = tl.where(nothing, float("-inf"), lse)
         tl.store(lse_ptr + b * lse_b + h * lse_h + first_row + in_tile, lse, mask=owned)
@@ -236,48 +209,25 @@ def attend(
         plan: the pairs, without row bits, on the same device.
         out: contiguous; only rows that belong to a query block are written.
         lse: contiguous fp32, or None.
-        tile: shape of a program, as `portable_tile` chooses it.
+        tile: shape of a program, as `triton_tile` chooses it.
     """
     batch, _, heads, head_size = out.shape
     slotted = in_slots(plan, tile.keys)
-    kv = slotted.kv
-    direct = kv.is_regular
-    if plan.causal and not direct:
-        raise UsageError(
-            f"`plan` must have key blocks of a multiple of {tile.keys} keys to be causal, "
-            f"got {plan.kv.size}"
-        )
-    steps = None if direct else make_steps(slotted, tile.keys)
-    lists = plan.indices if steps is None else steps.starts
-    counts = plan.counts if steps is None else steps.num_full
-    _, plan_h, num_q = counts.shape
-    order = launch_order(plan, counts)
-    lists = lists.expand(batch, heads, -1, -1)
-    every_count = counts.expand(batch, heads, -1)
-    q_bounds, q_strides = bounds_of(plan.q, batch, heads, plan.counts)
+    work = work_list(slotted, tile.keys, batch, heads, packed.k.shape[1])
+    refuse_cut(plan, work, tile.keys)
     q_sub = -(-plan.q.size // tile.rows)
-    kv_tail = kv.total - (kv.num - 1) * kv.size
     e4m3 = packed.v.dtype == torch.float8_e4m3fn
     v = packed.v.permute(0, 1, 3, 2) if e4m3 else packed.v.permute(0, 2, 1, 3)
     _launch_attention(
-        (batch * heads * num_q * q_sub,),
+        (work.num * q_sub,),
         packed.q, packed.k, v, out, out if lse is None else lse,
-        packed.q_scale, packed.k_scale, packed.v_scale, packed.shift,
-        lists, every_count,
-        counts if steps is None else steps.num_tail,
-        counts if steps is None else steps.tail_lengths,
-        *q_bounds, counts if order is None else order,
+        packed.q_scale, packed.k_scale, packed.v_scale, packed.shift, *work.arguments,
         *v.stride(), *out.stride()[:3], *((0, 0) if lse is None else lse.stride()[:2]),
-        *lists.stride(), *every_count.stride(),
-        *q_strides,
-        counts.numel(), heads // plan_h, num_q, plan_h, heads // packed.k.shape[1],
-        plan.q.size, packed.q_slots, plan.q.total, packed.q.shape[2], packed.k.shape[2],
-        kv.num - 1, kv_tail, lists.shape[3], plan.indices.shape[3],
+        packed.q_slots, packed.q.shape[2], packed.k.shape[2],
         BM=tile.rows, BN=tile.keys, D=head_size, DP=packed.q.shape[3],
-        QSUB=q_sub, SUB=kv.size // tile.keys if direct else 0,
-        RAGGED_END=direct and kv_tail != kv.size,
+        QSUB=q_sub, SUB=work.sub, RAGGED_END=work.ragged,
         Q_STARTS=plan.q.starts is not None, Q_LENGTHS=plan.q.lengths is not None,
-        ORDERED=order is not None, LSE=lse is not None, STAGES=tile.stages,
+        ORDERED=work.ordered, LSE=lse is not None, STAGES=tile.stages,
         UPCAST=interpreted(), CAUSAL=plan.causal, E4M3=e4m3,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from multimodal_gen.kernels.block_sparse.tuning import TritonTile
+
 __all__ = [
     "GluonTile",
     "QuantiseTile",
-    "TritonTile",
     "gluon_tile",
     "quantise_tile",
     "triton_tile",
@@ -43,16 +44,6 @@ class GluonTile:
     def unit(self) -> int:
         """Keys of a step that lie together."""
         return self.keys // 2 if self.pairs else self.keys
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TritonTile:
-    """Shape of one program of the Triton provider."""
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

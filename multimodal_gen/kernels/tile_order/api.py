@@ -3,9 +3,10 @@
 Shapes: B batch, S tokens, H heads, D head size; T, H, W of a grid are frames, rows and columns.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,6 +16,9 @@ from multimodal_gen.kernels.launch.launcher import Form, form_of
 from multimodal_gen.kernels.static_cache import static_cache
 from multimodal_gen.kernels.tile_order.reference import gather_reference, scatter_reference
 
+if TYPE_CHECKING:
+    from multimodal_gen.kernels.tile_order.tile_order_kernel import Gather, Scatter
+
 __all__ = ["TileOrder", "gather_tokens", "scatter_tokens", "tile_order"]
 
 _FLOATING = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -22,9 +26,6 @@ _MAX_TENSORS = 4
 _MAX_TOKENS = 2**31 - 1  # positions are int32
 
 _Grid = tuple[int, int, int]
-# From tensors and index, and from source, index and out.
-_Gather = Callable[[tuple[torch.Tensor, ...], torch.Tensor], tuple[torch.Tensor, ...]]
-_Scatter = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 _Checked = torch.Tensor | Form
 
 
@@ -149,7 +150,7 @@ def gather_tokens(tensors: Sequence[torch.Tensor], index: torch.Tensor) -> tuple
 
 
 @lru_cache(maxsize=1024)
-def _gather_of(tensors: tuple[Form, ...], index: Form) -> _Gather:
+def _gather_of(tensors: tuple[Form, ...], index: Form) -> "Gather":
     """Check what is to be gathered, and return what launches it for tensors of such forms."""
     from multimodal_gen.kernels.tile_order import tile_order_kernel
 
@@ -177,16 +178,16 @@ def scatter_tokens(source: torch.Tensor, index: torch.Tensor, out: torch.Tensor)
     if choose_for(TOKEN_MOVES, source, gradients=(source, out)) == "triton":
         _scatter_of(form_of(source), form_of(index), form_of(out))(source, index, out)
         return
-    _check_scatter(source, index, out, out.stride())
+    _check_scatter(source, index, form_of(out))
     scatter_reference(source, index, out)
 
 
 @lru_cache(maxsize=1024)
-def _scatter_of(source: Form, index: Form, out: Form) -> _Scatter:
+def _scatter_of(source: Form, index: Form, out: Form) -> "Scatter":
     """Check what is to be scattered, and return what launches it for tensors of such forms."""
     from multimodal_gen.kernels.tile_order import tile_order_kernel
 
-    _check_scatter(source, index, out, out.strides)
+    _check_scatter(source, index, out)
     if len(index.shape) == 3:
         return tile_order_kernel.scatter_per_head
     return tile_order_kernel.prepare_scatter(source, index, out)
@@ -208,9 +209,7 @@ def _check_gather(tensors: tuple[_Checked, ...], index: _Checked) -> None:
     _expect_index(index, *tensors)
 
 
-def _check_scatter(
-    source: _Checked, index: _Checked, out: _Checked, strides: tuple[int, ...]
-) -> None:
+def _check_scatter(source: _Checked, index: _Checked, out: Form) -> None:
     """Raise unless tensors and index fit each other; see `scatter_tokens`."""
     _expect_like("out", out, "out", out)
     _expect_like("source", source, "out", out)
@@ -219,10 +218,10 @@ def _check_scatter(
         raise UsageError(
             f"`source` must be [{batch}, S_in, {heads}, {size}] like out, got {list(source.shape)}"
         )
-    if any(s == 0 and n > 1 for s, n in zip(strides, out.shape, strict=True)):
+    if any(s == 0 and n > 1 for s, n in zip(out.strides, out.shape, strict=True)):
         raise UsageError(
             f"`out` must have memory of its own for every element, got strides "
-            f"{list(strides)} for shape {list(out.shape)}; call .contiguous() on it"
+            f"{list(out.strides)} for shape {list(out.shape)}; call .contiguous() on it"
         )
     _expect_index(index, source)
     if index.shape[-1] != source.shape[1]:

@@ -5,8 +5,6 @@ Shapes: B batch, S tokens, H heads, D head size; an index is [S], [B, S] or [B, 
 
 import torch
 
-__all__ = ["gather_reference", "scatter_reference"]
-
 
 def gather_reference(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Return `tensor[:, index]`, laid out head-major.

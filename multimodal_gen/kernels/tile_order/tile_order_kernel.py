@@ -10,19 +10,33 @@ shape. Only offsets within a row's piece are 32-bit.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TypeAlias
 
 import torch
 import triton
 import triton.language as tl
 
-from multimodal_gen.kernels.launch.launcher import Form, Launch, Launcher, form_of
+from multimodal_gen.kernels.launch.launcher import (
+    VECTOR_BYTES,
+    Form,
+    Launch,
+    Launcher,
+    form_of,
+    strides_in_vectors,
+    vector_of,
+)
 from multimodal_gen.kernels.shared_kernel import next_power_of_2
 
-VECTOR_BYTES = 16
 _MOST_TENSORS = 4
 MAX_TOKENS = 256
+
+Gather: TypeAlias = Callable[[tuple[torch.Tensor, ...], torch.Tensor], tuple[torch.Tensor, ...]]
+"""Returns new head-major tensors [B, S_out, H, D] of tensors and an index."""
+Scatter: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""Writes `out[:, index] = source` of source, index and out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,36 +167,8 @@ def _scatter_kernel(
 _gather, _scatter = Launcher(_gather_kernel), Launcher(_scatter_kernel)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Gather:
-    """Gathers tensors of one form; see `prepare_gather`.
-
-    Attributes:
-        launch: of the kernel; None where nothing is moved.
-        outs: sizes and strides of what is returned.
-        copies_index: whether the index must be made contiguous first.
-    """
-
-    launch: Launch | None
-    outs: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
-    copies_index: bool
-
-    def __call__(
-        self, tensors: tuple[torch.Tensor, ...], index: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        """Return new head-major tensors [B, S_out, H, D]; see `gather_tokens`."""
-        outs = tuple(
-            tensor.new_empty_strided(*form) for tensor, form in zip(tensors, self.outs, strict=True)
-        )
-        if self.launch is not None:
-            index = index.contiguous() if self.copies_index else index
-            rest = _MOST_TENSORS - len(tensors)
-            self.launch((*tensors, *tensors[-1:] * rest, *outs, *outs[-1:] * rest, index))
-        return outs
-
-
 def prepare_gather(tensors: tuple[Form, ...], index: Form, *, tile: CopyTile = TILE) -> Gather:
-    """Return the gather of tensors of one form.
+    """Return the gather of tensors of one form, whose index is of one form too.
 
     Args:
         tensors: one to four, [B, S, H, D] with any strides, of one dtype, B, S and D.
@@ -191,7 +177,7 @@ def prepare_gather(tensors: tuple[Form, ...], index: Form, *, tile: CopyTile = T
     """
     (batch, _, _, size), item = tensors[0].shape, tensors[0].dtype.itemsize
     num_out, index_b, copies_index = _along(index)
-    vector = vector_of(tensors)
+    vector = vector_of(*tensors)
     row = max(x.shape[2] for x in tensors) * size
     tokens, width = _shape(row, item, vector, tile)
     ends = list(accumulate(-(-(x.shape[2] * size) // width) for x in tensors))
@@ -205,11 +191,19 @@ def prepare_gather(tensors: tuple[Form, ...], index: Form, *, tile: CopyTile = T
     )  # fmt: skip
     options = {"NUM": len(tensors), "D": size, "VEC": vector, "TOKENS": tokens, "WIDTH": width}
     options["num_warps"] = tile.warps
-    return Gather(
-        launch=Launch(_gather, grid, fixed, (options,)) if math.prod(grid) else None,
-        outs=tuple(_head_major(batch, num_out, x.shape[2], size) for x in tensors),
-        copies_index=copies_index,
-    )
+    launch = Launch(_gather, grid, fixed, (options,)) if math.prod(grid) else None
+    head_major = [_head_major(batch, num_out, x.shape[2], size) for x in tensors]
+    rest = _MOST_TENSORS - len(tensors)
+
+    def gather(moved: tuple[torch.Tensor, ...], index: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        pairs = zip(moved, head_major, strict=True)
+        outs = tuple([tensor.new_empty_strided(*form) for tensor, form in pairs])
+        if launch is not None:
+            index = index.contiguous() if copies_index else index
+            launch((*moved, *moved[-1:] * rest, *outs, *outs[-1:] * rest, index))
+        return outs
+
+    return gather
 
 
 def _head_major(
@@ -217,24 +211,6 @@ def _head_major(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return sizes and strides of [B, S, H, D] that lies in memory as [B, H, S, D]."""
     return (batch, tokens, heads, size), (heads * tokens * size, size, tokens * size, 1)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Scatter:
-    """Scatters tensors of one form; see `prepare_scatter`.
-
-    Attributes:
-        launch: of the kernel; None where nothing is moved.
-        copies_index: whether the index must be made contiguous first.
-    """
-
-    launch: Launch | None
-    copies_index: bool
-
-    def __call__(self, source: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
-        """Write `out[:, index] = source`; see `scatter_tokens`."""
-        if self.launch is not None:
-            self.launch((source, out, index.contiguous() if self.copies_index else index))
 
 
 def prepare_scatter(source: Form, index: Form, out: Form, *, tile: CopyTile = TILE) -> Scatter:
@@ -248,7 +224,7 @@ def prepare_scatter(source: Form, index: Form, out: Form, *, tile: CopyTile = TI
     """
     batch, _, heads, size = source.shape
     num_in, index_b, copies_index = _along(index)
-    vector = vector_of((source, out))
+    vector = vector_of(source, out)
     tokens, width = _shape(heads * size, source.dtype.itemsize, vector, tile)
     num_blocks = -(-num_in // tokens)
     grid = (batch * num_blocks * -(-(heads * size) // width),)
@@ -257,7 +233,12 @@ def prepare_scatter(source: Form, index: Form, out: Form, *, tile: CopyTile = TI
     options = {"D": size, "VEC": vector, "TOKENS": tokens, "WIDTH": width}
     options["num_warps"] = tile.warps
     launch = Launch(_scatter, grid, fixed, (options,)) if math.prod(grid) else None
-    return Scatter(launch, copies_index)
+
+    def scatter(source: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
+        if launch is not None:
+            launch((source, out, index.contiguous() if copies_index else index))
+
+    return scatter
 
 
 def _along(index: Form) -> tuple[int, int, bool]:
@@ -266,28 +247,6 @@ def _along(index: Form) -> tuple[int, int, bool]:
     if len(index.shape) == 1:
         return num, 0, copies
     return num, num if copies else index.strides[0], copies
-
-
-def _outer_strides(form: Form) -> list[int]:
-    """Strides of B, S and H in elements; 0 where there is one entry, whose stride means nothing."""
-    pairs = zip(form.shape[:3], form.strides, strict=False)
-    return [0 if n == 1 else stride for n, stride in pairs]
-
-
-def vector_of(tensors: tuple[Form, ...]) -> int:
-    """Return how many elements can be moved together: 16 bytes of them where all tensors allow."""
-    (_, _, _, size), item = tensors[0].shape, tensors[0].dtype.itemsize
-    inner = size == 1 or all(x.strides[3] == 1 for x in tensors)
-    if not inner or not all(x.aligned for x in tensors):
-        return 1
-    strides = [stride for x in tensors for stride in _outer_strides(x)]
-    return math.gcd(VECTOR_BYTES // item, size, *strides)
-
-
-def strides_in_vectors(form: Form, vector: int) -> tuple[int, int, int, int]:
-    """Return the strides of B, S and H in vectors, and that of D in elements."""
-    b, s, h = (stride // vector for stride in _outer_strides(form))
-    return b, s, h, 1 if form.shape[3] == 1 else form.strides[3]
 
 
 def _shape(row: int, item: int, vector: int, tile: CopyTile) -> tuple[int, int]:
@@ -402,7 +361,7 @@ def _launch(
     batch, heads, num = index.shape
     size = tensors[0].shape[3]
     forms, moved = tuple(map(form_of, tensors)), tuple(map(form_of, outs))
-    vector = vector_of((*forms, *moved))
+    vector = vector_of(*forms, *moved)
     width = next_power_of_2(size)
     tokens = max(_BYTES * vector // (16 * width), 1)
     index = index if index.stride(2) == 1 else index.contiguous()

@@ -54,7 +54,7 @@ from multimodal_gen.runtime.layers.attention.call import AttentionCall, watching
 from multimodal_gen.runtime.layers.attention.report import ReportEntry
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import SelectionScope
-from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import ToldPairs, told_pairs
+from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import KeptPairs, recorded_pairs
 from multimodal_gen.runtime.layers.attention.sparse.tiles import layout_of
 from multimodal_gen.runtime.managers.forward_context import (
     ForwardContext,
@@ -171,7 +171,7 @@ class Replay:
             with _failing_into(measured):
                 other = layer.like(scope)
                 asked = gated if other.takes_gate else call
-                with told_pairs() as told:
+                with recorded_pairs() as told:
                     errors = row_errors(other.attend(asked)[:, rows], truth)
                 ran = _served(other).selection.label
                 density = dict(_served(other).densities).get(context.current_timestep, 1.0)
@@ -448,7 +448,7 @@ def _kept_by(
     other: AttentionLayer,
     call: AttentionCall,
     rows: torch.Tensor,
-    told: Sequence[ToldPairs],
+    told: Sequence[KeptPairs],
     seed: int,
 ) -> _Mass:
     """Return what sampled rows of a sparse call keep: exactly, if the method told its plan."""
@@ -462,7 +462,7 @@ def _kept_by(
 
 
 def mass_of_plan(
-    layer: AttentionLayer, call: AttentionCall, rows: torch.Tensor, told: Sequence[ToldPairs]
+    layer: AttentionLayer, call: AttentionCall, rows: torch.Tensor, told: Sequence[KeptPairs]
 ) -> torch.Tensor:
     """Return the share of exact attention's weight that rows keep by what a method told.
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from multimodal_gen.errors import MissingDependencyError, UsageError
+from multimodal_gen.files import atomic_write
 from multimodal_gen.runtime.comparison.frames import find_ffmpeg
 from multimodal_gen.runtime.comparison.plots import (
     HeatMap,
@@ -43,7 +44,6 @@ from multimodal_gen.runtime.comparison.verdict import (
     beside_noise,
     was_dense,
 )
-from multimodal_gen.runtime.generator.output import Staging
 
 __all__ = ["LIMIT", "SIZES", "require_page", "write_page"]
 
@@ -129,8 +129,8 @@ def write_page(report: Report, folder: Path, path: Path, *, limit: int = LIMIT) 
     if note:
         context["notes"] = [*context["notes"], note]
     page = _rendered({**context, "takes": takes, "frames": max(_counts(report, folder, takes))})
-    with Staging(overwrite=True) as staging:
-        staging.path(path).write_bytes(page)
+    with atomic_write(path) as partial:
+        partial.write_bytes(page)
     return len(page)
 
 

@@ -102,14 +102,11 @@ def share_of_heads(layer: AttentionLayer, call: AttentionCall, out: torch.Tensor
     if gate is None and call.spare_gate is not None:
         gate = call.spare_gate()
     q, k, v, gate = split.joined(split.take_heads(*call[:3], gate))
-    mask = call.mask
-    if mask is not None:
-        mask = split.gather_mask(mask) if call.whole_mask is None else call.whole_mask
     whole = AttentionCall(
         q,
         k,
         v,
-        mask,
+        split.whole_mask(call),
         replicated=call.replicated,
         some_heads=True,
         no_grid=call.no_grid,

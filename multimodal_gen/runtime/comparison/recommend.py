@@ -24,12 +24,12 @@ from typing import Any
 import yaml
 
 from multimodal_gen.errors import ConfigError, UsageError
+from multimodal_gen.files import require_file, require_writable, write_text
 from multimodal_gen.runtime.comparison.configurations import EXACT_KERNELS, Plan, cache_of
 from multimodal_gen.runtime.comparison.frames import mean_and_spread
 from multimodal_gen.runtime.comparison.record import Report, Run, read_record
 from multimodal_gen.runtime.comparison.verdict import MEASURES, Measure, defects_of, was_dense
 from multimodal_gen.runtime.generator.cache import read_cache
-from multimodal_gen.runtime.generator.output import Staging, require_file, require_writable
 from multimodal_gen.runtime.layers.attention.rules import scope_from
 from multimodal_gen.runtime.server_args import CALL_SETTINGS, ServerArgs
 
@@ -196,8 +196,7 @@ def write_config(recommendation: Recommendation, path: Path) -> None:
     )
     text = comments + yaml.safe_dump(config, sort_keys=False)
     try:
-        with Staging(overwrite=True) as staging:
-            staging.path(path).write_text(text, "utf-8")
+        write_text(path, text)
     except OSError as error:
         raise UsageError(
             f"--output must be a file that can be written, got {str(path)!r} ({error.strerror})"

@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from multimodal_gen.errors import ConfigError
-from multimodal_gen.runtime.generator.output import Staging
-from multimodal_gen.runtime.plain_values import MalformedError, read_small_file, short
+from multimodal_gen.files import MalformedError, read_small_file, write_text
+from multimodal_gen.settings import short
 
 __all__ = [
     "SCHEMA",
@@ -392,9 +392,7 @@ class Report:
 
 def write_record(record: Any, path: Path) -> None:
     """Write a record, a report above all, all of it or nothing; an older file is replaced."""
-    text = json.dumps(as_json(record), ensure_ascii=True, allow_nan=False)
-    with Staging(overwrite=True) as staging:
-        staging.path(path).write_text(text + "\n", "utf-8")
+    write_text(path, json.dumps(as_json(record), ensure_ascii=True, allow_nan=False) + "\n")
 
 
 def read_record(kind: type[_RecordT], path: Path) -> _RecordT:

@@ -71,7 +71,6 @@ from multimodal_gen.runtime.generator.sampling import (
     prepare_call,
     steps_of,
 )
-from multimodal_gen.runtime.layers.attention.backends.attention_backend import provides
 from multimodal_gen.runtime.layers.attention.backends.registry import (
     current_environment,
     find_backend,
@@ -639,7 +638,7 @@ def _takes_gate(configuration: Configuration) -> bool:
     """Whether a backend has a coarse branch, which gates of a checkpoint weigh."""
     backend = AttentionBackendEnum.parse(configuration.backend)
     impl = find_backend(backend, current_environment().platform).get_impl_cls()
-    return provides(impl, "add_coarse")
+    return "gate" in impl.takes
 
 
 def _described(error: BaseException) -> str:

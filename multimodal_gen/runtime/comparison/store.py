@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from multimodal_gen.errors import ConfigError, UsageError
+from multimodal_gen.files import Staging, require_writable, sweep
 from multimodal_gen.runtime.comparison.cost import Spent
 from multimodal_gen.runtime.comparison.record import (
     FrameMetrics,
@@ -106,7 +107,7 @@ class FatalFailure:
 def note_failure(folder: Path, failure: FatalFailure) -> None:
     """Write down what ended a run; any rank may."""
     name = hashlib.sha256(json.dumps(as_json(failure), sort_keys=True).encode()).hexdigest()[:24]
-    with output.Staging(overwrite=True, mark=_MARK) as staging:
+    with Staging(overwrite=True, mark=_MARK) as staging:
         output.write_record(as_json(failure), staging.path(folder / _FAILURES / f"{name}.json"))
 
 
@@ -141,7 +142,7 @@ class Store:
                 f"({error.strerror})"
             ) from error
         for part in ("clips", "latents", "records"):
-            output.sweep(folder / part, _MARK)
+            sweep(folder / part, _MARK)
 
     def key(self, **depends: Any) -> str:
         """Return the key of what depends on `depends` and on what all depends on."""
@@ -179,7 +180,7 @@ class Store:
             UsageError: they cannot be written.
         """
         try:
-            with output.Staging(overwrite=True, mark=_MARK) as staging:
+            with Staging(overwrite=True, mark=_MARK) as staging:
                 for path, write in (files or {}).items():
                     write(staging.path(self.folder / path))
                 output.write_record(as_json(record), staging.path(self._record(key)))
@@ -215,7 +216,7 @@ def check_folder(folder: Path, *, resume: bool) -> None:
     """
     if os.path.exists(folder) and not folder.is_dir():
         raise UsageError(f"--output must be a folder, got {str(folder)!r}, which is a file")
-    output.require_writable(folder, "--output")
+    require_writable(folder, "--output")
     if not resume and folder.is_dir() and any(folder.iterdir()):
         raise UsageError(
             f"--output must be a new or empty folder, got {str(folder)!r}, which has files in it; "

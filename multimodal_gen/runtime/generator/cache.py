@@ -8,13 +8,14 @@ import dataclasses
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import MappingProxyType, NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from types import MappingProxyType, UnionType
+from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
 from multimodal_gen.errors import ConfigError, UsageError, nearest
+from multimodal_gen.files import MalformedError
 from multimodal_gen.runtime.distributed.groups import parallel_groups
-from multimodal_gen.runtime.plain_values import MalformedError, read_mapping
-from multimodal_gen.runtime.plain_values import short as shown
+from multimodal_gen.settings import MismatchError, Parameter, text_as_mapping
+from multimodal_gen.settings import short as shown
 
 __all__ = ["CACHES", "Cache", "cached", "read_cache"]
 
@@ -33,10 +34,6 @@ CACHES = MappingProxyType(
 
 _TIMESTEP = "current_timestep_callback"
 _STEPS = "num_inference_steps"
-
-
-class _MismatchError(Exception):
-    """A value is not of the type that a field has."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +91,7 @@ def read_cache(text: str, *, name: str = "--cache") -> Cache:
             f"{nearest(cache, CACHES)}"
         )
     try:
-        values = read_mapping(rest)
+        values = text_as_mapping(rest)
     except MalformedError as error:
         raise ConfigError(f"{name} {cache} must have parameters as k=v,k=v; {error}") from None
     parameters = _parameters(cache, values, name)
@@ -116,12 +113,8 @@ def _parameters(cache: str, values: Mapping[object, object], name: str) -> dict[
             raise ConfigError(
                 f"{name} {cache} must {valid}, got {shown(key)}{nearest(str(key), keys)}"
             )
-        try:
-            found[str(key)] = _converted(value, hints[str(key)])
-        except _MismatchError:
-            raise ConfigError(
-                f"`{key}` of {name} {cache} must be {_words(hints[str(key)])}, got {shown(value)}"
-            ) from None
+        parameter = Parameter(name=str(key), annotation=_plain_hint(hints[str(key)]), default=None)
+        found[str(key)] = parameter.convert(value, f"{name} {cache}")
         if str(key).endswith("threshold") and isinstance(value, (int, float)) and value < 0:
             raise ConfigError(f"`{key}` of {name} {cache} must be 0 or more, got {shown(value)}")
     return found
@@ -133,62 +126,31 @@ def _config_class(cache: str) -> Any:
     return getattr(hooks, CACHES[cache])
 
 
-def _converted(value: object, hint: Any) -> Any:
-    """Return a plain value in the type of a field; raises _MismatchError."""
-    origin, members = get_origin(hint), get_args(hint)
-    if origin in (Union, UnionType):
-        for member in members:
-            try:
-                return _converted(value, member)
-            except _MismatchError:
-                continue
-        raise _MismatchError
-    if origin in (tuple, list) and isinstance(value, list):
-        if origin is tuple and ... not in members and len(value) != len(members):
-            raise _MismatchError
-        return origin(_converted(item, members[0]) for item in value)
-    return _converted_scalar(value, hint)
-
-
-def _converted_scalar(value: object, hint: Any) -> Any:
+def _plain_hint(hint: Any) -> Any:
+    """Return the type of a field without what no text gives."""
     import torch
 
-    if hint is float and type(value) in (int, float):
-        return float(value)  # type: ignore[arg-type]
-    if hint is torch.dtype and isinstance(value, str):
-        dtype = getattr(torch, value.removeprefix("torch."), None)
-        if isinstance(dtype, torch.dtype):
-            return dtype
-    if (hint in (bool, int, str) and type(value) is hint) or (hint is NoneType and value is None):
-        return value
-    raise _MismatchError
+    if get_origin(hint) in (Union, UnionType):
+        members = (_plain_hint(each) for each in get_args(hint) if each is not torch.Tensor)
+        return Union[tuple(members)]  # noqa: UP007 - of a tuple
+    return _Dtype if hint is torch.dtype else hint
 
 
-def _words(hint: Any) -> str:
-    """Return what a field takes, in words."""
-    origin, members = get_origin(hint), get_args(hint)
-    if origin in (Union, UnionType):
-        return " or ".join(dict.fromkeys(_words(each) for each in members if _can_be_given(each)))
-    if origin in (tuple, list):
-        count = "" if origin is list or ... in members else f"{len(members)} "
-        return f"a list of {count}{_PLURALS.get(members[0], 'values')}"
-    return _SINGULARS.get(hint, "a dtype such as float32")
+class _Dtype:
+    """A dtype of torch, by its name."""
 
+    expected: ClassVar[str] = "a dtype such as float32"
 
-def _can_be_given(hint: Any) -> bool:
-    return "Tensor" not in str(hint)
+    @classmethod
+    def parse(cls, value: object, *, name: str) -> Any:
+        import torch
 
-
-_SINGULARS = MappingProxyType(
-    {
-        bool: "true or false",
-        int: "an integer",
-        float: "a number",
-        str: "text",
-        NoneType: "null",
-    }
-)
-_PLURALS = MappingProxyType({int: "integers", float: "numbers", str: "texts"})
+        del name
+        text = value.removeprefix("torch.") if isinstance(value, str) else ""
+        dtype = getattr(torch, text, None)
+        if not isinstance(dtype, torch.dtype):
+            raise MismatchError
+        return dtype
 
 
 _HALVES = "faster_cache.py"  # of diffusers, which takes half of a batch for a branch of guidance

@@ -16,8 +16,9 @@ from typing import Any, Final, Literal, get_args, get_origin
 import torch
 
 from multimodal_gen.errors import UsageError
+from multimodal_gen.files import MalformedError, read_small_file
 from multimodal_gen.runtime.generator.signatures import arguments_of, fits, spelled
-from multimodal_gen.runtime.plain_values import MalformedError, read_small_file, short
+from multimodal_gen.settings import short
 
 __all__ = [
     "check_config",

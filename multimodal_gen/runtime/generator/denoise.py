@@ -24,7 +24,7 @@ from multimodal_gen.runtime.generator.progress import follow
 from multimodal_gen.runtime.generator.sampling import Call
 from multimodal_gen.runtime.layers.attention.report import Json
 from multimodal_gen.runtime.server_args import ServerArgs
-from multimodal_gen.runtime.setting import as_flag
+from multimodal_gen.settings import as_flag
 
 __all__ = [
     "Denoised",

@@ -14,9 +14,8 @@ from typing import Any, Final, Union, get_args, get_origin
 from multimodal_gen.errors import MissingDependencyError, UsageError, first_line, nearest
 from multimodal_gen.runtime.generator.index import PipelineIndex
 from multimodal_gen.runtime.generator.signatures import fits, spelled
-from multimodal_gen.runtime.plain_values import short
 from multimodal_gen.runtime.server_args import ServerArgs
-from multimodal_gen.runtime.setting import as_flag
+from multimodal_gen.settings import as_flag, short
 
 __all__ = [
     "INPUTS",

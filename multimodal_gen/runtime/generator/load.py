@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from multimodal_gen.errors import MissingDependencyError, UsageError, first_line, is_out_of_memory
+from multimodal_gen.files import require_writable
 from multimodal_gen.runtime.generator.chat_templates import check_templates
 from multimodal_gen.runtime.generator.component_config import (
     check_config,
@@ -30,7 +31,6 @@ from multimodal_gen.runtime.generator.model_folder import (
     check_channels,
     check_required,
 )
-from multimodal_gen.runtime.generator.output import require_writable
 from multimodal_gen.runtime.generator.progress import is_shown
 from multimodal_gen.runtime.generator.quantized import (
     check_quantized,
@@ -40,7 +40,7 @@ from multimodal_gen.runtime.generator.quantized import (
 from multimodal_gen.runtime.generator.scheduler import check_scheduler, with_scheduler
 from multimodal_gen.runtime.platforms import current_platform
 from multimodal_gen.runtime.server_args import SETTINGS, ServerArgs
-from multimodal_gen.runtime.setting import expanded
+from multimodal_gen.settings import expanded
 
 __all__ = [
     "check_complete",

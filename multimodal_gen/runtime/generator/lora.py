@@ -22,7 +22,7 @@ import torch
 
 from multimodal_gen.errors import MissingDependencyError, UsageError, first_line, is_out_of_memory
 from multimodal_gen.runtime.generator.index import HUB_ID
-from multimodal_gen.runtime.setting import expanded
+from multimodal_gen.settings import expanded
 
 __all__ = ["Lora", "add_loras", "check_loras", "not_reached", "read_loras"]
 

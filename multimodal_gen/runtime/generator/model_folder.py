@@ -14,7 +14,7 @@ from typing import Final, get_args
 
 from multimodal_gen.errors import UsageError, nearest
 from multimodal_gen.runtime.generator.signatures import arguments_of
-from multimodal_gen.runtime.plain_values import short
+from multimodal_gen.settings import short
 
 __all__ = [
     "DENOISERS",

@@ -6,7 +6,6 @@ free, in a folder the next free name is taken. A video that is streamed is the e
 name from the first frames on, and is a whole video whenever writing ends.
 """
 
-import errno
 import importlib.metadata
 import itertools
 import json
@@ -14,18 +13,15 @@ import logging
 import os
 import platform
 import re
-import tempfile
-import uuid
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
 
 from multimodal_gen.errors import MissingDependencyError, UsageError
+from multimodal_gen.files import is_taken, nearest_existing, require_writable
 from multimodal_gen.runtime.generator.progress import each_frame
 from multimodal_gen.runtime.layers.attention.report import Json
 
@@ -34,14 +30,9 @@ __all__ = [
     "Kind",
     "OutputNames",
     "OutputTarget",
-    "Staging",
-    "is_taken",
     "media_suffix",
     "require_encoder",
-    "require_file",
     "require_own_files",
-    "require_writable",
-    "sweep",
     "to_uint8",
     "versions",
     "write_image",
@@ -52,7 +43,6 @@ __all__ = [
 
 Kind = Literal["image", "video"]
 logger = logging.getLogger(__name__)
-_PARTIAL = "partial"
 _DISTRIBUTIONS = ("torch", "diffusers", "transformers", "accelerate", "triton")
 _INSTALL = "install with: pip install 'multimodal_gen[video]'"
 
@@ -189,87 +179,6 @@ class OutputTarget:
             record=folder / f"{stem}.json",
             latents=folder / f"{stem}.safetensors" if self.latents else None,
         )
-
-
-class Staging:
-    """Files written under temporary names, renamed together when the `with` block succeeds.
-
-    After any exception, Ctrl-C and a rename that fails included, the temporary files are gone and
-    the final names are as they were.
-
-    Args:
-        overwrite: replace files that exist by then. Otherwise the block ends with
-            `FileExistsError`, whatever moment they appeared at. A folder is never replaced: where
-            one has a final name, the block ends with `IsADirectoryError`.
-        mark: what the temporary names start with, for `sweep`.
-    """
-
-    def __init__(self, *, overwrite: bool = False, mark: str = "") -> None:
-        self._overwrite = overwrite
-        self._mark = mark
-        self._moves: list[tuple[Path, Path]] = []
-        self._temporaries: list[Path] = []
-
-    def path(self, final: Path) -> Path:
-        """Return the temporary path to write for `final`; it has the same suffix."""
-        final.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self._temporary(final, _PARTIAL)
-        self._moves.append((temporary, final))
-        return temporary
-
-    def __enter__(self) -> "Staging":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        try:
-            if error is None:
-                with ExitStack() as undo:
-                    for temporary, final in self._moves:
-                        self._place(temporary, final, undo)
-                    undo.pop_all()
-        finally:
-            for temporary in self._temporaries:
-                temporary.unlink(missing_ok=True)
-
-    def _temporary(self, final: Path, kind: str) -> Path:
-        # Without the final name, which may be as long as names can be.
-        temporary = final.with_name(f".{self._mark}{uuid.uuid4().hex}.{kind}{final.suffix}")
-        self._temporaries.append(temporary)
-        return temporary
-
-    def _place(self, temporary: Path, final: Path, undo: ExitStack) -> None:
-        if not self._overwrite:
-            _rename_to_free(temporary, final)
-            undo.callback(final.unlink, missing_ok=True)
-            return
-        if final.is_dir() and not final.is_symlink():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(final))
-        if os.path.lexists(final):
-            old = self._temporary(final, "replaced")
-            final.replace(old)
-            undo.callback(old.replace, final)
-        else:
-            undo.callback(final.unlink, missing_ok=True)
-        temporary.replace(final)
-
-
-def sweep(folder: Path, mark: str) -> None:
-    """Remove the half-written files of a process that was killed.
-
-    What it was replacing stays under its temporary name: it may be the only copy.
-
-    Args:
-        folder: where it wrote.
-        mark: that of its `Staging`.
-    """
-    assert mark, "without a mark these could be anybody's"
-    for temporary in folder.glob(f".{mark}*.{_PARTIAL}*"):
-        temporary.unlink(missing_ok=True)
 
 
 def require_encoder() -> None:
@@ -499,97 +408,6 @@ def versions(device: torch.device) -> dict[str, Json]:
     return found
 
 
-def _rename_to_free(temporary: Path, final: Path) -> None:
-    """Give a file its final name; `FileExistsError` if that is taken. `temporary` may remain."""
-    try:
-        os.link(temporary, final)
-    except FileExistsError:
-        raise
-    except OSError:
-        # Not every file system has links; there the name is taken first, with an empty file.
-        os.close(os.open(final, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
-        try:
-            temporary.replace(final)
-        except BaseException:
-            final.unlink(missing_ok=True)
-            raise
-
-
-def is_taken(path: Path) -> bool:
-    """Whether something has a name: a file, a folder or a link, one to nowhere too.
-
-    Raises:
-        OSError: nothing can have it, e.g. because it is too long.
-        ValueError: the same.
-    """
-    try:
-        path.lstat()
-    except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-            return False
-        raise
-    return True
-
-
-def require_file(path: Path, flag: str) -> bool:
-    """Check that a file can be made, before minutes are spent on what it is to hold.
-
-    Args:
-        path: the file; `~` is expanded.
-        flag: what names it, for messages.
-
-    Returns:
-        Whether its name is taken, by a folder or a link to nowhere too.
-
-    Raises:
-        UsageError: nothing can be written there.
-    """
-    try:
-        path = path.expanduser()
-        taken = is_taken(path)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise UsageError(
-            f"{flag} must be a file that can be made, got {str(path)[:80]!r} "
-            f"({getattr(error, 'strerror', None) or error})"
-        ) from error
-    require_writable(path.parent, flag)
-    return taken
-
-
-def require_writable(folder: Path, flag: str = "--output-path") -> None:
-    """Check that files can be written to a folder, which may be yet to be made.
-
-    Args:
-        folder: the folder.
-        flag: what names it, for messages.
-
-    Raises:
-        UsageError: they cannot.
-    """
-    try:
-        is_taken(folder)
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"{flag} must be a folder that can be made, got {str(folder)[:80]!r} "
-            f"({getattr(error, 'strerror', None) or error})"
-        ) from error
-    existing = _existing(folder)
-    if not existing.is_dir():
-        raise UsageError(
-            f"{flag} must lie in a folder, got {str(folder)!r}, where {str(existing)!r} is none"
-        )
-    # Permissions alone say little: some file systems take no files from anybody.
-    try:
-        if existing == folder:
-            tempfile.TemporaryFile(dir=existing).close()
-        else:
-            tempfile.TemporaryDirectory(dir=existing).cleanup()
-    except OSError as error:
-        raise UsageError(
-            f"{flag} must be writable, got {str(folder)!r}, which is not ({error.strerror})"
-        ) from error
-
-
 def require_own_files(
     targets: Sequence[OutputTarget], attention_records: Sequence[Path | str | None]
 ) -> None:
@@ -623,7 +441,7 @@ def _named_twice(files: Sequence[Path]) -> Path | None:
 
 
 def _require_short(names: OutputNames) -> None:
-    folder = _existing(names.record.parent)
+    folder = nearest_existing(names.record.parent)
     limit = os.pathconf(folder, "PC_NAME_MAX") if hasattr(os, "pathconf") else 255
     longest = max((file.name for file in names.all), key=lambda name: len(os.fsencode(name)))
     if len(os.fsencode(longest)) > limit:
@@ -631,12 +449,6 @@ def _require_short(names: OutputNames) -> None:
             f"--output-path must give file names of at most {limit} bytes, got {longest!r} with "
             f"{len(os.fsencode(longest))}"
         )
-
-
-def _existing(folder: Path) -> Path:
-    # A link to nowhere exists too: no folder can be made in its place.
-    parents = (folder, *folder.absolute().parents)
-    return next(parent for parent in parents if os.path.lexists(parent))
 
 
 def _check_video(path: Path, num_frames: int) -> None:

@@ -17,7 +17,7 @@ from multimodal_gen.runtime.generator.index import (
     described,
     dtype_argument,
 )
-from multimodal_gen.runtime.setting import expanded
+from multimodal_gen.settings import expanded
 
 __all__ = ["check_quantized", "load_gguf", "quantization_config"]
 

@@ -32,7 +32,7 @@ from multimodal_gen.runtime.managers.guidance import (
 )
 from multimodal_gen.runtime.platforms import current_platform
 from multimodal_gen.runtime.server_args import ServerArgs
-from multimodal_gen.runtime.setting import as_flag
+from multimodal_gen.settings import as_flag
 
 __all__ = ["check_guided", "ending_signals_raise", "join_ranks", "plan_ranks", "rank_device"]
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from multimodal_gen.errors import MissingDependencyError, MultimodalGenError, UsageError
+from multimodal_gen.files import MalformedError, Staging, is_taken, read_small_file, require_file
 from multimodal_gen.runtime.distributed.groups import is_main_rank, parallel_groups
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.generator import output
@@ -39,7 +40,6 @@ from multimodal_gen.runtime.generator.output import (
     GrowingVideo,
     OutputNames,
     OutputTarget,
-    Staging,
 )
 from multimodal_gen.runtime.generator.ranks import ending_signals_raise, rank_device
 from multimodal_gen.runtime.generator.sampling import (
@@ -58,9 +58,8 @@ from multimodal_gen.runtime.generator.stream import Give, StreamedChunk, Streami
 from multimodal_gen.runtime.layers.attention.call import watching
 from multimodal_gen.runtime.layers.attention.report import AttentionReport, Json
 from multimodal_gen.runtime.managers.generation import Generation, describe_generation
-from multimodal_gen.runtime.plain_values import MalformedError, read_small_file, short
 from multimodal_gen.runtime.server_args import ServerArgs
-from multimodal_gen.runtime.setting import expanded
+from multimodal_gen.settings import as_plain, expanded, short
 
 __all__ = ["Attach", "Generated", "Handle", "Report", "Session", "find_done", "prepare"]
 
@@ -275,7 +274,7 @@ class Session:
         Args:
             args: what to generate and where to write it; what concerns loading is as it was.
             facts: further entries for the record, e.g. this package's version.
-            mark: what the names of half-written files start with; see `output.sweep`.
+            mark: what the names of half-written files start with; see `files.sweep`.
             save: write files; otherwise nothing but the latents and pixels in memory is left.
             on_chunk: takes the frames of a video that is streamed as they are done.
 
@@ -503,16 +502,10 @@ def _named_backend(args: ServerArgs) -> str | None:
 
 def _arguments(args: ServerArgs) -> dict[str, Json]:
     """Return the arguments as JSON data; the seed is the one that was used."""
-    values = {each.name: getattr(args, each.name) for each in fields(args)}
-    return {name: _plain(value) for name, value in values.items()}
-
-
-def _plain(value: object) -> Json:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
-    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+    found: dict[str, Json] = as_plain(
+        {each.name: getattr(args, each.name) for each in fields(args)}
+    )
+    return found
 
 
 def _target(index: PipelineIndex, args: ServerArgs) -> OutputTarget:
@@ -550,7 +543,7 @@ def _check_record_path(args: ServerArgs, names: OutputNames) -> None:
         )
     if args.record_attention is None:
         return
-    exists = output.require_file(Path(args.record_attention), "--record-attention")
+    exists = require_file(Path(args.record_attention), "--record-attention")
     path = Path(args.record_attention).expanduser()
     is_folder = path.is_dir()
     if path.parent.resolve() / path.name in (f.parent.resolve() / f.name for f in names.all):
@@ -599,7 +592,7 @@ def _save(
         try:
             return write(names)
         except FileExistsError:
-            taken = next(filter(output.is_taken, also), None)
+            taken = next(filter(is_taken, also), None)
             if taken is not None and not target.overwrite:
                 raise UsageError(
                     f"--record-attention must not exist yet, got {str(taken)!r}, which another "

@@ -31,7 +31,7 @@ from multimodal_gen.runtime.generator.inputs import (
 from multimodal_gen.runtime.generator.load import denoisers
 from multimodal_gen.runtime.layers.attention.scope import component_names
 from multimodal_gen.runtime.server_args import ServerArgs
-from multimodal_gen.runtime.setting import as_flag
+from multimodal_gen.settings import as_flag
 
 __all__ = [
     "Call",

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from multimodal_gen.errors import UsageError, first_line
+from multimodal_gen.files import MalformedError, read_small_file
 from multimodal_gen.runtime.generator.component_config import (
     check_config,
     check_sizes,
@@ -20,7 +21,7 @@ from multimodal_gen.runtime.generator.component_config import (
 from multimodal_gen.runtime.generator.index import PipelineIndex, import_diffusers
 from multimodal_gen.runtime.generator.load import pick_dtype
 from multimodal_gen.runtime.generator.model_folder import DENOISERS
-from multimodal_gen.runtime.plain_values import MalformedError, read_json, read_small_file, short
+from multimodal_gen.settings import read_json, short
 
 __all__ = [
     "denoiser_configs",

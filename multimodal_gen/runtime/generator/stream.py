@@ -21,15 +21,15 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from multimodal_gen.errors import ConfigError, UsageError
+from multimodal_gen.files import read_lines
 from multimodal_gen.runtime.distributed.groups import parallel_groups
 from multimodal_gen.runtime.generator.denoise import Denoised, Timings, denoise
 from multimodal_gen.runtime.generator.index import PipelineIndex
 from multimodal_gen.runtime.generator.sampling import Call
 from multimodal_gen.runtime.generator.streamed import TAKEN, Followed, FramePack, SkyReels
 from multimodal_gen.runtime.layers.attention.report import Json
-from multimodal_gen.runtime.plain_values import MalformedError, read_lines, short
 from multimodal_gen.runtime.server_args import ServerArgs
-from multimodal_gen.runtime.setting import expanded
+from multimodal_gen.settings import expanded, short
 
 __all__ = [
     "Give",
@@ -139,14 +139,8 @@ def read_timed_prompts(file: Path | str | None) -> tuple[TimedPrompt, ...]:
     """
     if file is None:
         return ()
-    try:
-        path = expanded(str(file), "--prompts-file")
-        lines = read_lines(path)
-    except MalformedError as error:
-        raise ConfigError(
-            f"--prompts-file must be a readable text file, got {str(file)!r}: {error}"
-        ) from None
     found = []
+    lines = read_lines(expanded(str(file), "--prompts-file"), flag="--prompts-file")
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue

@@ -4,7 +4,6 @@ Every prompt leaves one file per branch of guidance, that of the positive one la
 the prompt is done, and an interrupted search goes on behind it.
 """
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from multimodal_gen.errors import ConfigError, UsageError
+from multimodal_gen.files import require_writable
 from multimodal_gen.runtime.generator.denoise import Timings, denoise, out_of_memory_explained
 from multimodal_gen.runtime.generator.index import PipelineIndex
 from multimodal_gen.runtime.generator.load import load_pipeline, pick_device, pick_dtype
-from multimodal_gen.runtime.generator.output import require_writable
 from multimodal_gen.runtime.generator.run import Handle
 from multimodal_gen.runtime.generator.sampling import check_arguments, output_size, prepare_call
 from multimodal_gen.runtime.generator.skeleton import folder_identity, model_identity
@@ -38,19 +37,13 @@ class Searched:
     """One prompt that was searched.
 
     Attributes:
-        prompt: the prompt.
-        files: its search files, the positive branch's last.
-        tiles: the grid of tiles.
-        windows: what was tried.
-        num_steps: denoising steps of the generation.
+        file: its search file, of the positive branch where there are two.
+        found: what it holds.
         seconds: how long it took.
     """
 
-    prompt: str
-    files: tuple[Path, ...]
-    tiles: Window
-    windows: tuple[Window, ...]
-    num_steps: int
+    file: Path
+    found: SearchFile
     seconds: float
 
 
@@ -110,77 +103,61 @@ class WindowSearch:
         device = pick_device(args.device)
         index = PipelineIndex.read(args.model_path, args.pipeline_class_name)
         check_arguments(index, args)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(out_of_memory_explained())
+        with out_of_memory_explained():
             pipe = load_pipeline(index, args, device)
             handle = attach(pipe)
-            stack.callback(handle.remove)
-            for prompt in self.pending:
-                call = prepare_call(pipe, index, replace(args, prompt=prompt))
-                arguments = dict(call.arguments)
-                if "output_type" in arguments:
-                    arguments["output_type"] = "latent"  # the losses are all that is wanted
-                recorder = LossRecorder(self._windows)
-                timings = Timings(device)
-                with record_into(recorder), timings.phase("search"):
-                    denoise(pipe, replace(call, arguments=arguments), timings)
-                size = output_size(pipe, index, args)
-                yield self._write(prompt, recorder, size, timings.phases["search"])
+            try:
+                for prompt in self.pending:
+                    call = prepare_call(pipe, index, replace(args, prompt=prompt))
+                    arguments = dict(call.arguments)
+                    if "output_type" in arguments:
+                        arguments["output_type"] = "latent"  # the losses are all that is wanted
+                    recorder, timings = LossRecorder(self._windows), Timings(device)
+                    with record_into(recorder), timings.phase("search"):
+                        denoise(pipe, replace(call, arguments=arguments), timings)
+                    file, found = self._write(prompt, recorder, output_size(pipe, index, args))
+                    yield Searched(file=file, found=found, seconds=timings.phases["search"])
+            finally:
+                handle.remove()
 
     def _write(
-        self, prompt: str, recorder: LossRecorder, size: tuple[int | str, int | str], seconds: float
-    ) -> Searched:
-        found = recorder.losses()
-        tiles = recorder.tiles
-        assert tiles is not None, "losses need a grid"
-        width, height = size
-        files = []
+        self, prompt: str, recorder: LossRecorder, size: tuple[int | str, int | str]
+    ) -> tuple[Path, SearchFile]:
+        """Write the file of every branch; return the last one, and what it holds."""
+        found, (width, height) = recorder.losses(), size
         for branch in sorted(found, key=lambda branch: branch == POSITIVE):
-            folder = branch_folder(self._folder, branch, width=width, height=height)
-            files.append(folder / search_name(prompt))
             settings = {"prompt": prompt, **self._settings()}
-            SearchFile(
-                losses=found[branch], tiles=tiles, settings=settings, tile_size=self._tile_size
-            ).write(files[-1])
-        return Searched(
-            prompt=prompt,
-            files=tuple(files),
-            tiles=tiles,
-            windows=recorder.candidates(tiles),
-            num_steps=next(iter(found.values())).l2.shape[1],
-            seconds=seconds,
-        )
+            search = replace(found[branch], settings=settings, tile_size=self._tile_size)
+            folder = branch_folder(self._folder, branch, width=width, height=height)
+            file = folder / search_name(prompt)
+            search.write(file)
+        return file, search
 
     def _settings(self) -> dict[str, Any]:
         """Return what a search depends on, as JSON data."""
         return {**self._model, **self._generation}
 
-    @property
-    def _generation(self) -> dict[str, Any]:
-        """Return those of them that say how is generated, and what is tried."""
+    @cached_property
+    def _model(self) -> dict[str, str]:
         args = self._args
+        return model_identity(PipelineIndex.read(args.model_path, args.pipeline_class_name))
+
+    @cached_property
+    def _generation(self) -> dict[str, Any]:
+        """How is generated, and what is tried."""
+        args = self._args
+        dtype = pick_dtype(args.dtype, pick_device(args.device))
         return {
+            "dtype": str(dtype).removeprefix("torch."),
             **{name: getattr(args, name) for name in (*CALL_SETTINGS, "seed")},
             "tile_size": list(self._tile_size),
             "windows": [list(window) for window in self._windows],
         }
 
     @cached_property
-    def _model(self) -> dict[str, str]:
-        """What is searched: the model, and the dtype it runs in."""
-        args = self._args
-        index = PipelineIndex.read(args.model_path, args.pipeline_class_name)
-        return {**model_identity(index), **self._dtype}
-
-    @cached_property
-    def _dtype(self) -> dict[str, str]:
-        dtype = pick_dtype(self._args.dtype, pick_device(self._args.device))
-        return {"dtype": str(dtype).removeprefix("torch.")}
-
-    @cached_property
     def _by_files(self) -> dict[str, str]:
-        """The same as `_model`, at best, in a fraction of the time."""
-        return {**(folder_identity(self._args.model_path) or {}), **self._dtype}
+        """The same as `_model`, at best, without diffusers, which takes long to import."""
+        return folder_identity(self._args.model_path) or {}
 
     def _is_done(self, prompt: str) -> bool:
         folder = branch_folder(self._folder, POSITIVE, width="*", height="*")
@@ -189,23 +166,24 @@ class WindowSearch:
                 file = SearchFile.read(path)
             except ConfigError as error:
                 raise ConfigError(f"{error}; delete it to search again") from None
-            found = file.settings
-            quick = {"prompt": prompt, **self._by_files, **self._generation}
-            if "model" in quick and all(found.get(name) == quick[name] for name in quick):
-                self.num_steps = file.losses.l2.shape[1]
-                return True  # diffusers, which takes long to import, would say the same
-            wanted = {"prompt": prompt, **self._settings()}
-            other = [name for name in wanted if found.get(name) != wanted[name]]
-            if other:
-                name = other[0]
+            wanted = {"prompt": prompt, **self._by_files, **self._generation}
+            if not self._by_files or _first_other(file, wanted) is not None:
+                wanted = {"prompt": prompt, **self._settings()}
+            name = _first_other(file, wanted)
+            if name is not None:
                 raise UsageError(
                     f"--output must not hold a search with other settings, got {str(path)!r} with "
-                    f"{name} {found.get(name)!r}, this search has {wanted[name]!r}; name another "
-                    f"folder"
+                    f"{name} {file.settings.get(name)!r}, this search has {wanted[name]!r}; name "
+                    f"another folder"
                 )
-            self.num_steps = file.losses.l2.shape[1]
+            self.num_steps = file.l2.shape[1]
             return True
         return False
+
+
+def _first_other(file: SearchFile, wanted: Mapping[str, Any]) -> str | None:
+    """Return the first setting that a search file was not made with; None for none."""
+    return next((name for name in wanted if file.settings.get(name) != wanted[name]), None)
 
 
 def _tile_size(args: ServerArgs) -> Window:

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 import torch
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.runtime.plain_values import short
+from multimodal_gen.settings import short
 
 T = TypeVar("T")
 

@@ -1,6 +1,6 @@
 """What is being generated, for methods that write files about it.
 
-The generator says so around the call of the pipeline; whoever calls a pipeline by themselves may:
+The generator says so around the call of the pipeline; other callers of a pipeline may:
 
     with describe_generation(Generation(prompt="a fox", width=832, height=480)):
         pipe(prompt="a fox", width=832, height=480)
@@ -43,5 +43,5 @@ def describe_generation(generation: Generation) -> Iterator[None]:
 
 
 def current_generation() -> Generation | None:
-    """Return what is being generated, or None where nobody said so."""
+    """Return what is being generated, or None where that was not said."""
     return _GENERATION.get()

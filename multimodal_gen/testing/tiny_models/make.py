@@ -1,14 +1,13 @@
 """Writing a tiny pipeline to disk: all of it, or nothing."""
 
 import os
-import shutil
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
 from multimodal_gen.errors import MissingDependencyError, UsageError, nearest
+from multimodal_gen.files import atomic_write
 from multimodal_gen.testing.tiny_models.cogvideox import COGVIDEOX
 from multimodal_gen.testing.tiny_models.family import TinyFamily
 from multimodal_gen.testing.tiny_models.flux import FLUX
@@ -131,13 +130,8 @@ def _build(family: TinyFamily, seed: int) -> Any:
 
 
 def _save(pipeline: Any, folder: Path) -> None:
-    """Save beside `folder`, then rename: an interrupted save leaves nothing behind."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.partial")
-    try:
+    """Save all of it, or nothing."""
+    with atomic_write(folder) as partial:
         pipeline.save_pretrained(partial)
         if folder.exists():
             folder.rmdir()  # fails, as it should, if something was put there meanwhile
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

@@ -293,7 +293,7 @@ def test_a_kernel_that_was_selected_runs_where_it_can() -> None:
     with machine_with(HOPPER):
         assert choose(BLOCK_SPARSE, "auto", H100) == "gluon"
         assert choose(BLOCK_SPARSE, kernel, H100) == "fa4"
-    assert not kernel.detours()
+    assert not kernel.fallbacks()
 
 
 def test_calls_that_a_selected_kernel_cannot_serve_are_served_and_counted() -> None:
@@ -306,7 +306,7 @@ def test_calls_that_a_selected_kernel_cannot_serve_are_served_and_counted() -> N
         kernel.begin_call()
         assert choose(BLOCK_SPARSE, kernel, H100._replace(causal=True)) == "triton"
         assert choose(BLOCK_SPARSE, kernel, H100) == "fa4"
-    assert kernel.detours() == {
+    assert kernel.fallbacks() == {
         ("gluon", "fa4 needs regular blocks, and the plan's have lengths of their own"): 2,
         ("triton", "fa4 has no causal variant, and the plan is causal"): 1,
     }
@@ -319,4 +319,4 @@ def test_a_kernel_that_a_user_named_refuses_what_it_cannot_serve() -> None:
         pytest.raises(UnsupportedBackendError, match=r"kernel 'fa4' .* regular blocks"),
     ):
         choose(BLOCK_SPARSE, kernel, H100._replace(ragged=True))
-    assert not kernel.detours()
+    assert not kernel.fallbacks()

@@ -21,7 +21,14 @@ import pytest
 import torch
 
 from multimodal_gen.kernels.block_sparse import api
-from multimodal_gen.kernels.block_sparse.api import RUN, Call, CallForm, request_for
+from multimodal_gen.kernels.block_sparse.api import RUN, request_for
+from multimodal_gen.kernels.block_sparse.call import (
+    Backward,
+    Call,
+    CallForm,
+    PooledBlocks,
+    TailCall,
+)
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.skip import Skip
 from multimodal_gen.kernels.block_sparse.tuning import (
@@ -386,8 +393,9 @@ def launch_portable(
         shared_memory=SHARED_MEMORY[capability],
     )
     lse = torch.empty(2, 4, plan.q.total)
-    engine = capability >= 90
-    attend(q, k, v, plan, out, lse, scale=0.1, tile=tile, copy_engine=engine, skip=skip)
+    form = CallForm(request_for(q, k, v, plan, backward=False))
+    call = Call(q, k, v, plan, 0.1, True, False, form, skip)
+    attend(call, out, lse, tile=tile, copy_engine=capability >= 90)
 
 
 FORMS = ("dense", "regular", "ragged", "bits", "causal")
@@ -461,10 +469,9 @@ def test_the_tail_in_gluon_compiles_without_spills_or_warnings(
     out = torch.zeros(2, queries.total, 4, head_size, dtype=torch.bfloat16)
     means = torch.zeros(2, 2, 300, head_size, dtype=torch.bfloat16)
     kept = torch.zeros(1, 4, queries.num, 300, dtype=torch.bool)
-    add_tail(
-        out, torch.zeros(2, 4, queries.total), out, means, means, torch.ones(1, 1, 300).int(),
-        kept, queries, scale=0.1, tile=gluon_tail_tile(),
-    )  # fmt: skip
+    pooled = PooledBlocks(keys=means, values=means, counts=torch.ones(1, 1, 300).int())
+    lse = torch.zeros(2, 4, queries.total)
+    add_tail(TailCall(out, lse, out, pooled, kept, queries, 0.1), tile=gluon_tail_tile())
     assert compiler.names == {"pack_kernel", "gluon_tail_kernel", "flagged_kernel"}
     # Only what is read once per tile spills; the last kernel hardly ever has anything to do.
     assert_clean(compiler.kernels, most=320)
@@ -488,9 +495,8 @@ def launch_backward(
         shared_memory=SHARED_MEMORY[capability],
     )
     lse = torch.empty(2, 4, plan.q.total)
-    attend_backward(
-        q, k, v, plan, out, lse, out, None, scale=0.1, tiles=tiles, copy_engine=capability >= 90
-    )
+    call = Backward(q, k, v, plan, out, lse, out, None, 0.1)
+    attend_backward(call, tiles=tiles, copy_engine=capability >= 90)
 
 
 # On SM80 rows that choose spill, and so do causal plans in the wider steps of 64 channels.

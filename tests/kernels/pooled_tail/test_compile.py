@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from multimodal_gen.kernels.block_sparse.call import PooledBlocks, TailCall
 from multimodal_gen.kernels.block_sparse.plan import Blocks
 from multimodal_gen.kernels.block_sparse.tuning import tail_tile
 from tests.kernels.cases import with_slow
@@ -45,10 +46,9 @@ def test_the_tail_does_not_spill(
         capability=(capability // 10, capability % 10),
     )
     lse = torch.zeros(1, 4, 768)
-    tail_kernel.add_tail(
-        q.clone(), lse, q, means, means, counts, None, kept, queries, scale=0.1, tile=tile,
-        copy_engine=capability >= 90,
-    )  # fmt: skip
+    pooled = PooledBlocks(keys=means, values=means, counts=counts)
+    call = TailCall(q.clone(), lse, q, pooled, kept, queries, 0.1)
+    tail_kernel.add_tail(call, tile=tile, copy_engine=capability >= 90)
     assert compiler.names == {"tail_kernel"}
     compiler.assert_clean()
 

@@ -123,6 +123,7 @@ def test_maps_become_the_lists_of_their_rows() -> None:
 @pytest.mark.parametrize("q_form", ["regular", pytest.param("ragged", marks=pytest.mark.slow)])
 def test_only_flagged_tiles_are_done_again(q_form: str) -> None:
     from multimodal_gen.kernels.block_sparse import tail_kernel
+    from multimodal_gen.kernels.block_sparse.call import TailCall
     from multimodal_gen.kernels.block_sparse.tuning import TritonTile
 
     shape = PlanShape(heads=2, num_q=2, num_kv=40, q_size=100, kv_size=4, q_form=q_form)
@@ -132,16 +133,16 @@ def test_only_flagged_tiles_are_done_again(q_form: str) -> None:
     pooled, kept = pool_blocks(k, v, plan.kv, 40), kept_map(plan, 40)
     wanted = add_tail(out.clone(), lse.clone(), q, pooled, kept, plan.q, scale=0.2, kernel="triton")
     bits, sizes = tail_kernel.pack_bits(kept, 64), pooled.counts.float().log2()
-    given = (q, pooled.keys, pooled.values, sizes, bits, plan.q)
     tile = {"tile": TritonTile(rows=64, keys=32, warps=4, stages=2), "programs": 3}
     # Two tiles of each of two blocks of each of two heads, behind how many are flagged.
     flags = torch.zeros(1 + 2 * 2 * 2, dtype=torch.int32)
     found = out.clone(), lse.clone()
-    tail_kernel.add_flagged(*found, *given, flags, scale=0.2, **tile)
+    call = TailCall(*found, q, pooled, kept, plan.q, 0.2)
+    tail_kernel.add_flagged(call, sizes, bits, flags, **tile)
     assert torch.equal(found[0], out)
     flags[:] = 1
     flags[1 + 4] = 0
-    tail_kernel.add_flagged(*found, *given, flags, scale=0.2, **tile)
+    tail_kernel.add_flagged(call, sizes, bits, flags, **tile)
     begin, length = (int(bound[0, -1, 0]) for bound in plan.q.bounds(out.device))
     rows = slice(begin, begin + min(length, 64))
     assert torch.equal(found[0][0, rows, 1], out[0, rows, 1])

@@ -83,7 +83,7 @@ def test_the_mass_is_estimated_where_no_plan_is_told(monkeypatch: pytest.MonkeyP
     found = {}
     for told in (True, False):
         if not told:
-            monkeypatch.setattr(tiles, "tell_plan", lambda *args, **kwargs: None)
+            monkeypatch.setattr(tiles, "record_plan", lambda *args, **kwargs: None)
         replay = Replay("torch_sdpa", {"sparse": SPARSE}, num_steps=1)
         with set_forward_context(0, num_steps=1, latent_grid=GRID), watching(replay):
             layer_of(DENSE)(*qkv())

@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from multimodal_gen.errors import MissingDependencyError, UsageError
+from multimodal_gen.files import Staging
 from multimodal_gen.runtime.generator import output
-from multimodal_gen.runtime.generator.output import OutputTarget, Staging, sweep
+from multimodal_gen.runtime.generator.output import OutputTarget
 
 
 def _plan(path, kind="image", **options) -> OutputTarget:
@@ -141,102 +142,6 @@ def test_planning_creates_nothing(tmp_path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_staged_files_appear_together_when_the_block_ends(tmp_path) -> None:
-    finals = [tmp_path / "deep" / "a.png", tmp_path / "deep" / "a.json"]
-    with Staging() as staging:
-        for final in finals:
-            temporary = staging.path(final)
-            assert temporary.suffix == final.suffix
-            temporary.write_text(final.name)
-        assert not any(final.exists() for final in finals)
-    assert sorted((tmp_path / "deep").iterdir()) == sorted(finals)
-    assert [final.read_text() for final in finals] == ["a.png", "a.json"]
-
-
-def test_a_folder_is_never_replaced(tmp_path) -> None:
-    (tmp_path / "a.png").mkdir()
-    (tmp_path / "a.png" / "kept").write_text("old")
-    (tmp_path / "first.png").write_text("old")
-    with pytest.raises(IsADirectoryError, match=r"a\.png"), Staging(overwrite=True) as staging:  # noqa: PT012
-        for name in ("first.png", "a.png"):
-            staging.path(tmp_path / name).write_text("new")
-    assert {each.name for each in tmp_path.iterdir()} == {"a.png", "first.png"}
-    assert (tmp_path / "a.png" / "kept").read_text() == "old"
-    assert (tmp_path / "first.png").read_text() == "old"
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_after_an_error_no_staged_file_is_left_and_old_ones_are_kept(tmp_path, error) -> None:
-    old = tmp_path / "a.png"
-    old.write_text("old")
-    with pytest.raises(error), Staging() as staging:  # noqa: PT012
-        staging.path(old).write_text("new")
-        staging.path(tmp_path / "b.json")
-        raise error
-    assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
-    assert old.read_text() == "old"
-
-
-def test_a_file_that_appears_before_the_rename_is_kept(tmp_path) -> None:
-    final = tmp_path / "a.png"
-    with pytest.raises(FileExistsError, match=r"a\.png"), Staging() as staging:  # noqa: PT012
-        staging.path(final).write_text("ours")
-        staging.path(tmp_path / "a.json").write_text("record")
-        final.write_text("theirs")
-    assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
-    assert final.read_text() == "theirs"
-
-
-@pytest.fixture
-def without_links(monkeypatch):
-    def refuse(*paths):
-        raise OSError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", refuse)
-
-
-@pytest.mark.usefixtures("without_links")
-def test_a_file_system_without_links_keeps_what_appears_too(tmp_path) -> None:
-    with Staging() as staging:
-        staging.path(tmp_path / "a.png").write_text("first")
-    with pytest.raises(FileExistsError, match=r"a\.png"), Staging() as staging:
-        staging.path(tmp_path / "a.png").write_text("second")
-    assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
-    assert (tmp_path / "a.png").read_text() == "first"
-
-
-@pytest.mark.usefixtures("without_links")
-def test_a_name_taken_for_a_rename_that_fails_is_given_back(tmp_path) -> None:
-    with pytest.raises(FileNotFoundError, match="partial"), Staging() as staging:
-        staging.path(tmp_path / "never-written.png")
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_a_rename_that_fails_undoes_those_before_it(tmp_path, overwrite: bool) -> None:
-    with pytest.raises(OSError, match="partial"), Staging(overwrite=overwrite) as staging:  # noqa: PT012
-        staging.path(tmp_path / "a.png").write_text("new")
-        staging.path(tmp_path / "a.json")  # never written, so that there is nothing to rename
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_rename_that_fails_restores_what_was_overwritten(tmp_path) -> None:
-    (tmp_path / "a.png").write_text("old")
-    with pytest.raises(OSError, match="partial"), Staging(overwrite=True) as staging:  # noqa: PT012
-        staging.path(tmp_path / "a.png").write_text("new")
-        staging.path(tmp_path / "a.json")
-    assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
-    assert (tmp_path / "a.png").read_text() == "old"
-
-
-def test_overwriting_leaves_only_the_new_file(tmp_path) -> None:
-    (tmp_path / "a.png").write_text("old")
-    with Staging(overwrite=True) as staging:
-        staging.path(tmp_path / "a.png").write_text("new")
-    assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
-    assert (tmp_path / "a.png").read_text() == "new"
-
-
 def test_the_longest_name_a_folder_allows_can_be_written(tmp_path) -> None:
     longest = os.pathconf(tmp_path, "PC_NAME_MAX") - len(".json")
     (final,) = _plan(tmp_path / f"{'x' * longest}.png").names().media
@@ -262,19 +167,6 @@ def test_the_name_of_a_folder_is_refused_even_for_overwriting(tmp_path) -> None:
 def test_a_link_to_nowhere_takes_its_name(tmp_path) -> None:
     (tmp_path / "a-model-7.png").symlink_to(tmp_path / "nowhere")
     assert _plan(tmp_path).names().media == (tmp_path / "a-model-7-2.png",)
-
-
-def test_what_a_killed_process_was_writing_is_swept_and_nothing_else(tmp_path) -> None:
-    (tmp_path / "a.png").write_text("old")
-    killed, other = Staging(overwrite=True, mark="run-"), Staging()
-    killed.path(tmp_path / "a.png").write_text("half of it")
-    killed._temporary(tmp_path / "a.png", "replaced").write_text("what stood there")
-    other.path(tmp_path / "b.png").write_text("another program's")
-    sweep(tmp_path, "run-")
-    assert sorted(path.read_text() for path in tmp_path.iterdir()) == [
-        *("another program's", "old", "what stood there")
-    ]
-    sweep(tmp_path / "nowhere", "run-")
 
 
 def _read(path, height: int, width: int) -> tuple[str, np.ndarray]:

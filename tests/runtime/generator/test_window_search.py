@@ -1,5 +1,6 @@
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,6 @@ from multimodal_gen.runtime.generator.sampling import output_size
 from multimodal_gen.runtime.generator.window_search import WindowSearch
 from multimodal_gen.runtime.layers.attention.sparse.methods.sta.search import (
     POSITIVE,
-    BranchLosses,
     SearchFile,
     branch_folder,
     search_name,
@@ -45,10 +45,10 @@ def args(model_path: object = "models/wan", **changes: object) -> ServerArgs:
 def leave_file(folder: Path, search: WindowSearch, prompt: str) -> Path:
     """Leave what a finished search of a prompt leaves."""
     losses = torch.ones(1, 1, 1, 1, dtype=torch.float64)
-    found = BranchLosses(windows=((1, 1, 1),), l2=losses, l1=losses)
+    found = SearchFile(windows=((1, 1, 1),), l2=losses, l1=losses, tiles=(3, 2, 3))
     path = branch_folder(folder, POSITIVE, width=96, height=64) / search_name(prompt)
     settings = {"prompt": prompt, **search._settings()}
-    SearchFile(losses=found, tiles=(3, 2, 3), settings=settings).write(path)
+    replace(found, settings=settings).write(path)
     return path
 
 

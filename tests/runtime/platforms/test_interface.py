@@ -3,12 +3,12 @@ import pickle
 import pytest
 
 from multimodal_gen.errors import ConfigError
+from multimodal_gen.runtime import backend_names
 from multimodal_gen.runtime.platforms import (
     BUILTIN_PLATFORMS,
     AttentionBackendEnum,
     DeviceCapability,
     PlatformEnum,
-    interface,
 )
 from multimodal_gen.runtime.platforms.devices import CpuPlatform, CudaPlatform, RocmPlatform
 
@@ -61,7 +61,7 @@ def test_an_empty_name_is_refused():
 
 @pytest.fixture(autouse=True)
 def no_plugins(monkeypatch):
-    monkeypatch.setattr(interface, "_PLUGINS", {})
+    monkeypatch.setattr(backend_names, "_PLUGINS", {})
 
 
 def test_a_plugin_name_becomes_a_member_that_iteration_does_not_list():

@@ -6,6 +6,7 @@ Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 import sys
 from collections.abc import Collection
 from numbers import Integral, Real
+from typing import NoReturn
 
 import torch
 
@@ -13,7 +14,7 @@ from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.runtime.layers.attention.call import AttentionCall, LayerGeometry, autocasts
 from multimodal_gen.runtime.layers.attention.masks import VarlenMaskMeta
 from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
-from multimodal_gen.runtime.plain_values import short
+from multimodal_gen.settings import short
 
 __all__ = [
     "all_or_none",
@@ -29,24 +30,19 @@ __all__ = [
     "check_seq_lens",
     "check_sizes",
     "check_split",
-    "check_tokens",
     "join_tokens",
-    "wrong_shapes",
+    "refuse_shapes",
 ]
 
 _MOST_CHANNELS = 1 << 20  # beyond all use, and within all integers of kernels
 _MOST_SCALE = sys.float_info.max
 
 
-def wrong_shapes(call: AttentionCall, geometry: LayerGeometry) -> UsageError:
-    """Return why q, k and v are not those of a layer, once that is known."""
-    given = {"query": call.query, "key": call.key, "value": call.value}
-    if not all(isinstance(x, torch.Tensor) for x in given.values()):
-        return _no_tensor(**given)
-    if any(x.is_nested or x.layout is not torch.strided for x in given.values()):
-        return _not_dense(**given)
+def refuse_shapes(call: AttentionCall, geometry: LayerGeometry) -> NoReturn:
+    """Say why q, k and v are not those of a layer, once that is known."""
+    _check_dense(query=call.query, key=call.key, value=call.value)
     per = "per" if call.some_heads else "and"
-    return UsageError(
+    raise UsageError(
         f"q, k and v must be [B, Sq, H, D], [B, Sk, Hkv, D] and [B, Sk, Hkv, Dv] with D = "
         f"{geometry.head_size}, and {geometry.num_heads} query heads {per} "
         f"{geometry.num_kv_heads} key heads, got {list(call.query.shape)}, "
@@ -78,10 +74,7 @@ def check_alike(call: AttentionCall) -> None:
 
 def _check_like_query(name: str, x: torch.Tensor, q: torch.Tensor) -> None:
     """Refuse a mask or a gate that is not for `q`, whatever its shape."""
-    if not isinstance(x, torch.Tensor):
-        raise _no_tensor(**{name: x})
-    if x.layout is not torch.strided or x.is_nested:
-        raise _not_dense(**{name: x})
+    _check_dense(**{name: x})
     if x.device != q.device:
         raise UsageError(
             f"{name} must be on the device of q, {q.device}, got {x.device}; move it with .to()"
@@ -119,7 +112,7 @@ def check_seq_lens(
     """
     if seq_lens is None:
         return
-    check_tokens(q, "q")
+    _check_tokens(q, "q")
     if not isinstance(seq_lens, (list, tuple)) or not all(_is_count(n) for n in seq_lens):
         raise UsageError(f"seq_lens must be a list of whole numbers >= 0, got {seq_lens!r}")
     if exclusive:
@@ -144,8 +137,8 @@ def check_replicated(replicated: tuple[int, int, int], q: torch.Tensor, k: torch
     for name, count in zip(names, replicated, strict=True):
         if type(count) is not int and (isinstance(count, bool) or not isinstance(count, Integral)):
             raise UsageError(f"{name} must be a whole number, got {short(count)}")
-    check_tokens(q, "q")
-    check_tokens(k, "k")
+    _check_tokens(q, "q")
+    _check_tokens(k, "k")
     limits = (q.shape[1], q.shape[1], k.shape[1])
     if sum(count != 0 for count in replicated) > 1:
         raise UsageError(
@@ -156,12 +149,9 @@ def check_replicated(replicated: tuple[int, int, int], q: torch.Tensor, k: torch
             raise UsageError(f"{name} must be in [0, {limit}], got {count}")
 
 
-def check_tokens(x: object, name: str) -> None:
+def _check_tokens(x: torch.Tensor, name: str) -> None:
     """Refuse what is no dense tensor of four axes."""
-    if not isinstance(x, torch.Tensor):
-        raise _no_tensor(**{name: x})
-    if x.layout is not torch.strided or x.is_nested:
-        raise _not_dense(**{name: x})
+    _check_dense(**{name: x})
     if x.dim() != 4:
         raise UsageError(f"{name} must be [B, S, H, D], got {list(x.shape)}")
 
@@ -178,7 +168,7 @@ def join_tokens(front: torch.Tensor, back: torch.Tensor, names: tuple[str, str])
         UsageError: batch, heads, channels, dtype or device differ.
     """
     for x, name in zip((front, back), names, strict=True):
-        check_tokens(x, name)
+        _check_tokens(x, name)
     alike = (
         front.shape[0] == back.shape[0]
         and front.shape[2:] == back.shape[2:]
@@ -310,22 +300,18 @@ def check_projection(linear: object, head_size: int) -> None:
         )
 
 
-def _not_dense(**given: torch.Tensor) -> UsageError:
-    """Return the error of the first tensor that is sparse or nested."""
-    name, x = next(
-        item for item in given.items() if item[1].is_nested or item[1].layout is not torch.strided
-    )
-    kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
-    return UsageError(
-        f"{name} must be a dense tensor, got a {kind} one; use to_dense(), or for nested ones "
-        f"to_padded_tensor() and a mask"
-    )
-
-
-def _no_tensor(**given: object) -> UsageError:
-    """Return the error of the first argument that is no tensor."""
-    name, value = next(item for item in given.items() if not isinstance(item[1], torch.Tensor))
-    return UsageError(
-        f"{name} must be a torch.Tensor, got {type(value).__name__}; make it one with "
-        f"torch.as_tensor"
-    )
+def _check_dense(**given: torch.Tensor) -> None:
+    """Refuse what is no tensor, and then tensors that are sparse or nested."""
+    for name, x in given.items():
+        if not isinstance(x, torch.Tensor):
+            raise UsageError(
+                f"{name} must be a torch.Tensor, got {type(x).__name__}; make it one with "
+                f"torch.as_tensor"
+            )
+    for name, x in given.items():
+        if x.is_nested or x.layout is not torch.strided:
+            kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+            raise UsageError(
+                f"{name} must be a dense tensor, got a {kind} one; use to_dense(), or for nested "
+                f"ones to_padded_tensor() and a mask"
+            )

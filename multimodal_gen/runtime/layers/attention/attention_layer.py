@@ -13,11 +13,12 @@ from torch import nn
 from multimodal_gen.errors import MultimodalGenError, UsageError
 from multimodal_gen.runtime.layers.attention.arguments import (
     check_alike,
+    check_flags,
     check_numbers,
     check_places,
     check_projection,
     check_sizes,
-    wrong_shapes,
+    refuse_shapes,
 )
 from multimodal_gen.runtime.layers.attention.auto_table import AutoTable, committed_table
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
@@ -115,12 +116,12 @@ class AttentionLayer(nn.Module):
         num_kv_heads: int | None = None,
         softmax_scale: float | None = None,
         causal: bool = False,
-        *,
         supported_attention_backends: Collection[AttentionBackendEnum | str] | None = None,
+        prefix: str = "",
+        *,
         default_attention_backend: AttentionBackendEnum | str | None = None,
         role: AttentionRole = AttentionRole.SELF,
         compute_dtype: torch.dtype | None = None,
-        prefix: str = "",
         site: LayerSite | None = None,
         scope: SelectionScope | None = None,
         prepare: Callable[["AttentionLayer", AttentionCall], AttentionCall] | None = None,
@@ -130,6 +131,7 @@ class AttentionLayer(nn.Module):
         check_places(site, scope, supported_attention_backends, prefix)
         check_sizes(num_heads, head_size, num_kv_heads)
         check_numbers(softmax_scale, compute_dtype)
+        check_flags(causal=causal)
         construction = current_component()
         component = construction.name if construction else None
         self.site = site or LayerSite(
@@ -192,7 +194,7 @@ class AttentionLayer(nn.Module):
     @property
     def takes_projection(self) -> bool:
         """Whether a step of that schedule has a branch that a trained projection weighs."""
-        return any(entry.primary.impl.takes_projection for entry in self.schedule())
+        return any("projection" in entry.primary.impl.takes for entry in self.schedule())
 
     def require_backward(self) -> None:
         """Raise unless gradients can flow through every step of the schedule.
@@ -267,7 +269,7 @@ class AttentionLayer(nn.Module):
         context = current_forward_context()
         try:
             if not self._fits(call):
-                raise wrong_shapes(call, self.geometry)
+                refuse_shapes(call, self.geometry)
             q, k, v, mask, gate = call[:5]
             alike = q.dtype is k.dtype is v.dtype and q.device == k.device == v.device
             if not (alike and mask is None and gate is None):
@@ -284,7 +286,7 @@ class AttentionLayer(nn.Module):
 
                 call = check_extended(call, self.geometry, context)
         except UsageError as error:
-            raise self._refused(call, error) from None
+            raise self._refused(error, exchange=call.exchange) from None
         front, _, keys_in_front = call.replicated
         serve = self._attend_with_front if front or keys_in_front else self._attend
         watch = current_watch()
@@ -325,7 +327,7 @@ class AttentionLayer(nn.Module):
         try:
             call, context, added = as_text_in_front(call, context)
         except UsageError as error:
-            raise self._refused(call, error) from None
+            raise self._refused(error, exchange=call.exchange) from None
         with use_forward_context(context):
             return self._attend(call)[:, added:]
 
@@ -354,9 +356,14 @@ class AttentionLayer(nn.Module):
         layer.set_projection(self.projection)
         return layer
 
-    def _refused(self, call: AttentionCall, error: MultimodalGenError) -> MultimodalGenError:
-        """Return why a call cannot be made; layers that exchange tokens tell other ranks first."""
-        del call
+    def _refused(self, error: MultimodalGenError, *, exchange: bool) -> MultimodalGenError:
+        """Return why a call cannot be made; layers that exchange tokens tell other ranks first.
+
+        Args:
+            error: what is wrong with it.
+            exchange: whether it may exchange tokens.
+        """
+        del exchange
         return error
 
     def _attend(self, call: AttentionCall) -> torch.Tensor:
@@ -422,7 +429,8 @@ class AttentionLayer(nn.Module):
 
     def gated(self) -> Binding | None:
         """Return what has a coarse branch, of the first steps of the schedule that do, or None."""
-        return next((entry.primary for entry in self.schedule() if entry.primary.gated), None)
+        bound = (entry.primary for entry in self.schedule())
+        return next((each for each in bound if "gate" in each.impl.takes), None)
 
     def _trace(self, call: AttentionCall) -> torch.Tensor:
         # Here too: the traced operator's output has the dtype of the query it is given.
@@ -500,9 +508,10 @@ def _binding_at(bound: Binding, call: AttentionCall, context: ForwardContext | N
     unless they need gradients, and those that its parameters leave dense. An automatic choice goes
     by the call's shape, if it was measured. Nothing is waited for.
     """
+    method = bound.method
     # A branch that a trained projection weighs is a part of the result.
-    if call.projection is None or not bound.impl.takes_projection:
-        reason = bound.impl.dense_reason(call.query, call.key, context, call.first_head)
+    if method is not None and (call.projection is None or "projection" not in method.takes):
+        reason = method.dense_reason(call.query, call.key, context, call.first_head)
         if reason is not None:
             bound = bound.dense(reason)
     return bound if bound.by_shape is None else bound.by_shape.at(call)

@@ -1,7 +1,7 @@
 """What was measured to be the fastest at which shape: the tables that `auto` goes by.
 
-A table holds the times of dense backends on one machine, shape by shape. `auto_table.json` beside
-this module holds those that come with the package, made of rows under scripts/bench/results;
+A table holds the times of dense backends on one machine, shape by shape. `auto_table.json`, in
+this folder, holds those that come with the package, made of rows under scripts/bench/results;
 `sglang attention bench --save` writes one for the machine it runs on.
 
 A measured shape speaks for the calls near it: of the same dtype, with or without a key mask, with
@@ -16,19 +16,20 @@ import math
 import os
 import re
 import sys
-import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
 
 from multimodal_gen.errors import ConfigError
+from multimodal_gen.files import MalformedError, read_small_file, write_text
 from multimodal_gen.runtime.layers.attention.request import Environment, Ranking, Timing
-from multimodal_gen.runtime.plain_values import MalformedError, read_json, read_small_file, short
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
+from multimodal_gen.settings import as_plain, read_json, short
 
 __all__ = [
     "COMMITTED",
@@ -202,7 +203,7 @@ class AutoTable:
             source=f"{best.shape} ({self.name})",
         )
 
-    def misfits(self, environment: Environment) -> tuple[str, ...]:
+    def mismatches(self, environment: Environment) -> tuple[str, ...]:
         """Return what differs between the machine it was measured on and this one."""
         capability = environment.capability
         here = (
@@ -278,10 +279,10 @@ def table_for(
     tables = read_tables(path, name=name)
     for environment in environments:
         for table in tables:
-            if not table.misfits(environment):
+            if not table.mismatches(environment):
                 return table
     reasons = "; ".join(
-        dict.fromkeys(reason for table in tables for reason in table.misfits(environments[0]))
+        dict.fromkeys(reason for table in tables for reason in table.mismatches(environments[0]))
     )
     raise ConfigError(
         f"{name} must be a table of this machine and its versions, got {str(path)!r}: {reasons}; "
@@ -318,7 +319,7 @@ def read_tables(path: "str | os.PathLike[str]", *, name: str) -> tuple[AutoTable
             f"it anew with `sglang attention bench --save FILE`"
         )
     try:
-        tables = tuple(_table(raw) for raw in _list_of(document, "tables"))
+        tables = tuple(_table(raw) for raw in _entry(document, "tables", list))
         if not tables:
             raise ValueError("there is no table in it")
         machines = [(t.platform, t.device, t.capability, t.versions) for t in tables]
@@ -335,61 +336,49 @@ def read_tables(path: "str | os.PathLike[str]", *, name: str) -> tuple[AutoTable
 
 def _table(raw: Any) -> AutoTable:
     keys = ("name", "platform", "device", "capability", "source")
-    given = _entry(raw, "versions")
-    if not isinstance(given, Mapping):
-        raise TypeError(f"versions must be a mapping, got {short(given)}")
-    versions = {name: _text_of(given, name) for name in ("torch", *given)}
+    given = _entry(raw, "versions", dict)
+    versions = {name: _entry(given, name, str) for name in ("torch", *given)}
     return AutoTable(
-        **{key: _text_of(raw, key) for key in keys},
+        **{key: _entry(raw, key, str) for key in keys},
         versions=tuple(sorted(versions.items())),
         measured=tuple(
             Measured(
-                shape=CallShape.parse(_text_of(entry, "shape")),
-                dtype=_dtype_of(entry),
-                timings=tuple(_timing(timing) for timing in _list_of(entry, "timings")),
+                shape=CallShape.parse(_entry(entry, "shape", str)),
+                dtype=_dtype(_entry(entry, "dtype", str)),
+                timings=tuple(_timing(timing) for timing in _entry(entry, "timings", list)),
             )
-            for entry in _list_of(raw, "measured")
+            for entry in _entry(raw, "measured", list)
         ),
     )
 
 
 def _timing(raw: Any) -> Timing:
-    backend = AttentionBackendEnum.parse(_text_of(raw, "backend"))
+    backend = AttentionBackendEnum.parse(_entry(raw, "backend", str))
     host_ms = _entry(raw, "host_ms")
     return Timing(
         backend=str(backend),
-        variant=_text_of(raw, "variant"),
+        variant=_entry(raw, "variant", str),
         device_ms=_ms(_entry(raw, "device_ms"), backend),
         host_ms=None if host_ms is None else _ms(host_ms, backend),
     )
 
 
-def _entry(raw: object, key: str) -> Any:
+_KINDS: Mapping[type, str] = MappingProxyType({str: "text", list: "a list", dict: "a mapping"})
+
+
+def _entry(raw: object, key: str, kind: type = object) -> Any:
     if not isinstance(raw, Mapping):
         raise TypeError(f"what holds {key} must be a JSON object, got {short(raw)}")
+    if not isinstance(raw[key], kind):
+        raise TypeError(f"{key} must be {_KINDS[kind]}, got {short(raw[key])}")
     return raw[key]
 
 
-def _list_of(raw: object, key: str) -> list[Any]:
-    entries = _entry(raw, key)
-    if not isinstance(entries, list):
-        raise TypeError(f"{key} must be a list, got {short(entries)}")
-    return entries
-
-
-def _dtype_of(raw: object) -> str:
-    name = _text_of(raw, "dtype")
+def _dtype(name: str) -> str:
     dtype = getattr(torch, name, None)
     if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"dtype must be one of torch's floating ones, got {name!r}")
     return str(dtype).removeprefix("torch.")
-
-
-def _text_of(raw: object, key: str) -> str:
-    text = _entry(raw, key)
-    if not isinstance(text, str):
-        raise TypeError(f"{key} must be text, got {short(text)}")
-    return text
 
 
 def _ms(time: object, backend: AttentionBackendEnum) -> float:
@@ -401,38 +390,13 @@ def _ms(time: object, backend: AttentionBackendEnum) -> float:
 
 def tables_as_json(tables: Iterable[AutoTable]) -> dict[str, Any]:
     """Return tables as JSON data, as `read_tables` reads them."""
-    return {
-        "schema": SCHEMA,
-        "tables": [
-            {
-                "name": table.name,
-                "platform": table.platform,
-                "device": table.device,
-                "capability": table.capability,
-                "versions": dict(table.versions),
-                "source": table.source,
-                "measured": [
-                    {
-                        "shape": str(measured.shape),
-                        "dtype": measured.dtype,
-                        "timings": [asdict(timing) for timing in measured.timings],
-                    }
-                    for measured in table.measured
-                ],
-            }
-            for table in tables
-        ],
-    }
+    found = [as_plain(table) | {"versions": dict(table.versions)} for table in tables]
+    return {"schema": SCHEMA, "tables": found}
 
 
 def write_tables(path: Path, tables: Iterable[AutoTable]) -> None:
     """Write tables to a file, which appears whole or not at all."""
-    partial = path.with_name(f".{uuid.uuid4().hex}.partial")  # of a length that names can have
-    try:
-        partial.write_text(_text(tables_as_json(tables)), encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_text(path, _text(tables_as_json(tables)))
 
 
 def _text(document: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
@@ -20,8 +20,6 @@ from multimodal_gen.kernels.engine import SelectedKernel
 from multimodal_gen.runtime.layers.attention.auto_table import AutoTable, CallShape
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionImpl,
-    Facts,
-    provides,
 )
 from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
@@ -43,6 +41,9 @@ from multimodal_gen.runtime.layers.attention.selector import (
 from multimodal_gen.runtime.managers.forward_context import current_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
+if TYPE_CHECKING:
+    from multimodal_gen.runtime.layers.attention.sparse.method import SparseMethodImpl
+
 __all__ = ["Binding", "Demand", "bind", "plannable_dtype", "report_entries"]
 
 logger = logging.getLogger(__name__)
@@ -52,8 +53,6 @@ _T = TypeVar("_T")
 # Process-wide, because imports are: what is wrong with installed packages that do not import.
 _BROKEN: dict[str, str] = {}
 _NOT_IMPORTED = "is installed but does not import"
-
-_KEY_MASK, _OTHER_MASK = 1, 2
 
 # Shapes of calls that are remembered; prompts of any length make new ones.
 _MOST_SHAPES = 1024
@@ -103,19 +102,16 @@ class Binding:
         selection: what was chosen, and why.
         features: what the variant that was chosen declares.
         impl: the implementation.
-        own: whether it runs what the layer asked for; the report calls others detours.
+        own: whether it runs what the layer asked for; the report lists others apart.
         head_groups: in how many groups of heads its backend was measured to be faster.
         calls: how often it served a call.
         rerouted: how often something that is not bound, such as a kernel, served one in its place.
         alternates: what serves single calls in its place, by why it does.
         shapes: those of its calls, where they decided.
         forward: its `forward`.
-        takes: the fields of a call that `forward` takes by name.
+        method: the implementation, where it is a sparse method.
         by_shape: what chooses among them by the shape of a call; None where that was not measured.
         varies: whether alternates may be faster for single calls, or what the method itself wants.
-        gated: whether it has a coarse branch that a gate weighs.
-        has_ring: whether it computes a ring itself.
-        keeps_state: whether something is kept from call to call, about all heads of a call.
     """
 
     demand: Demand
@@ -129,24 +125,16 @@ class Binding:
     alternates: "dict[Hashable, Binding]" = field(default_factory=dict)
     shapes: dict[str, None] = field(default_factory=dict)
     forward: Callable[..., torch.Tensor] = field(init=False)
-    takes: tuple[str, ...] = field(init=False)
+    method: "SparseMethodImpl | None" = field(init=False)
     by_shape: "_ByShape | None" = field(init=False)
     varies: bool = field(init=False)
-    gated: bool = field(init=False)
-    has_ring: bool = field(init=False)
-    keeps_state: bool = field(init=False)
 
     def __post_init__(self) -> None:
         impl = self.impl
         self.forward = impl.forward
-        self.takes = ("first_head", "continued") if impl.per_head else ()
-        if impl.takes_projection:
-            self.takes += ("projection",)
+        self.method = cast("SparseMethodImpl", impl) if impl.is_sparse else None
         self.by_shape = _ByShape.of(self)
-        self.varies = self.by_shape is not None or provides(impl, "dense_reason")
-        self.gated = provides(impl, "add_coarse")
-        self.has_ring = provides(impl, "forward_ring") and Feature.RING in self.features
-        self.keeps_state = provides(impl, "observe") or provides(impl, "end_request")
+        self.varies = self.by_shape is not None or self.method is not None
 
     @property
     def is_sparse(self) -> bool:
@@ -155,7 +143,7 @@ class Binding:
 
     def fields(self, call: AttentionCall) -> dict[str, Any]:
         """Return the fields of a call that `forward` takes by name."""
-        return {name: getattr(call, name) for name in self.takes}
+        return {name: getattr(call, name) for name in self.impl.takes}
 
     def count(self, out: _T, by: Selection | None = None) -> _T:
         """Count a call that was served, and return what it gave.
@@ -182,6 +170,11 @@ class Binding:
             )
         self.rerouted[by] += 1
 
+    def own_calls(self) -> int:
+        """Return how many calls its kernel itself took."""
+        kernel = self.impl.kernel
+        return self.calls - (0 if kernel is None else sum(kernel.fallbacks().values()))
+
     def family(self) -> "Iterator[Binding]":
         """Yield it and its alternates, and theirs."""
         yield self
@@ -200,8 +193,7 @@ class Binding:
 
     def dense(self, reason: str) -> "Binding":
         """Return what serves calls that a sparse method hands over, as its dense steps are."""
-        found = self.alternates.get(reason)
-        return found or self._keep(reason, bind(self.demand.dense(reason), own=False))
+        return self._alternate(reason, lambda: bind(self.demand.dense(reason), own=False))
 
     def without_grid(self, reason: str) -> "Binding":
         """Return what serves calls without a latent grid, which a sparse method cannot.
@@ -214,14 +206,13 @@ class Binding:
         """
         demand, label = self.demand, self.selection.label
         why = f"{label} works on a latent grid, and {reason}"
-        return self.alternates.get(why) or self._keep(
-            why,
-            _instead(
-                demand.dense(why),
-                warning=f"{why} in {demand.where}: such calls",
-                refusal=f"attention backend {label} must get tokens of a latent grid under "
-                f"--strict-attention: {reason} in {demand.where}; name a dense backend for it",
-            ),
+        warning = f"{why} in {demand.where}: such calls"
+        refusal = (
+            f"attention backend {label} must get tokens of a latent grid under "
+            f"--strict-attention: {reason} in {demand.where}; name a dense backend for it"
+        )
+        return self._alternate(
+            why, lambda: _instead(demand.dense(why), warning=warning, refusal=refusal)
         )
 
     def with_features(self, *features: Feature, causal_in_mask: bool = False) -> "Binding":
@@ -238,9 +229,9 @@ class Binding:
         needs = frozenset(features)
         if not causal_in_mask and needs <= self.features:
             return self
-        why = (needs, causal_in_mask)
-        found = self.alternates.get(why)
-        return found or self._keep(why, self._that_has(needs, causal_in_mask=causal_in_mask))
+        return self._alternate(
+            (needs, causal_in_mask), lambda: self._that_has(needs, causal_in_mask=causal_in_mask)
+        )
 
     def _that_has(self, needs: frozenset[Feature], *, causal_in_mask: bool) -> "Binding":
         demand, selection = replace(self.demand, table=None), self.selection
@@ -270,8 +261,9 @@ class Binding:
             f"of keys alone, or name a dense backend for it",
         )
 
-    def _keep(self, why: Hashable, alternate: "Binding") -> "Binding":
-        return self.alternates.setdefault(why, alternate)
+    def _alternate(self, why: Hashable, make: "Callable[[], Binding]") -> "Binding":
+        """Return an alternate, made when it is first asked for."""
+        return self.alternates.get(why) or self.alternates.setdefault(why, make())
 
 
 def _instead(demand: Demand, *, warning: str, refusal: str) -> Binding:
@@ -316,7 +308,7 @@ class _ByShape:
             return self._binding
         # Spelled out, because it is part of every call.
         query, key, value, mask = call[:4]
-        kind = 0 if mask is None else _kind_of(mask)
+        kind = None if mask is None else _masks_keys(mask)
         shape = (query.shape, key.shape, value.shape[3], kind)
         return self._found.get(shape) or self._look_up(call, shape)
 
@@ -332,9 +324,9 @@ class _ByShape:
             head_size=head_size,
             masked=call.mask is not None,
         )
-        measurable = key[-1] != _OTHER_MASK and call.value.shape[3] == head_size
+        measured = key[-1] is not False and call.value.shape[3] == head_size
         found = self._binding
-        if measurable and min(queries, shape.keys, batch) > 0:
+        if measured and min(queries, shape.keys, batch) > 0:
             found = self._fastest(shape)
         found.shapes[str(shape)] = None
         if len(self._found) >= _MOST_SHAPES:
@@ -343,8 +335,7 @@ class _ByShape:
         return found
 
     def _fastest(self, shape: CallShape) -> Binding:
-        binding = self._binding
-        demand = binding.demand
+        binding, demand = self._binding, self._binding.demand
         ranking = self.table.ranking(shape, demand.request.dtype)
         if ranking is None:
             return binding
@@ -352,14 +343,13 @@ class _ByShape:
         found = bind(replace(demand, request=request), own=binding.own)
         if found.selection == binding.selection:
             return binding  # nothing of the ranking can serve the layer
-        return binding._keep(found.selection, found)
+        return binding.alternates.setdefault(found.selection, found)
 
 
-def _kind_of(mask: torch.Tensor) -> int:
+def _masks_keys(mask: torch.Tensor) -> bool:
     """Return whether a mask is of keys alone, as `normalise_mask` tells, without looking at it."""
     narrow = mask.dim() == 4 and mask.shape[1] == mask.shape[2] == 1
-    of_keys = (mask.dim() == 2 or narrow) and not mask.dtype.is_floating_point
-    return _KEY_MASK if of_keys else _OTHER_MASK
+    return (mask.dim() == 2 or narrow) and not mask.dtype.is_floating_point
 
 
 def bind(demand: Demand, *, own: bool = True) -> Binding:
@@ -436,7 +426,7 @@ def _was_named(selection: Selection) -> bool:
 def report_entries(
     binding: Binding, steps: str | None, sigma: SigmaSteps | None = None
 ) -> tuple[tuple[ReportEntry, ...], tuple[ReportEntry, ...]]:
-    """Return what ran: the implementations of its calls, and the detours that were taken.
+    """Return what ran: the implementations of its calls, and what served some in their place.
 
     Before the first call, what would run.
 
@@ -445,22 +435,21 @@ def report_entries(
         steps: their indices, or None for all.
         sigma: how they were named, where by their noise levels.
     """
-    own: dict[Selection, list[_Served]] = {}
-    detours: Counter[Selection] = Counter()
+    own: defaultdict[Selection, list[Binding]] = defaultdict(list)
+    instead: Counter[Selection] = Counter()
     backward: defaultdict[Selection, frozenset[str]] = defaultdict(frozenset)
     for bound in binding.family():
-        served = _Served.by(bound)
-        chosen = bound.impl.kernel or SelectedKernel(KERNEL_AUTO)
-        for (kernel, reason), calls in chosen.detours().items():
-            other = replace(bound.selection, variant=kernel, reason=reason)
-            detours[other] += calls
-            backward[other] |= chosen.gradients(kernel)
+        kernel = bound.impl.kernel or SelectedKernel(KERNEL_AUTO)
+        for (name, reason), calls in kernel.fallbacks().items():
+            other = replace(bound.selection, variant=name, reason=reason)
+            instead[other] += calls
+            backward[other] |= kernel.gradients(name)
         if bound.own:
-            own.setdefault(bound.selection, []).append(served)
+            own[bound.selection].append(bound)
         else:
-            detours[bound.selection] += served.calls
-            backward[bound.selection] |= served.gradients
-        detours.update(bound.rerouted)
+            instead[bound.selection] += bound.own_calls()
+            backward[bound.selection] |= kernel.gradients()
+        instead.update(bound.rerouted)
     others = tuple(
         ReportEntry(
             steps=steps,
@@ -468,7 +457,7 @@ def report_entries(
             calls=calls,
             backward=tuple(sorted(backward[selection])),
         )
-        for selection, calls in detours.items()
+        for selection, calls in instead.items()
         if calls
     )
     found = [_own_entry(selection, same, steps, sigma) for selection, same in own.items()]
@@ -478,43 +467,23 @@ def report_entries(
     return (_before_the_first_call(binding, found[0]),), ()
 
 
-class _Served(NamedTuple):
-    """What a binding served.
-
-    Attributes:
-        calls: those that its kernel itself took.
-        gradients: the kernels that computed gradients of these.
-        facts: what they were like.
-        shapes: of those whose shape decided.
-    """
-
-    calls: int
-    gradients: frozenset[str]
-    facts: Facts
-    shapes: tuple[str, ...]
-
-    @classmethod
-    def by(cls, bound: Binding) -> "_Served":
-        kernel = bound.impl.kernel or SelectedKernel(KERNEL_AUTO)
-        calls = bound.calls - sum(kernel.detours().values())
-        return cls(calls, kernel.gradients(), bound.impl.facts(), tuple(bound.shapes))
-
-
 def _own_entry(
-    selection: Selection, same: Sequence[_Served], steps: str | None, sigma: SigmaSteps | None
+    selection: Selection, same: Sequence[Binding], steps: str | None, sigma: SigmaSteps | None
 ) -> ReportEntry:
     """Return the entry of bindings of one selection."""
-    densities = {step: share for part in same for step, share in part.facts.densities.items()}
-    shares = [part.facts.skipped for part in same if part.facts.skipped is not None]
+    facts = [bound.impl.facts() for bound in same]
+    densities = {step: share for each in facts for step, share in each.densities.items()}
+    shares = [each.skipped for each in facts if each.skipped is not None]
+    gradients = {g for bound in same if bound.impl.kernel for g in bound.impl.kernel.gradients()}
     return ReportEntry(
         steps=steps,
         selection=selection,
-        calls=sum(part.calls for part in same),
+        calls=sum(bound.own_calls() for bound in same),
         densities=tuple(sorted(densities.items())),
-        backward=tuple(sorted(frozenset[str]().union(*(part.gradients for part in same)))),
+        backward=tuple(sorted(gradients)),
         sigma=sigma,
         skipped=shares[0] if shares else None,
-        shapes=tuple(shape for part in same for shape in part.shapes),
+        shapes=tuple(shape for bound in same for shape in bound.shapes),
     )
 
 

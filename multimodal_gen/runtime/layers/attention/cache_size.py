@@ -33,10 +33,10 @@ class CacheSize:
         num_kv_heads: H on this rank; see `key_heads_of_rank`.
         head_size: D, of keys and of values.
         chunk_tokens: C, tokens of the longest chunk.
-        window: chunks that one sees, itself included, beside the sink.
+        window: chunks that one sees, itself included, without the sink.
         sink: first chunks that every later one sees.
         dtype: of the keys and values that layers bring.
-        before_rope: whether keys come without their rotary embedding; rotated ones are kept beside.
+        before_rope: whether keys come without their rotary embedding; rotated ones are kept too.
         bits: 8 to keep chunks as bytes with a scale per token and head; 16 as they come.
         grid: (height, width) of a latent frame in tokens; with `tile` alone.
         tile: (height, width) of the tiles in which the tokens of a chunk are kept, each of all its

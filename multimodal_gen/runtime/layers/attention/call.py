@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 import torch
 from torch import nn
 
-from multimodal_gen.errors import ConfigError
 from multimodal_gen.runtime.layers.attention.backends.block_masks import AnyBlockMask
 from multimodal_gen.runtime.layers.attention.masks import VarlenMaskMeta
 from multimodal_gen.runtime.layers.attention.scope import LayerSite
@@ -46,9 +45,6 @@ class LayerGeometry:
         causal: bottom-right aligned causality.
         site: where the layer sits.
         warnings: what its user was warned of.
-
-    Raises:
-        ConfigError: `causal` is no bool; text such as "no" would count as true.
     """
 
     num_heads: int
@@ -58,10 +54,6 @@ class LayerGeometry:
     causal: bool
     site: LayerSite
     warnings: WarnOnce = field(default=PROCESS, compare=False)
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.causal, bool):
-            raise ConfigError(f"causal must be True or False, got {self.causal!r}")
 
 
 class AttentionCall(NamedTuple):
@@ -177,7 +169,7 @@ current_watch: Final = _WATCH.get
 
 @contextmanager
 def watching(watch: Watch | None) -> Iterator[None]:
-    """Let `watch` serve the calls of layers inside the block; None for nobody."""
+    """Let `watch` serve the calls of layers inside the block; None for no watch."""
     token = _WATCH.set(watch)
     try:
         yield

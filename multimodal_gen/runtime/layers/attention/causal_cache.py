@@ -140,7 +140,7 @@ class CausalCache:
         self.device = torch.device(device)
         refuse_what_does_not_fit(size, self.device, limit_bytes)
         self._rotate, self._positions = rotate, positions
-        with torch.inference_mode(False):  # whoever makes it, all may write to it
+        with torch.inference_mode(False):  # made under any mode, all may write to it
             self._store = _Store(size, self.device)
             self._rows = torch.arange(size.chunk_tokens, dtype=torch.int64, device=self.device)
             self._rows_of_slot_0 = self._rows.clone()
@@ -289,12 +289,12 @@ class CausalCache:
     def recache(self, *, sink: bool = True) -> Iterator[tuple[int, int]]:
         """Yield start and tokens of every chunk that is kept, oldest first, each of them running.
 
-        For what changes the past, such as a new prompt: whoever iterates lets the model forward
-        each chunk once more. It sees what is before it, written anew already.
+        For what changes the past, such as a new prompt: the caller lets the model forward each
+        chunk once more. It sees what is before it, written anew already.
 
-        The chunk is committed then, unless whoever iterates has done so.
+        The chunk is committed then, unless the caller has done so.
 
-        Whoever leaves the loop early, by an error too, leaves no chunk running: those before it are
+        A loop that is left early, by an error too, leaves no chunk running: those before it are
         written anew, those after it are as they were, and the one itself may be either by layer. So
         `begin` refuses later chunks until it was written anew, by `recache` once more, or `reset`.
 
@@ -432,7 +432,7 @@ class _Store:
         rows = (size.batch, size.num_slots * size.chunk_tokens, size.num_kv_heads)
         eight = size.bits == 8
         shape = (1 if eight else size.num_layers, *rows, size.head_size)
-        # Zeros, because kernels read rows of no chunk beside others.
+        # Zeros, because kernels read rows of no chunk with others.
         self.keys, self.values = (
             torch.zeros(shape, dtype=size.dtype, device=device) for _ in range(2)
         )

@@ -6,270 +6,353 @@ A backend declares its parameters once:
     class VideoSparseConfig(SparseConfig):
         sparsity: float = option(0.0, "share of key blocks to skip", ge=0, le=1)
 
-`build_config` turns a mapping into such an object; `config_text.py` reads the mapping from a file,
-a JSON string or `k=v` pairs. Values are checked however the object is made.
-
-Annotations understood: bool, int, float, str, `IndexSelector`, `SigmaSelector`, `RatioSchedule`,
-`Literal[...]`, `tuple[X, ...]` and unions of these with each other or with None. A bool is never an
-int; an int is accepted for a float; a list is accepted for a tuple.
+`build_config` turns a mapping into such an object; `settings.py` reads the mapping from a file, a
+JSON string or `k=v` pairs, and says which annotations there are. Here are those of its own:
+`IndexSelector` and `SigmaSelector`, which name steps and layers by index (`0-3,38`) or by the noise
+levels of the run's scheduler (`>0.9`, `0.4-0.7`), and `RatioSchedule`, a number by share of the
+schedule (`{0: 0.5, 0.4: 0.9}`). Values are checked however the object is made.
 """
 
 import dataclasses
 import hashlib
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from fractions import Fraction
+from functools import lru_cache
 from pathlib import Path
-from types import MappingProxyType, NoneType, UnionType
-from typing import (
-    Any,
-    ClassVar,
-    Literal,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from multimodal_gen.errors import ConfigError, UsageError, nearest
-from multimodal_gen.runtime.layers.attention.selectors import (
-    Axis,
-    FirstShare,
-    IndexSelector,
-    Indices,
-    RatioSchedule,
-    SigmaSelector,
-    first_of,
-)
-from multimodal_gen.runtime.plain_values import short
+from multimodal_gen.settings import MismatchError, as_plain, converted, option, parameters_of, short
 
 __all__ = [
     "Axis",
     "BackendConfig",
     "DensePart",
-    "FirstShare",
     "IndexSelector",
-    "Indices",
-    "Parameter",
+    "Ratio",
     "RatioSchedule",
     "SigmaSelector",
     "SparseConfig",
+    "StepSet",
+    "Tail",
     "build_config",
     "config_as_dict",
     "config_at",
     "first_of",
     "option",
     "parameters_of",
-    "read_selector",
+    "ratio_now",
+    "refuse_foreign_tail",
     "settings_text",
+    "tail_option",
     "varying",
 ]
 
 _MOST = 240
 
 
-class _MismatchError(Exception):
-    """A value is not of the expected type or out of its range."""
+@dataclass(frozen=True, slots=True)
+class IndexSelector:
+    """A set of indices from 0, as inclusive ranges; an open end reaches to the last index.
+
+    Attributes:
+        ranges: (first, last) pairs; `last` is None for an open range.
+    """
+
+    ranges: tuple[tuple[int, int | None], ...]
+
+    expected: ClassVar[str] = "indices from 0 such as '0-3,38'"
+
+    @classmethod
+    def parse(cls, value: object, *, name: str = "selector") -> "IndexSelector":
+        """Read a selector from text (`0-3,38`, `10-`, `-5`), an int, or a list of both.
+
+        Raises:
+            ConfigError: `value` is none of these, or a range runs backwards.
+        """
+        if isinstance(value, IndexSelector):
+            return value
+        given = list(value) if isinstance(value, (list, tuple)) else [value]
+        # As text, "-5" is a range from the start; a number may be meant to count from the end.
+        if type(value) is int and value < 0:
+            raise ConfigError(
+                f"{name} must be {cls.expected}, got {short(value)}; the range from the start "
+                f"is '0{value}', and nothing counts from the end"
+            )
+        # Nine digits are plenty for an index, and Python refuses to write thousands.
+        if not all(type(i) is str or (type(i) is int and 0 <= i < 10**9) for i in given):
+            raise _malformed(name, value)
+        text = ",".join(map(str, given))
+        return cls(tuple(_parse_range(part.strip(), name, text) for part in text.split(",")))
+
+    def __contains__(self, index: object) -> bool:
+        return isinstance(index, int) and any(
+            first <= index and (last is None or index <= last) for first, last in self.ranges
+        )
+
+    def __and__(self, other: "IndexSelector") -> "IndexSelector | None":
+        """Return the indices in both, or None where there are none."""
+        shared = []
+        for first, last in self.ranges:
+            for start, stop in other.ranges:
+                low = max(first, start)
+                ends = [end for end in (last, stop) if end is not None]
+                high = min(ends) if ends else None
+                if high is None or low <= high:
+                    shared.append((low, high))
+        return IndexSelector(tuple(shared)) if shared else None
+
+    def __str__(self) -> str:
+        return ",".join(_range_text(first, last) for first, last in self.ranges)
+
+
+def _parse_range(part: str, name: str, value: object) -> tuple[int, int | None]:
+    first, dash, last = part.partition("-")
+    first, last = first.strip(), last.strip()
+    given = [text for text in (first, last) if text]
+    numbers_ok = all(text.isascii() and text.isdigit() and len(text) <= 9 for text in given)
+    if not numbers_ok or not (first or last):
+        raise _malformed(name, value)
+    if not dash:
+        return int(first), int(first)
+    low = int(first) if first else 0
+    high = int(last) if last else None
+    if high is not None and high < low:
+        raise ConfigError(f"{name} must have ranges that run upwards, got {part!r} in {value!r}")
+    return low, high
+
+
+def _range_text(first: int, last: int | None) -> str:
+    if last is None:
+        return f"{first}-"
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _malformed(name: str, value: object) -> ConfigError:
+    return ConfigError(
+        f"{name} must be {IndexSelector.expected}, '10-' or [0, 1, 38], got {short(value)}"
+    )
+
+
+Axis: TypeAlias = Literal["steps", "layers"]
+
+
+def first_of(share: float, total: int) -> int:
+    """Return floor(share * total), the share read in decimals as people write it."""
+    return math.floor(Fraction(repr(float(share))) * total)
+
+
+_NUMBER = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
+_BOUND = re.compile(rf"(>=|<=|>|<)\s*({_NUMBER})")
+_BETWEEN = re.compile(rf"({_NUMBER})\s*-\s*({_NUMBER})")
+
+# Schedulers keep sigmas in float32: what they print as 0.9 may be a little more or less.
+_NEAR = 1e-6
+
+_SigmaRange: TypeAlias = tuple[float, bool, float, bool]
+
+
+@dataclass(frozen=True, slots=True)
+class SigmaSelector:
+    """Noise levels, as ranges in the units of a scheduler's sigmas.
+
+    Attributes:
+        ranges: (low, whether low is one of them, high, whether high is).
+    """
+
+    ranges: tuple[_SigmaRange, ...]
+
+    expected: ClassVar[str] = "sigmas such as '>0.9' or '0.4-0.7'"
+
+    @classmethod
+    def parse(cls, value: object, *, name: str = "sigma") -> "SigmaSelector":
+        """Read a selector from text (`>0.9`, `<=0.1`, `0.4-0.7`, with commas), or a list of it.
+
+        Ranges with a dash hold both of their ends.
+
+        Raises:
+            ConfigError: `value` is neither, or a range runs backwards.
+        """
+        if isinstance(value, SigmaSelector):
+            return value
+        if isinstance(value, (list, tuple)) and all(isinstance(part, str) for part in value):
+            value = ",".join(value)
+        if not isinstance(value, str) or not value.strip():
+            raise _malformed_sigma(name, value)
+        return cls(tuple(_sigma_range(part.strip(), name, value) for part in value.split(",")))
+
+    def __contains__(self, sigma: float) -> bool:
+        return any(
+            (_is_near(sigma, low) and low_held)
+            or (_is_near(sigma, high) and high_held)
+            or (low < sigma < high and not _is_near(sigma, low) and not _is_near(sigma, high))
+            for low, low_held, high, high_held in self.ranges
+        )
+
+    def __and__(self, other: "SigmaSelector") -> "SigmaSelector | None":
+        """Return the noise levels in both, or None where there are none."""
+        shared = []
+        for low, low_held, high, high_held in self.ranges:
+            for start, start_held, stop, stop_held in other.ranges:
+                lowest, lowest_open = max((low, not low_held), (start, not start_held))
+                highest, highest_held = min((high, high_held), (stop, stop_held))
+                if lowest < highest or (lowest == highest and highest_held and not lowest_open):
+                    shared.append((lowest, not lowest_open, highest, highest_held))
+        return SigmaSelector(tuple(shared)) if shared else None
+
+    def __str__(self) -> str:
+        return ",".join(map(_sigma_text, self.ranges))
+
+
+def _is_near(sigma: float, bound: float) -> bool:
+    return abs(sigma - bound) <= _NEAR * max(1.0, abs(bound)) and math.isfinite(bound)
+
+
+def _sigma_range(part: str, name: str, value: object) -> _SigmaRange:
+    bound, between = _BOUND.fullmatch(part), _BETWEEN.fullmatch(part)
+    if bound is not None:
+        limit, held = float(bound[2]), "=" in bound[1]
+        if math.isfinite(limit):
+            return (limit, held, math.inf, False) if part[0] == ">" else (0.0, True, limit, held)
+    if between is not None:
+        low, high = float(between[1]), float(between[2])
+        if high < low:
+            raise ConfigError(
+                f"{name} must have ranges that run upwards, got {part!r} in {value!r}"
+            )
+        if math.isfinite(high):
+            return low, True, high, True
+    raise _malformed_sigma(name, value)
+
+
+def _sigma_text(held: _SigmaRange) -> str:
+    low, low_held, high, high_held = held
+    if math.isinf(high):
+        return f"{'>=' if low_held else '>'}{low:.10g}"
+    if low == 0 and low_held:
+        return f"{'<=' if high_held else '<'}{high:.10g}"
+    return f"{low:.10g}-{high:.10g}"
+
+
+def _malformed_sigma(name: str, value: object) -> ConfigError:
+    return ConfigError(
+        f"{name} must be ranges of sigmas such as '>0.9', '<=0.1' or '0.4-0.7', got {short(value)}"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parameter:
-    """One field of a configuration dataclass, with what `option` declared of it.
+class StepSet:
+    """Denoising steps, or layers; what is given must all hold.
 
     Attributes:
-        name: field name.
-        annotation: resolved type.
-        default: default value, or `dataclasses.MISSING`.
-        help: one line with meaning and unit.
-        aliases: other accepted spellings.
-        ge: smallest value allowed, for each element of a list too, or None.
-        le: largest value allowed, for each element of a list too, or None.
-        length: exact number of elements of a list, or None.
+        indices: their indices, or None for any.
+        first: the first share of them in (0, 1], floor(share * n) of n; None for all.
+        sigma: the noise levels of steps, or None for any.
     """
 
-    name: str
-    annotation: Any
-    default: Any
-    help: str = ""
-    aliases: tuple[str, ...] = ()
-    ge: float | None = None
-    le: float | None = None
-    length: int | None = None
+    indices: IndexSelector | None = None
+    first: float | None = None
+    sigma: SigmaSelector | None = None
 
-    @property
-    def required(self) -> bool:
-        """Whether the parameter has no default."""
-        return self.default is dataclasses.MISSING
-
-    @property
-    def expected(self) -> str:
-        """What the parameter takes, in words, e.g. "a number in [0, 1]"."""
-        return _describe(self.annotation, self)
-
-    def convert(self, value: object, owner: str) -> object:
-        """Return `value` in the parameter's type.
+    def holds(self, step: int, total: int, sigmas: tuple[float, ...] | None = None) -> bool:
+        """Return whether a step is one of them.
 
         Args:
-            value: what the user gave.
-            owner: whose parameter it is, for messages.
+            step: its index.
+            total: how many the run has; makes no difference without `first`.
+            sigmas: the sigma of every step of the run; where they are unknown, no step has any.
+        """
+        if self.indices is not None and step not in self.indices:
+            return False
+        if self.first is not None and step >= first_of(self.first, total):
+            return False
+        if self.sigma is None:
+            return True
+        return sigmas is not None and step < len(sigmas) and sigmas[step] in self.sigma
+
+    def __and__(self, other: "StepSet") -> "StepSet | None":
+        """Return the steps in both, or None where it is certain that there are none."""
+        indices, sigma = self.indices or other.indices, self.sigma or other.sigma
+        if self.indices and other.indices:
+            indices = self.indices & other.indices
+            if indices is None:
+                return None
+        if self.sigma and other.sigma:
+            sigma = self.sigma & other.sigma
+            if sigma is None:
+                return None
+        shares = [one.first for one in (self, other) if one.first is not None]
+        return StepSet(indices=indices, first=min(shares, default=None), sigma=sigma)
+
+    def __str__(self) -> str:
+        parts = [] if self.first is None else [f"first {self.first:.4g} of all"]
+        if self.sigma is not None:
+            parts.append(f"of sigma {self.sigma}")
+        if self.indices is not None:
+            parts.append(f"among {self.indices}" if parts else str(self.indices))
+        return ", ".join(parts)
+
+
+_SCHEDULE = "{0: 0.5, 0.4: 0.9}"
+
+
+@dataclass(frozen=True, slots=True)
+class RatioSchedule:
+    """A ratio that changes over the steps of a run.
+
+    Attributes:
+        parts: (share of the schedule at which it begins, the ratio), in order; the first begins
+            at 0. Of n steps, a part begins at step floor(share * n).
+    """
+
+    parts: tuple[tuple[float, float], ...]
+
+    expected: ClassVar[str] = f"one for each part of the schedule such as {_SCHEDULE}"
+
+    @classmethod
+    def parse(cls, value: object, *, name: str) -> "RatioSchedule":
+        """Read a schedule from a mapping of shares, which JSON has as text, to ratios.
 
         Raises:
-            ConfigError: `value` has the wrong type or is out of range.
+            MismatchError: `value` is none, or a share is not in [0, 1).
+            ConfigError: it leaves the first steps out, or gives a share twice.
         """
-        label = f"`{self.name}` of {owner}"
-        try:
-            return _convert(value, self.annotation, self, label)
-        except _MismatchError:
-            hint = nearest(value, _choices(self.annotation)) if isinstance(value, str) else ""
+        if isinstance(value, RatioSchedule):
+            return value
+        if not isinstance(value, Mapping):
+            raise MismatchError
+        parts: list[tuple[float, Any]] = sorted(
+            (_share(key), converted(number, float)) for key, number in value.items()
+        )
+        if not parts or parts[0][0] != 0:
             raise ConfigError(
-                f"{label} must be {self.expected}, got {short(value)}{hint}"
-            ) from None
+                f"{name} must say what it is from the first step on, such as {_SCHEDULE}, "
+                f"got {short(value)}"
+            )
+        if len({start for start, _ in parts}) < len(parts):
+            raise ConfigError(
+                f"{name} must have one number for each share of the schedule, got {short(value)}"
+            )
+        return cls(tuple(parts))
 
+    def at(self, step: int, total: int) -> float:
+        """Return the ratio of a step of a run that has `total`."""
+        return [ratio for start, ratio in self.parts if first_of(start, total) <= step][-1]
 
-def parameters_of(config_cls: type) -> Mapping[str, Parameter]:
-    """Return the parameters a configuration dataclass declares, by name, in order."""
-    return _parameters_of(config_cls)
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """The ratios, which a parameter has bounds for."""
+        return tuple(ratio for _, ratio in self.parts)
 
+    def as_dict(self) -> dict[str, float]:
+        """Return it as JSON has it, which has text as keys."""
+        return {f"{start:.10g}": ratio for start, ratio in self.parts}
 
-@cache
-def _parameters_of(config_cls: Any) -> Mapping[str, Parameter]:  # Any: mypy finds it unhashable
-    hints = get_type_hints(config_cls)
-    found = {
-        field.name: Parameter(
-            name=field.name,
-            annotation=hints[field.name],
-            default=field.default,
-            **field.metadata,
-        )
-        for field in dataclasses.fields(config_cls)
-        if field.init
-    }
-    return MappingProxyType(found)
-
-
-def read_selector(value: object, name: str) -> IndexSelector:
-    """Return the selector `value` spells: text, an int, a list of ints, or one already read.
-
-    Raises:
-        ConfigError: `value` is none of these.
-    """
-    if isinstance(value, IndexSelector):
-        return value
-    # As text, "-5" is a range from the start; as a number it may be meant to count from the end.
-    if type(value) is int and value < 0:
-        raise ConfigError(
-            f"{name} must be {_NAMES[IndexSelector]}, got {short(value)}; the range from the start "
-            f"is '0{value}', and nothing counts from the end"
-        )
-    listed = value if isinstance(value, (list, tuple)) else ()
-    if not any(isinstance(item, int) and item < 0 for item in listed):
-        try:
-            return IndexSelector.parse(value, name=name)
-        except ConfigError:
-            raise
-        except ValueError:  # more digits than Python converts
-            pass
-    raise ConfigError(f"{name} must be {_NAMES[IndexSelector]}, got {short(value)}")
-
-
-def _convert(value: object, annotation: Any, bounds: Parameter, label: str) -> object:
-    origin = get_origin(annotation)
-    if origin in (Union, UnionType):
-        return _convert_union(value, annotation, bounds, label)
-    if origin is Literal:
-        return _convert_choice(value, get_args(annotation))
-    if origin is tuple:
-        return _convert_list(value, get_args(annotation)[0], bounds, label)
-    if annotation in (IndexSelector, SigmaSelector, RatioSchedule):
-        return _convert_to_selector(value, annotation, bounds, label)
-    if annotation is NoneType and value is None:
-        return None
-    if annotation in (int, float):
-        return _convert_number(value, annotation, bounds)
-    if annotation in (bool, str) and isinstance(value, annotation):
-        return value
-    if annotation not in (bool, str, NoneType):
-        raise TypeError(f"{label} has an annotation that is not supported: {annotation!r}")
-    raise _MismatchError
-
-
-def _convert_union(value: object, annotation: Any, bounds: Parameter, label: str) -> object:
-    members = get_args(annotation)
-    if value is None and NoneType in members:
-        return None
-    for member in members:
-        try:
-            return _convert(value, member, bounds, label)
-        except _MismatchError:
-            continue
-    raise _MismatchError
-
-
-def _convert_choice(value: object, choices: tuple[Any, ...]) -> object:
-    for choice in choices:
-        if type(choice) is type(value) and choice == value:
-            return choice
-    if isinstance(value, int) and not isinstance(value, bool):
-        value = str(value)  # `version=3` reads as a number
-    if isinstance(value, str):
-        name = value.strip().casefold()
-        matches = [c for c in choices if isinstance(c, str) and c.casefold() == name]
-        if len(matches) == 1:
-            return matches[0]
-    raise _MismatchError
-
-
-def _convert_list(value: object, element: Any, bounds: Parameter, label: str) -> object:
-    if not isinstance(value, (list, tuple)):
-        raise _MismatchError
-    if bounds.length is not None and len(value) != bounds.length:
-        raise _MismatchError
-    return tuple(_convert(item, element, bounds, label) for item in value)
-
-
-def _convert_number(value: object, annotation: type, bounds: Parameter) -> object:
-    if isinstance(value, bool) or not isinstance(value, (int, annotation)):
-        raise _MismatchError
-    try:
-        number = annotation(value)
-    except OverflowError:
-        raise _MismatchError from None
-    if isinstance(number, float) and not math.isfinite(number):
-        raise _MismatchError
-    if bounds.ge is not None and number < bounds.ge:
-        raise _MismatchError
-    if bounds.le is not None and number > bounds.le:
-        raise _MismatchError
-    return number
-
-
-def _convert_to_selector(value: object, annotation: Any, bounds: Parameter, label: str) -> object:
-    if annotation is RatioSchedule:
-        return _convert_schedule(value, bounds, label)
-    if annotation is SigmaSelector:
-        return SigmaSelector.parse(value, name=label)
-    return read_selector(value, label)
-
-
-def _convert_schedule(value: object, bounds: Parameter, label: str) -> RatioSchedule:
-    if isinstance(value, RatioSchedule):
-        value = dict(value.parts)
-    if not isinstance(value, Mapping):
-        raise _MismatchError
-    numbers = {key: _convert_number(number, float, bounds) for key, number in value.items()}
-    parts: list[tuple[float, Any]] = sorted((_share(key), it) for key, it in numbers.items())
-    if not parts or parts[0][0] != 0:
-        raise ConfigError(
-            f"{label} must say what it is from the first step on, such as {_SCHEDULE}, "
-            f"got {short(dict(value))}"
-        )
-    if len({start for start, _ in parts}) < len(parts):
-        raise ConfigError(
-            f"{label} must have one number for each share of the schedule, got {short(dict(value))}"
-        )
-    return RatioSchedule(tuple(parts))
+    def __str__(self) -> str:
+        return "{" + ", ".join(f"{start:.10g}: {ratio:.10g}" for start, ratio in self.parts) + "}"
 
 
 def _share(key: object) -> float:
@@ -279,84 +362,20 @@ def _share(key: object) -> float:
     except (ValueError, OverflowError):
         share = math.nan
     if isinstance(key, bool) or not 0 <= share < 1:
-        raise _MismatchError
+        raise MismatchError
     return share
 
 
-def _choices(annotation: Any) -> tuple[str, ...]:
-    if get_origin(annotation) in (Union, UnionType):
-        return tuple(choice for member in get_args(annotation) for choice in _choices(member))
-    if get_origin(annotation) is Literal:
-        return tuple(choice for choice in get_args(annotation) if isinstance(choice, str))
-    return ()
+Ratio: TypeAlias = float | RatioSchedule
 
 
-def _describe(annotation: Any, bounds: Parameter) -> str:
-    origin = get_origin(annotation)
-    if origin in (Union, UnionType):
-        return " or ".join(_describe(member, bounds) for member in get_args(annotation))
-    if origin is Literal:
-        return f"one of {', '.join(str(choice) for choice in get_args(annotation))}"
-    if origin is tuple:
-        (element, *_) = get_args(annotation)
-        count = "a list of" if bounds.length is None else f"a list of {bounds.length}"
-        return f"{count} {_plural(element)}{_range(bounds)}"
-    name = _NAMES.get(annotation, str(annotation))
-    return f"{name}{_range(bounds)}" if annotation in (int, float) else name
+def ratio_now(ratio: Ratio) -> float:
+    """Return a ratio of the parameters of one step, which has no schedule any more."""
+    assert not isinstance(ratio, RatioSchedule), "`config_at` makes numbers of schedules"
+    return ratio
 
 
-def _plural(element: Any) -> str:
-    return {int: "integers", float: "numbers", str: "texts"}.get(element, str(element))
-
-
-def _range(bounds: Parameter) -> str:
-    if bounds.ge is not None and bounds.le is not None:
-        return f" in [{bounds.ge}, {bounds.le}]"
-    if bounds.ge is not None:
-        return f" >= {bounds.ge}"
-    return f" <= {bounds.le}" if bounds.le is not None else ""
-
-
-_SCHEDULE = "{0: 0.5, 0.4: 0.9}"
-_NAMES = MappingProxyType(
-    {
-        bool: "true or false",
-        int: "an integer",
-        float: "a number",
-        str: "text",
-        NoneType: "null",
-        IndexSelector: "indices from 0 such as '0-3,38'",
-        SigmaSelector: "sigmas such as '>0.9' or '0.4-0.7'",
-        RatioSchedule: f"one for each part of the schedule such as {_SCHEDULE}",
-    }
-)
 _ConfigT = TypeVar("_ConfigT", bound="BackendConfig")
-
-
-def option(
-    default: Any = dataclasses.MISSING,
-    help: str = "",
-    *,
-    aliases: tuple[str, ...] = (),
-    ge: float | None = None,
-    le: float | None = None,
-    length: int | None = None,
-) -> Any:
-    """Declare one parameter of a backend configuration.
-
-    Args:
-        default: value when the user gives none; without one the parameter is required.
-        help: one line with meaning and unit.
-        aliases: other spellings that are accepted.
-        ge: smallest value allowed, for each element of a list too.
-        le: largest value allowed, for each element of a list too.
-        length: exact number of elements of a list.
-
-    Returns:
-        A dataclass field.
-    """
-    metadata = {"help": help, "aliases": aliases, "ge": ge, "le": le, "length": length}
-    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -393,11 +412,11 @@ class DensePart:
 
     Attributes:
         given: the parameter with its value, such as "first_full_step=12".
-        indices: which ones; of steps also by their sigmas.
+        indices: which ones.
     """
 
     given: str
-    indices: Indices | SigmaSelector
+    indices: StepSet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -438,17 +457,66 @@ class SparseConfig(BackendConfig):
             names = (self.first_dense_steps, "dense_steps", "dense_sigma")
         given = {name: getattr(self, name) for name in names if name}
         return tuple(
-            DensePart(f"{name}={value}", _first(value)) for name, value in given.items() if value
+            DensePart(f"{name}={value}", _named(value)) for name, value in given.items() if value
+        )
+
+    def never_sparse(
+        self, axis: Axis, total: int | None, sigmas: tuple[float, ...] | None = None
+    ) -> str | None:
+        """Return why no step of a run, or no layer of a model, is sparse; None where one is.
+
+        Args:
+            axis: which of both.
+            total: how many there are, or None when unknown.
+            sigmas: of every step, or None when unknown.
+        """
+        parts = self.dense_parts(axis)
+        held = (
+            any(p.indices.holds(i, total or 0, sigmas) for p in parts) for i in range(total or 0)
+        )
+        if not total or not all(held):
+            return None
+        given = " and ".join(part.given for part in parts)
+        whole = "run" if axis == "steps" else "model"
+        return (
+            f"is sparse in no {axis[:-1]}: {given} keep all {total} {axis} of this {whole} "
+            f"dense; give fewer, such as {parts[0].given.partition('=')[0]}=0"
         )
 
 
-def _first(value: IndexSelector | SigmaSelector | float) -> Indices | SigmaSelector:
-    """Return a selector as it is, and of a share or a number the first indices."""
-    if isinstance(value, (IndexSelector, SigmaSelector)):
-        return value
+def _named(value: IndexSelector | SigmaSelector | float) -> StepSet:
+    """Return what a selector names; of a share or a number it is the first indices."""
+    if isinstance(value, SigmaSelector):
+        return StepSet(sigma=value)
     if isinstance(value, float) and value <= 1:
-        return FirstShare(value)
-    return IndexSelector(((0, int(value) - 1),))
+        return StepSet(first=value)
+    first = value if isinstance(value, IndexSelector) else IndexSelector(((0, int(value) - 1),))
+    return StepSet(indices=first)
+
+
+Tail = Literal["none", "pooled"]
+"""What becomes of keys that a query does not keep: they are dropped, or count by their means."""
+
+
+def tail_option(default: Tail = "none") -> Any:
+    """Declare the parameter `tail` of a method."""
+    return option(default, "what is not kept: dropped (none), or counted by its means (pooled)")
+
+
+def refuse_foreign_tail(backend: str, tail: Tail, kernel: str, *foreign: str) -> None:
+    """Raise `ConfigError` where a tail was asked of a kernel of another package.
+
+    Args:
+        backend: the backend's name, for the message.
+        tail: the parameter `tail`.
+        kernel: the parameter `kernel`.
+        *foreign: kernels of other packages.
+    """
+    if tail != "none" and kernel in foreign:
+        raise ConfigError(
+            f"`tail` of {backend} must be none with `kernel` {kernel}, which drops what is not "
+            f"kept, got {tail}; leave `kernel` out"
+        )
 
 
 def varying(config: BackendConfig) -> tuple[str, ...]:
@@ -467,7 +535,7 @@ def config_at(config: _ConfigT, step: int, num_steps: int | None) -> _ConfigT:
         num_steps: of the run, or None when unknown.
 
     Raises:
-        UsageError: a parameter changes over the steps, and nobody knows how many there are.
+        UsageError: a parameter changes over the steps, and their number is unknown.
     """
     names = varying(config)
     if names and num_steps is None:
@@ -518,7 +586,11 @@ def build_config(
 
 def config_as_dict(config: BackendConfig) -> dict[str, object]:
     """Return the parameters as JSON-ready values; `build_config` turns them back."""
-    return {name: _plain(getattr(config, name)) for name in parameters_of(type(config))}
+    values = {name: getattr(config, name) for name in parameters_of(type(config))}
+    return {
+        name: as_plain(value.as_dict() if isinstance(value, RatioSchedule) else value)
+        for name, value in values.items()
+    }
 
 
 def _flatten(
@@ -542,14 +614,6 @@ def _unknown(key: object, config_cls: type[BackendConfig], backend: str) -> Conf
         f"parameters of {backend} must be among {', '.join(valid)}, got {short(key)}"
         f"{nearest(str(key), valid)}"
     )
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, RatioSchedule):
-        return value.as_dict()
-    return str(value) if isinstance(value, (IndexSelector, SigmaSelector)) else value
 
 
 @lru_cache(maxsize=256)

@@ -45,26 +45,20 @@ _NUMBERS = itertools.count()
 # Process-wide for the same reason.
 _RECORDS: dict[int, _Record] = {}
 
-_VMAP_KEYS = tuple(
-    getattr(torch._C.DispatchKey, name)
-    for name in (
-        "FuncTorchDynamicLayerFrontMode",
-        "FuncTorchDynamicLayerBackMode",
-        "FuncTorchBatched",
-        "FuncTorchVmapMode",
-    )
+
+def _keys(*names: str) -> list[torch._C.DispatchKey]:
+    return [getattr(torch._C.DispatchKey, name) for name in names]
+
+
+_VMAP_KEYS = _keys(
+    "FuncTorchDynamicLayerFrontMode",
+    "FuncTorchDynamicLayerBackMode",
+    "FuncTorchBatched",
+    "FuncTorchVmapMode",
 )
-
-
 # Views are tracked by the last of them: without it, what is written to a view is not recorded.
-_AUTOGRAD_KEYS = tuple(
-    getattr(torch._C.DispatchKey, name)
-    for name in (
-        "AutogradFunctionality",
-        "AutogradOther",
-        "AutogradNestedTensor",
-        "ADInplaceOrView",
-    )
+_AUTOGRAD_KEYS = _keys(
+    "AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"
 )
 
 
@@ -91,18 +85,27 @@ def _with_vmap() -> AbstractContextManager[object]:
     outside = torch._C._functorch.peek_interpreter_stack() is None  # not itself under vmap
     if not (outside and torch._C._dispatch_tls_is_dispatch_key_excluded(_VMAP_KEYS[0])):
         return nullcontext()
-    excluded = torch._C._dispatch_tls_local_exclude_set()
-    for key in _VMAP_KEYS:
-        excluded = excluded.remove(key)
-    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+    return _dispatching(_VMAP_KEYS)
 
 
 def _recording() -> AbstractContextManager[object]:
     """Let autograd record inside of an operator, where it does not by itself."""
+    return _dispatching(_AUTOGRAD_KEYS)
+
+
+def _dispatching(keys: Sequence[torch._C.DispatchKey]) -> AbstractContextManager[object]:
+    """Let some dispatch keys count that are switched off."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
-    for key in _AUTOGRAD_KEYS:
+    for key in keys:
         excluded = excluded.remove(key)
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+
+
+def _call(
+    tensors: Sequence[torch.Tensor | None], replicated: Sequence[int], **more: Any
+) -> AttentionCall:
+    front, back, keys = replicated
+    return AttentionCall(*tensors, replicated=(front, back, keys), **more)  # type: ignore[arg-type, misc]
 
 
 @torch.library.custom_op("multimodal_gen::attention", mutates_args=(), **_never_captured())
@@ -135,18 +138,8 @@ def attention_op(
     Returns:
         [B, Sq, H, Dv], contiguous.
     """
-    front, back, keys = replicated
-    call = AttentionCall(
-        query,
-        key,
-        value,
-        attn_mask,
-        gate,
-        replicated=(front, back, keys),
-        seq_lens=seq_lens,
-        exchange=exchange,
-        some_heads=some_heads,
-    )
+    rest = {"seq_lens": seq_lens, "exchange": exchange, "some_heads": some_heads}
+    call = _call((query, key, value, attn_mask, gate), replicated, **rest)
     with _with_vmap():
         return _LAYERS[int(layer)].attend(call).contiguous()
 
@@ -192,26 +185,15 @@ def recorded_attention_op(
     Returns:
         [B, Sq, H, Dv], contiguous, and the number of the record: int64, 0-d, on the CPU.
     """
-    front, back, keys = replicated
     called = _LAYERS[int(layer)]
-    query, key, value = map(_leaf, (query, key, value), wanted)
-    attn_mask, gate = (
+    own = [
         None if x is None else _leaf(x, flag)
-        for x, flag in ((attn_mask, wanted[3]), (gate, wanted[4]))
-    )
-    given = (query, key, value, attn_mask, gate, *called.trained())
+        for x, flag in zip((query, key, value, attn_mask, gate), wanted[:5], strict=True)
+    ]
+    given = (*own, *called.trained())
     leaves = [x for x, flag in zip(given, wanted, strict=True) if x is not None and flag]
-    call = AttentionCall(
-        query,
-        key,
-        value,
-        attn_mask,
-        gate,
-        replicated=(front, back, keys),
-        seq_lens=seq_lens,
-        exchange=exchange,
-        some_heads=some_heads,
-    )
+    rest = {"seq_lens": seq_lens, "exchange": exchange, "some_heads": some_heads}
+    call = _call(own, replicated, **rest)
     with _recording(), torch.enable_grad(), _with_vmap():
         out = called.attend(call)
     number = next(_NUMBERS)

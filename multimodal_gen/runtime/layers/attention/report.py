@@ -5,10 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, cast
 
 from multimodal_gen.runtime.distributed.timing import TimeTaken, sum_of
-from multimodal_gen.runtime.layers.attention.config import config_as_dict
+from multimodal_gen.runtime.layers.attention.config import StepSet, config_as_dict
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.selector import Rejected, Selection, condensed
-from multimodal_gen.runtime.layers.attention.selectors import StepSet
 
 __all__ = [
     "AttentionReport",
@@ -66,7 +65,7 @@ class ReportEntry:
     Attributes:
         steps: denoising steps it serves, e.g. "0-9"; None for every (other) step.
         skipped: share of the kernel's steps over keys that `skip_below` left out, or None.
-        sigma: how they were named, where by their noise levels and a run told those.
+        sigma: how they were named, where by their noise levels and those of the run are known.
         selection: what runs and why.
         calls: how often it ran.
         densities: for sparse methods, (step, share of query-key pairs attended to) per step.
@@ -263,24 +262,25 @@ class Group:
         steps: denoising steps, "all", or "other" for those that no rule names.
         entry: what runs in them, why, and how often it ran.
         detour: whether it stood in for the layers' own backend on single calls.
-        layers: their indices; empty when they have none.
-        count: how many they are.
-        density: for sparse methods, the least and the most dense layer's share of pairs attended
-            to, each the mean over its steps.
-        density_by_step: the share at each step, as a mean over the layers.
-        skipped: share of the kernel's steps that `skip_below` left out, as a mean over the layers.
+        members: the layers, each with its own entry.
     """
 
     component: str
     role: str
     steps: str
-    entry: "ReportEntry"
+    entry: ReportEntry
     detour: bool
-    layers: tuple[int, ...]
-    count: int
-    density: tuple[float, float] | None = None
-    density_by_step: tuple[tuple[int, float], ...] = ()
-    skipped: float | None = None
+    members: tuple[tuple[LayerReport, ReportEntry], ...]
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Their indices; empty when they have none."""
+        return tuple(layer.layer for layer, _ in self.members if layer.layer is not None)
+
+    @property
+    def count(self) -> int:
+        """How many they are."""
+        return len(self.members)
 
     @property
     def layers_text(self) -> str:
@@ -289,17 +289,24 @@ class Group:
 
     @property
     def density_text(self) -> str:
-        """The density as percent, or nothing.
+        """The least and the most dense layer's share of pairs, as percent; "" for dense methods.
 
         For example "density 9.0 %", "density 9.0 to 31.2 %", or where steps differ
         "density 20.0 % (steps 0-14: 30.0, 15-29: 10.0)".
         """
-        if self.density is None:
+        means = [entry.density for _, entry in self.members if entry.density is not None]
+        if not means:
             return ""
-        least, most = (f"{100 * share:.1f}" for share in self.density)
+        least, most = (f"{100 * share:.1f}" for share in (min(means), max(means)))
         text = f"density {least} %" if least == most else f"density {least} to {most} %"
-        parts = _by_step(self.density_by_step)
+        parts = _by_step(pair for _, entry in self.members for pair in entry.densities)
         return f"{text} (steps {', '.join(parts)})" if len(parts) > 1 else text
+
+    @property
+    def skipped(self) -> float | None:
+        """Share of the kernel's steps that `skip_below` left out, as a mean over the layers."""
+        shares = [entry.skipped for _, entry in self.members if entry.skipped is not None]
+        return sum(shares) / len(shares) if shares else None
 
     @property
     def source(self) -> str:
@@ -349,54 +356,31 @@ class Footnotes:
 
 def grouped(report: "AttentionReport") -> list[Group]:
     """Put the layers of a report that run alike into groups, in order of appearance."""
-    found: dict[tuple[Any, ...], list[LayerReport]] = {}
-    densities: dict[tuple[Any, ...], list[float]] = {}
-    by_step: dict[tuple[Any, ...], list[tuple[int, float]]] = {}
-    skipped: dict[tuple[Any, ...], list[float]] = {}
+    found: dict[tuple[str, str, str, ReportEntry, bool], list[tuple[LayerReport, ReportEntry]]] = {}
     for layer in report.layers:
-        where = (layer.component or "-", str(layer.role))
         # Without a schedule there may be several entries too: forcing adds one.
         rest = "other" if any(entry.steps for entry in layer.entries) else "all"
-        for entry in layer.entries:
-            key = (*where, entry.steps or rest, replace(entry, densities=(), skipped=None), False)
-            if entry.skipped is not None:
-                skipped.setdefault(key, []).append(entry.skipped)
-            found.setdefault(key, []).append(layer)
-            if entry.density is not None:
-                densities.setdefault(key, []).append(entry.density)
-                by_step.setdefault(key, []).extend(entry.densities)
-        for entry in layer.detours:
-            found.setdefault((*where, entry.steps or "all", entry, True), []).append(layer)
-    return [
-        Group(
-            component=key[0],
-            role=key[1],
-            steps=key[2],
-            entry=key[3],
-            detour=key[4],
-            layers=tuple(layer.layer for layer in layers if layer.layer is not None),
-            count=len(layers),
-            density_by_step=_mean_by_step(by_step.get(key, ())),
-            density=(min(densities[key]), max(densities[key])) if key in densities else None,
-            skipped=sum(skipped[key]) / len(skipped[key]) if key in skipped else None,
-        )
-        for key, layers in found.items()
-    ]
+        parts = [(entry, rest, False) for entry in layer.entries]
+        parts += [(entry, "all", True) for entry in layer.detours]
+        for entry, others, detour in parts:
+            alike = replace(entry, densities=(), skipped=None)
+            steps = entry.steps or others
+            key = (layer.component or "-", str(layer.role), steps, alike, detour)
+            found.setdefault(key, []).append((layer, entry))
+    return [Group(*key, tuple(members)) for key, members in found.items()]
 
 
-def _mean_by_step(densities: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    """Return the mean of each step, in order of the steps."""
-    found: dict[int, list[float]] = {}
+def _by_step(densities: Iterable[tuple[int, float]]) -> list[str]:
+    """Return the mean share of each step in percent; at most `_MOST_PARTS`.
+
+    Equal steps are together: "0-14: 30.0".
+    """
+    shares: dict[int, list[float]] = {}
     for step, share in densities:
-        found.setdefault(step, []).append(share)
-    return tuple((step, sum(found[step]) / len(found[step])) for step in sorted(found))
-
-
-def _by_step(densities: Sequence[tuple[int, float]]) -> list[str]:
-    """Return shares in percent, equal steps together: "0-14: 30.0"; at most `_MOST_PARTS`."""
+        shares.setdefault(step, []).append(share)
     runs: list[tuple[list[int], float]] = []
-    for step, share in densities:
-        percent = round(100 * share, 1)
+    for step in sorted(shares):
+        percent = round(100 * sum(shares[step]) / len(shares[step]), 1)
         if runs and percent == runs[-1][1]:
             runs[-1][0].append(step)
         else:
@@ -426,7 +410,7 @@ def summary(report: "AttentionReport") -> list[str]:
             steps += f" ({group.entry.sigma})"
         detour = "detour to " if group.detour else ""
         selection, calls = group.entry.selection, group.entry.calls
-        density = f"{group.density_text}, " if group.density else ""
+        density = f"{group.density_text}, " if group.density_text else ""
         if group.skipped is not None:
             density += f"{100 * group.skipped:.1f} % of them skipped (`skip_below`), "
         shapes = f"{_shapes_text(group.entry.shapes)}, " if group.entry.shapes else ""

@@ -40,7 +40,7 @@ class Feature(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """A device and the optional packages beside it.
+    """A device and the optional packages that are installed.
 
     Attributes:
         platform: kind of device.
@@ -102,7 +102,7 @@ class Timing:
         backend: its name.
         variant: the kernel library behind it.
         device_ms: milliseconds of the device, with calls waiting for it.
-        host_ms: milliseconds of the host until the call returns, or None where nobody measured.
+        host_ms: milliseconds of the host until the call returns, or None where it was not measured.
     """
 
     backend: str

@@ -36,9 +36,7 @@ from multimodal_gen.runtime.layers.attention.config import (
     IndexSelector,
     SigmaSelector,
     build_config,
-    read_selector,
 )
-from multimodal_gen.runtime.layers.attention.config_text import read_mapping
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import (
     BackendPreference,
@@ -46,10 +44,9 @@ from multimodal_gen.runtime.layers.attention.scope import (
     SelectionScope,
     Source,
 )
-from multimodal_gen.runtime.plain_values import short
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, current_platform
 from multimodal_gen.runtime.server_args import ServerArgs
-from multimodal_gen.runtime.setting import as_flag
+from multimodal_gen.settings import as_flag, read_mapping, short
 
 __all__ = ["scope_from", "scope_from_args"]
 
@@ -218,11 +215,9 @@ def _backend_and_config(
     named = mapping.get("backend")
     backend = parse_attention_backend(named, name=f"{prefix}backend")
     raw = mapping.get("config")
-    if raw is None:
-        return backend, _config(backend, None, name=f"{prefix}config")
-    if not isinstance(raw, (Mapping, str)):
+    if not isinstance(raw, (Mapping, str, type(None))):
         raise ConfigError(f"{prefix}config must be a mapping, got {short(raw)}")
-    if backend is None:
+    if raw is not None and backend is None:
         raise ConfigError(
             f"{prefix}config needs {prefix}backend, which says whose parameters they are; name a "
             f"backend"
@@ -252,4 +247,4 @@ def _role(value: object, where: str) -> AttentionRole | None:
 
 
 def _selector(value: object, where: str) -> IndexSelector | None:
-    return None if value is None else read_selector(value, where)
+    return None if value is None else IndexSelector.parse(value, name=where)

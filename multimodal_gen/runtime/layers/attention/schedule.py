@@ -1,24 +1,20 @@
 """A layer's schedule: which implementation serves which denoising steps.
 
 It is made once per layer, dtype and device, not per call: the steps and layers that a sparse
-backend leaves to a dense one are told apart, and each part is bound to an implementation.
+backend leaves to a dense one are set apart, and each part is bound to an implementation.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import TypeAlias
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeAlias
 
 from multimodal_gen.errors import ConfigError, UsageError
-from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
-    AttentionImpl,
-    provides,
-)
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
 from multimodal_gen.runtime.layers.attention.binding import Binding, Demand, bind, report_entries
 from multimodal_gen.runtime.layers.attention.config import (
     DensePart,
-    FirstShare,
     SparseConfig,
+    StepSet,
 )
 from multimodal_gen.runtime.layers.attention.report import ReportEntry, SigmaSteps
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
@@ -27,18 +23,19 @@ from multimodal_gen.runtime.layers.attention.scope import (
     LayerSite,
     PreferenceSchedule,
 )
-from multimodal_gen.runtime.layers.attention.selectors import SigmaSelector, StepSet
 from multimodal_gen.runtime.layers.attention.warn_once import (
     PROCESS,
     WarnOnce,
-    warn_if_dense_layers,
 )
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 from multimodal_gen.runtime.platforms import PlatformEnum
 
+if TYPE_CHECKING:
+    from multimodal_gen.runtime.layers.attention.sparse.method import SparseMethodImpl
+
 __all__ = ["ScheduleEntry", "bind_schedule", "entry_at", "with_dense_parts"]
 
-# What a run is told apart by: request, latent grid, number of steps, and their noise levels.
+# What one run differs from another by: request, latent grid, number of steps, and noise levels.
 _Run: TypeAlias = tuple[
     str | None, tuple[int, int, int] | None, int | None, tuple[float, ...] | None
 ]
@@ -56,7 +53,7 @@ def with_dense_parts(
         schedule: who asks for what; the first entry whose steps hold is the one that runs.
         site: where the layer sits.
         platform: where it runs.
-        warnings: of the pipeline, told where all of its layers are dense.
+        warnings: of the pipeline, which gets one where all of its layers are dense.
 
     Raises:
         ConfigError: a sparse backend was asked for without parameters it must have, or with a share
@@ -71,7 +68,9 @@ def with_dense_parts(
             found.append((steps, asked))
             continue
         assert asked.backend is not None, "a configuration is a backend's"
-        warn_if_dense_layers(config, asked.backend, site.num_layers, warnings)
+        never = config.never_sparse("layers", site.num_layers)
+        if never is not None:
+            warnings.warn(f"{asked.backend} {never}")
         found += _parts(steps, asked, site, config)
     return tuple(found)
 
@@ -84,15 +83,14 @@ def _parts(
             yield steps, replace(asked, dense_reason=_reason("layers", str(part.indices), part))
             return
     for part in config.dense_parts("steps"):
-        named = StepSet.of(part.indices)
-        shared = named if steps is None else named & steps
+        shared = part.indices if steps is None else part.indices & steps
         if shared is not None:
             yield shared, replace(asked, dense_reason=_reason("steps", str(shared), part))
     yield steps, asked
 
 
 def _reason(axis: str, indices: str, part: DensePart) -> str:
-    if isinstance(part.indices, FirstShare):
+    if part.indices.first is not None:
         return f"the {indices} {axis} are dense (`{part.given}`)"
     single = indices.isdigit()
     verb = f"{axis[:-1]} {indices} is" if single else f"{axis} {indices} are"
@@ -100,13 +98,12 @@ def _reason(axis: str, indices: str, part: DensePart) -> str:
 
 
 def _holds_layer(part: DensePart, layer: int, site: LayerSite, asked: BackendPreference) -> bool:
-    if site.num_layers is None and isinstance(part.indices, FirstShare):
+    if site.num_layers is None and part.indices.first is not None:
         raise ConfigError(
             f"{asked.backend} must know how many layers a model has to keep a share of them dense, "
             f"got layer {layer} of an unknown number; pass site=LayerSite(layer=..., "
             f"num_layers=...), or give a number of layers above 1 or 0"
         )
-    assert not isinstance(part.indices, SigmaSelector), "layers have none"
     return part.indices.holds(layer, site.num_layers or 0)
 
 
@@ -120,6 +117,7 @@ def _sparse_config(asked: BackendPreference, platform: PlatformEnum) -> SparseCo
     return config if isinstance(config, SparseConfig) else None
 
 
+@dataclass(slots=True, eq=False)
 class ScheduleEntry:
     """What serves a range of denoising steps.
 
@@ -130,20 +128,11 @@ class ScheduleEntry:
         ulysses_refusal: why some entry of the schedule needs all heads in one process, or None.
     """
 
-    __slots__ = ("_run", "observers", "primary", "steps", "ulysses_refusal")
-
-    def __init__(
-        self,
-        steps: StepSet | None,
-        primary: Binding,
-        observers: tuple[AttentionImpl, ...] = (),
-        ulysses_refusal: str | None = None,
-    ) -> None:
-        self.steps = steps
-        self.primary = primary
-        self.observers = observers
-        self.ulysses_refusal = ulysses_refusal
-        self._run: _Run | None = None
+    steps: StepSet | None
+    primary: Binding
+    observers: "tuple[SparseMethodImpl, ...]" = ()
+    ulysses_refusal: str | None = None
+    _run: _Run | None = None  # the last that was checked
 
     def serves(self, context: ForwardContext) -> bool:
         """Whether the running step is one of its steps.
@@ -170,16 +159,18 @@ class ScheduleEntry:
         """Let the implementation refuse a run it does not fit, once, before any of its steps."""
         run = (context.request_id, context.latent_grid, context.num_steps, context.sigmas)
         if run != self._run:
-            self.primary.impl.check_run(context)
+            if self.primary.method is not None:
+                self.primary.method.check_run(context)
             self._run = run
 
     def end_request(self, request_id: str) -> None:
         """Let the implementations drop what they keep for a request."""
         for bound in self.primary.family():
-            bound.impl.end_request(request_id)
+            if bound.method is not None:
+                bound.method.end_request(request_id)
 
     def entries(self) -> tuple[tuple[ReportEntry, ...], tuple[ReportEntry, ...]]:
-        """Return what ran, and the detours that were taken; see `report_entries`."""
+        """Return what ran, and what served calls in its place; see `report_entries`."""
         steps, sigmas = self.steps, None if self._run is None else self._run[3]
         if steps is None:
             return report_entries(self.primary, None)
@@ -207,13 +198,14 @@ def bind_schedule(schedule: PreferenceSchedule, demand: Demand) -> tuple[Schedul
     )
 
 
-def _that_observe(later: Sequence[Binding]) -> tuple[AttentionImpl, ...]:
-    return tuple(bound.impl for bound in later if provides(bound.impl, "observe"))
+def _that_observe(later: Sequence[Binding]) -> "tuple[SparseMethodImpl, ...]":
+    methods = (bound.method for bound in later)
+    return tuple(method for method in methods if method is not None and method.observes)
 
 
 def _ulysses_refusal(bound: Binding) -> str | None:
     """Return why a binding cannot serve a share of the heads, with the remedy, or None."""
-    reason = bound.impl.ulysses_reason()
+    reason = bound.impl.limits.ulysses
     return reason and (
         f"attention backend {bound.selection.label} must have all heads in one process: "
         f"{reason}; use --sp-degree 1, or choose another backend"

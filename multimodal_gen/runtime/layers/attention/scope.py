@@ -20,9 +20,9 @@ from multimodal_gen.runtime.layers.attention.config import (
     BackendConfig,
     IndexSelector,
     SigmaSelector,
+    StepSet,
 )
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
-from multimodal_gen.runtime.layers.attention.selectors import StepSet
 from multimodal_gen.runtime.layers.attention.warn_once import PROCESS, WarnOnce
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 

@@ -176,7 +176,8 @@ def _resolve(request: AttentionRequest, asked: BackendPreference, strict: bool) 
         return _fall_back(request, asked, rejected, strict)
     cls, reasons = _look(asked.backend, request, asked.config)
     if not reasons:
-        return _chosen(cls, request, asked, _why(asked), config=asked.config)
+        by = f" by {asked.detail}" if asked.detail else ""
+        return _chosen(cls, request, asked, f"asked for ({asked.source}{by})", config=asked.config)
     rejected = (Rejected(backend=asked.backend, reasons=reasons),)
     excuse = _excuse(asked.backend, request, asked, strict)
     if excuse is not None:
@@ -356,6 +357,8 @@ def after_self_checks(
     """
     while True:
         selection = choose(request)
+        if request.environment.platform is not PlatformEnum.CUDA:
+            return selection  # nothing is checked elsewhere
         asked = selection.asked
         config = asked.config if asked.backend is selection.backend else None
         cls = find_backend(selection.backend, request.environment.platform)
@@ -374,11 +377,6 @@ def _pools_tail(cls: type[AttentionBackend], config: BackendConfig | None) -> bo
 
 def _because(selection: Selection, reason: str) -> Selection:
     return replace(selection, reason=f"{reason}; {selection.reason}")
-
-
-def _why(asked: BackendPreference) -> str:
-    by = f" by {asked.detail}" if asked.detail else ""
-    return f"asked for ({asked.source}{by})"
 
 
 def _refused(
@@ -461,9 +459,7 @@ def get_attn_backend(
     Raises:
         UnsupportedBackendError: see `resolve`.
     """
-    needs = set()
-    if attention_requirements is not None and attention_requirements.packed_varlen:
-        needs.add(Feature.VARLEN)
+    packed = attention_requirements is not None and attention_requirements.packed_varlen
     role = AttentionRole.CROSS if is_cross_attention else AttentionRole.SELF
     request = AttentionRequest(
         environment=prefer_supported(current_environment(), supported_attention_backends),
@@ -472,7 +468,7 @@ def get_attn_backend(
         num_kv_heads=1,
         dtype=dtype,
         role=role,
-        needs=frozenset(needs),
+        needs=frozenset({Feature.VARLEN} if packed else ()),
     )
     if selected_attention_backend is not None:
         asked = BackendPreference(

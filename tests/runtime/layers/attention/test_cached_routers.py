@@ -126,6 +126,11 @@ def subblock(q, k, queries, keys):
     return of_keys(best_tiles(q, k, queries, keys, kept, scale=SCALE), keys)
 
 
+def pisa(q, k, queries, keys):
+    kept = max(1, int(0.4 * keys.num))
+    return of_keys(best_tiles(q, k, queries, keys, kept, scale=SCALE), keys)
+
+
 def by_place(q, k, queries, keys):
     """Two of the places of tiles, in all chunks; the queries' own is one of them."""
     places = TokenTiles(tile=keys.tile % queries.num, cell=keys.tile, cells=1)
@@ -177,6 +182,12 @@ CASES = {
     "sparge": ("sparge_attn", {"topk": 0.4}, 64, sparge),
     "sparge, with a tail": ("sparge_attn", {"topk": 0.4, "tail": "pooled"}, 64, sparge),
     "sparge by mass": ("sparge_attn", {"cdfthreshd": 0.6}, 64, sparge_mass),
+    "pisa without first order, with its tail": (
+        "pisa_attn",
+        {"density": 0.4, "first_order": False},
+        64,
+        pisa,
+    ),
     "subblock": (
         "subblock_sparse_attn",
         {"sparsity": 0.5, "skip_first_steps": 0, "min_seq_len": 600},
@@ -218,7 +229,13 @@ CASES = {
 }
 
 
-QUICK = ("cube", "sol in tiles, with its tail", "sol in rows, with its tail", "vmoba by chunk")
+QUICK = (
+    "cube",
+    "sol in tiles, with its tail",
+    "sol in rows, with its tail",
+    "pisa without first order, with its tail",
+    "vmoba by chunk",
+)
 
 
 @pytest.mark.parametrize(
@@ -305,6 +322,12 @@ REFUSED = [
         "simthreshd1 from 0 on compares the tokens of blocks of one call",
     ),
     ("pisa_attn", {}, True, "its first-order term is a sum over all keys of one call"),
+    (
+        "sliding_tile_attn",
+        {"window": [1, 3, 3], "tile_size": [2, 4, 4], "skip_time_steps": 0, "tail": "pooled"},
+        True,
+        "its windows are lists that change in place, which a tail is not made from",
+    ),
 ]
 
 

@@ -13,8 +13,8 @@ from multimodal_gen.runtime.layers.attention.backends.attention_backend import A
 from multimodal_gen.runtime.layers.attention.backends.registry import backends_of
 from multimodal_gen.runtime.layers.attention.config import (
     BackendConfig,
-    FirstShare,
     IndexSelector,
+    StepSet,
     build_config,
     config_as_dict,
     first_of,
@@ -22,7 +22,6 @@ from multimodal_gen.runtime.layers.attention.config import (
     parameters_of,
     settings_text,
 )
-from multimodal_gen.runtime.layers.attention.config_text import read_mapping
 from multimodal_gen.runtime.layers.attention.sparse.methods.sla import SageSLAConfig, SLAConfig
 from multimodal_gen.runtime.layers.attention.sparse.methods.sol import SolConfig
 from multimodal_gen.runtime.layers.attention.sparse.methods.sta.router import SlidingTileConfig
@@ -31,6 +30,7 @@ from multimodal_gen.runtime.layers.attention.sparse.methods.svg2 import SVG2Conf
 from multimodal_gen.runtime.layers.attention.sparse.methods.vmoba import VMoBAConfig
 from multimodal_gen.runtime.layers.attention.sparse.methods.vsa import VideoSparseConfig
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
+from multimodal_gen.settings import read_mapping
 
 CONFIGS = Path(__file__).parents[4] / "configs" / "attention"
 SPARSE = [member for member in AttentionBackendEnum if member.is_sparse]
@@ -474,7 +474,7 @@ def test_a_selector_is_the_union_of_its_ranges_and_reads_back_as_written(parts):
 )
 def test_a_share_is_read_in_decimals_and_rounded_down(share, total, first):
     assert first_of(share, total) == first
-    steps = FirstShare(share)
+    steps = StepSet(first=share)
     assert [step for step in range(total) if steps.holds(step, total)] == list(range(first))
 
 

@@ -8,6 +8,7 @@ from multimodal_gen.errors import UsageError
 from multimodal_gen.runtime.layers.attention.binding import Binding
 from multimodal_gen.runtime.layers.attention.call import AttentionCall
 from multimodal_gen.runtime.layers.attention.layer import UlyssesAttention_VSA
+from multimodal_gen.runtime.layers.attention.sparse.methods.vsa import VideoSparseBackend
 from multimodal_gen.runtime.managers.forward_context import (
     current_forward_context,
     set_forward_context,
@@ -16,16 +17,16 @@ from multimodal_gen.testing.fakes import PlainImpl
 from multimodal_gen.testing.inputs import make_qkv
 
 
-class Gated(PlainImpl):
+class Gated(PlainImpl, VideoSparseBackend.get_impl_cls()):
     """Attention whose coarse branch is the mean of the values."""
 
     steps = ()
 
-    def forward_gated(self, query, key, value, gate, context=None):
-        out = self.forward(query, key, value, context)
-        return self.add_coarse(out, query, key, value, gate, context)
+    def forward(self, query, key, value, context=None, *, gate=None, **rest):
+        out = super().forward(query, key, value, context)
+        return out if gate is None else self.add_branch(out, query, key, value, gate, context)
 
-    def add_coarse(self, out, query, key, value, gate, context=None):
+    def add_branch(self, out, query, key, value, gate, context):
         context = context or current_forward_context()
         type(self).steps += (context and context.current_timestep,)
         return out + gate * value.mean(dim=1, keepdim=True)
@@ -126,3 +127,28 @@ def test_dense_steps_of_the_schedule_get_the_coarse_branch_too(inputs, gate, mon
     assert Gated.steps == (0, 1)
     assert (dense.primary.calls, sparse.primary.calls) == (1, 1)
     torch.testing.assert_close(outs[0], outs[1])
+
+
+def test_a_method_of_0_1_keeps_its_coarse_branch(inputs, gate):
+    from multimodal_gen.runtime.layers.attention.sparse.base import SparseImpl
+
+    with pytest.warns(DeprecationWarning, match="derives from SparseImpl"):
+
+        class Old(SparseImpl):
+            declaration = VideoSparseBackend
+
+            def attend(self, call, context):
+                return torch.zeros_like(call.query)
+
+            def add_coarse(self, out, query, key, value, gate, context=None):
+                return out + gate * value.mean(dim=1, keepdim=True)
+
+            def forward_gated(self, query, key, value, gate, context=None, *, first_head=0):
+                out = self.forward(query, key, value, context)
+                return self.add_coarse(out, query, key, value, gate, context)
+
+    impl, branch = Old(4, 8, 8**-0.5), gate * inputs.value.mean(dim=1, keepdim=True)
+    assert "gate" in impl.takes
+    with set_forward_context(0, latent_grid=(1, 2, 3)) as context:
+        torch.testing.assert_close(impl.forward(*inputs, context, gate=gate), branch)
+    torch.testing.assert_close(impl.add_branch(branch, *inputs, gate, None), 2 * branch)

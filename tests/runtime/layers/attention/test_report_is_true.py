@@ -175,7 +175,7 @@ def ran() -> Iterator[list[str]]:
         stack.enter_context(patch.object(svg2, "kmeans", kmeans_by_reference))
         dense = stand_in(ran, "torch")
         stack.enter_context(patch.object(sdpa.F, "scaled_dot_product_attention", dense))
-        stack.enter_context(patch.object(flex_attn, "_unfused", lambda: dense))
+        stack.enter_context(patch.object(flex_attn, "_unfused", dense))
         cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
         stack.enter_context(patch.object(cudnn, "default", lambda q, *_, **__: (dense(q), None)))
         fp64 = type("Properties", (), {"has_fp64": True})

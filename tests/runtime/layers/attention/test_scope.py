@@ -6,7 +6,7 @@ from types import MappingProxyType
 import pytest
 
 from multimodal_gen.errors import ComponentAttentionBackendNotAppliedError, ConfigError
-from multimodal_gen.runtime.layers.attention.config import IndexSelector, SigmaSelector
+from multimodal_gen.runtime.layers.attention.config import IndexSelector, SigmaSelector, StepSet
 from multimodal_gen.runtime.layers.attention.layer import (
     LocalAttention,
     UlyssesAttention,
@@ -31,7 +31,6 @@ from multimodal_gen.runtime.layers.attention.selector import (
     global_force_attn_backend,
     global_force_attn_backend_context_manager,
 )
-from multimodal_gen.runtime.layers.attention.selectors import StepSet
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.testing.fakes import fake_backend
 

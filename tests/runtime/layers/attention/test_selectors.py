@@ -8,21 +8,18 @@ from hypothesis import strategies as st
 
 from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.runtime.layers.attention.config import (
-    build_config,
-    config_as_dict,
-    config_at,
-    settings_text,
-)
-from multimodal_gen.runtime.layers.attention.config_text import read_mapping
-from multimodal_gen.runtime.layers.attention.selectors import (
-    FirstShare,
     IndexSelector,
     RatioSchedule,
     SigmaSelector,
     StepSet,
+    build_config,
+    config_as_dict,
+    config_at,
     ratio_now,
+    settings_text,
 )
 from multimodal_gen.runtime.layers.attention.sparse.methods.vsa import VideoSparseConfig
+from multimodal_gen.settings import read_mapping
 
 SCHEDULE = RatioSchedule(((0.0, 0.5), (0.4, 0.9)))
 SIGMAS = (1.0, 0.96, 0.9, 0.8, 0.6, 0.3, 0.1)
@@ -83,15 +80,20 @@ def test_levels_in_both_are_those_in_each_and_text_reads_back(one, other, level)
 
 
 def test_steps_named_in_several_ways_satisfy_all_of_them():
-    named = StepSet.of(IndexSelector.parse("1-9")) & StepSet.of(SigmaSelector.parse(">=0.8"))
+    named = StepSet(indices=IndexSelector.parse("1-9")) & StepSet(
+        sigma=SigmaSelector.parse(">=0.8")
+    )
     assert named is not None
-    named = named & StepSet.of(FirstShare(0.5))
+    named = named & StepSet(first=0.5)
     assert named is not None
     assert str(named) == "first 0.5 of all, of sigma >=0.8, among 1-9"
     assert [i for i in range(7) if named.holds(i, 7, SIGMAS)] == [1, 2]
     assert not named.holds(1, 7, None)
-    assert StepSet.of(IndexSelector.parse("0")) & StepSet.of(IndexSelector.parse("1")) is None
-    nothing = StepSet.of(SigmaSelector.parse(">1")) & StepSet.of(SigmaSelector.parse("<1"))
+    assert (
+        StepSet(indices=IndexSelector.parse("0")) & StepSet(indices=IndexSelector.parse("1"))
+        is None
+    )
+    nothing = StepSet(sigma=SigmaSelector.parse(">1")) & StepSet(sigma=SigmaSelector.parse("<1"))
     assert nothing is None
 
 

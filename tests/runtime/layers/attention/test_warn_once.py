@@ -9,12 +9,7 @@ import pytest
 
 from multimodal_gen.runtime.layers.attention import warn_once as warn_once_module
 from multimodal_gen.runtime.layers.attention.config import SparseConfig, build_config
-from multimodal_gen.runtime.layers.attention.warn_once import (
-    WarnOnce,
-    warn_if_dense_layers,
-    warn_if_dense_run,
-)
-from multimodal_gen.runtime.platforms import AttentionBackendEnum
+from multimodal_gen.runtime.layers.attention.warn_once import WarnOnce
 
 NAME = "sparse_video_gen_2_attn"
 
@@ -35,10 +30,11 @@ def told(caplog: pytest.LogCaptureFixture):
     """Return a function that asks for the notice and returns what was said so far."""
     said = WarnOnce()
 
-    def ask(num: int | None, ask=warn_if_dense_run, **parameters: object) -> list[str]:
-        config = build_config(Config, parameters, backend=NAME)
+    def ask(num: int | None, axis: str = "steps", **parameters: object) -> list[str]:
+        reason = build_config(Config, parameters, backend=NAME).never_sparse(axis, num)
         with caplog.at_level(logging.WARNING, logger=warn_once_module.__name__):
-            ask(config, AttentionBackendEnum(NAME), num, said)
+            if reason is not None:
+                said.warn(f"{NAME} {reason}")
         return [record.getMessage() for record in caplog.records]
 
     return ask
@@ -84,8 +80,8 @@ def test_nothing_is_said_where_a_step_is_sparse_or_their_number_unknown(
     ],
 )
 def test_a_model_without_a_sparse_layer_is_told_of_once(told, num_layers, parameters, given):
-    told(num_layers, warn_if_dense_layers, **parameters)
-    (message,) = told(num_layers, warn_if_dense_layers, **parameters)
+    told(num_layers, "layers", **parameters)
+    (message,) = told(num_layers, "layers", **parameters)
     assert message.startswith(f"{NAME} is sparse in no layer: {given} all {num_layers} layers")
 
 
@@ -96,7 +92,7 @@ def test_a_model_without_a_sparse_layer_is_told_of_once(told, num_layers, parame
 def test_nothing_is_said_where_a_layer_is_sparse_or_their_number_unknown(
     told, num_layers, parameters
 ) -> None:
-    assert told(num_layers, warn_if_dense_layers, **parameters) == []
+    assert told(num_layers, "layers", **parameters) == []
 
 
 def test_a_copy_of_what_was_said_is_not_said_again(caplog) -> None:

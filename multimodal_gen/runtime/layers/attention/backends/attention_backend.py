@@ -6,7 +6,7 @@ Shapes: B batch, S tokens, H heads, D head size, T packed tokens; public tensors
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import torch
 
@@ -20,17 +20,12 @@ from multimodal_gen.runtime.layers.attention.warn_once import PROCESS, WarnOnce
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
-if TYPE_CHECKING:
-    from multimodal_gen.kernels.block_sparse.slots import CacheCut, KeptChunks, SeenTiles
-    from multimodal_gen.runtime.distributed.ring import RingInputs
-
 __all__ = [
     "AttentionBackend",
     "AttentionImpl",
     "DenseLimits",
     "Facts",
-    "OptionalMethod",
-    "provides",
+    "Limits",
 ]
 
 
@@ -46,12 +41,29 @@ class Facts(NamedTuple):
     skipped: float | None = None
 
 
+class Limits(NamedTuple):
+    """What an implementation cannot do, so configured, and why; None where it can.
+
+    What calls alone can tell, such as a mask that no kernel takes, its variants declare.
+
+    Attributes:
+        ulysses: serve a share of the heads.
+        ring: be part of a ring.
+        ring_gradients: record gradients in a ring.
+        cache: choose among the blocks of a cache of chunks, without which such calls are dense.
+    """
+
+    ulysses: str | None = None
+    ring: str | None = None
+    ring_gradients: str | None = None
+    cache: str | None = None
+
+
 class AttentionImpl(ABC):
     """The attention of one layer on one backend.
 
     It is given all it needs when it is constructed; a call brings all that varies. `forward` is
-    what every implementation has. The methods below it are optional: a layer asks once, when it
-    binds an implementation, which of them a class has of its own (`provides`).
+    what every implementation has; the other methods are optional.
 
     Args:
         num_heads: query heads.
@@ -65,26 +77,21 @@ class AttentionImpl(ABC):
         warnings: what its user was warned of; those of the process by default.
 
     Attributes:
-        takes_projection: whether the method has a branch that a trained projection weighs; then
-            `forward` takes `projection`, the layer's, or None where it has none.
-        per_head: whether settings differ by head. `forward` and `forward_gated` then take
-            `first_head`, the index of the call's first head among the layer's heads, and `forward`
-            takes `continued`, whether earlier heads of the same call came before.
+        takes: what else `forward` takes by name, of `AttentionCall`: `first_head` and
+            `continued` where settings differ by head, `projection` where a trained projection
+            weighs a branch, `gate` where a gate does.
         masks_lse: whether `forward_lse` takes `keep`, without waiting for the device.
-        trains_in_ring: whether `forward_ring` and `add_coarse_ring` record gradients.
-        lacks: optional methods that it has for others of its class alone.
-        cache_reason: why a sparse method sees no blocks of a cache.
+        limits: what it cannot do, and why.
+        is_sparse: whether it is a `SparseMethodImpl`, of which layers ask more.
         kernel: what was selected of this package's kernels, and ran in calls and backward passes;
             None where another library computes the attention.
     """
 
     kernel: SelectedKernel | None = None
-    takes_projection: ClassVar[bool] = False
-    per_head: ClassVar[bool] = False
+    takes: tuple[str, ...] = ()
     masks_lse: ClassVar[bool] = False
-    trains_in_ring: ClassVar[bool] = False
-    lacks: frozenset[str] = frozenset()
-    cache_reason: ClassVar[str] = "it chooses among the keys of one call"
+    limits: Limits = Limits()
+    is_sparse: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -184,170 +191,9 @@ class AttentionImpl(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} declares no varlen")
 
-    def forward_gated(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        gate: torch.Tensor,
-        context: ForwardContext | None = None,
-    ) -> torch.Tensor:
-        """Return what `forward` does plus `gate`, [B, S, H, D], times a coarse branch.
-
-        `forward` gives that branch no weight.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has no coarse branch")
-
-    def add_coarse(
-        self,
-        out: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        gate: torch.Tensor,
-        context: ForwardContext | None = None,
-    ) -> torch.Tensor:
-        """Return `out`, [B, S, H, D], plus `gate` times the coarse branch; may change `out`.
-
-        Dense steps of the method's schedule are its sparse ones at sparsity 0: they keep the
-        branch.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has no coarse branch")
-
-    def forward_ring(
-        self, inputs: "RingInputs", context: ForwardContext | None = None
-    ) -> torch.Tensor:
-        """Return attention of this rank's queries over the keys of all ranks.
-
-        For methods whose choice of keys depends on where tokens lie, and whose variants therefore
-        declare `ring` without `lse`. Every rank of the ring calls it, without gradients unless
-        `trains_in_ring`.
-
-        Args:
-            inputs: what this rank holds.
-            context: the running denoiser call.
-
-        Returns:
-            [B, prefix + S + suffix, H, D], the gate's branch included. Rows of queries that see no
-            key are zero.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has no ring of its own")
-
-    def add_coarse_ring(
-        self, out: torch.Tensor, inputs: "RingInputs", context: ForwardContext | None = None
-    ) -> torch.Tensor:
-        """Do as `add_coarse` in a ring."""
-        raise NotImplementedError(f"{type(self).__name__} has no coarse branch")
-
-    def ring_reason(self) -> str | None:
-        """Return why this configuration cannot be part of a ring, or None."""
-        return None
-
-    def ulysses_reason(self) -> str | None:
-        """Return why this configuration needs all heads in one process, or None."""
-        return None
-
-    def cut_of_cache(self, kept: "KeptChunks", context: ForwardContext | None) -> "CacheCut | str":
-        """Return the blocks that a sparse method sees of a cache of chunks.
-
-        Args:
-            kept: how the cache keeps chunks.
-            context: the running denoiser call.
-
-        Returns:
-            The blocks; or why there are none, which makes such calls dense.
-        """
-        del kept, context
-        return self.cache_reason
-
-    def forward_tiles(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        tiles: "SeenTiles",
-        context: ForwardContext | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output [B, Sq, H, D] and lse [B, H, Sq] over tiles of a cache.
-
-        Called only where `cut_of_cache` gave blocks.
-
-        Args:
-            query: [B, Sq, H, D], tile by tile.
-            key: [B, Sk, Hkv, D], all rows of the cache.
-            value: [B, Sk, Hkv, D].
-            tiles: what is seen of them.
-            context: the running denoiser call.
-        """
-        raise NotImplementedError(f"{type(self).__name__} sees no tiles of a cache")
-
-    def observe(  # noqa: B027 - optional
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        context: ForwardContext | None,
-        attn_mask: torch.Tensor | None,
-    ) -> None:
-        """Look at a call of an earlier step before a dense backend serves it.
-
-        Args:
-            query: [B, Sq, H, D].
-            key: [B, Sk, Hkv, D].
-            context: the running denoiser call.
-            attn_mask: the mask as the layer was given it.
-        """
-
-    def check_run(self, context: ForwardContext) -> None:  # noqa: B027 - most demand nothing
-        """Raise an error of this package for a run that the configuration does not fit."""
-
-    def end_request(self, request_id: str) -> None:  # noqa: B027 - optional
-        """Drop what is kept for a request that is over; others may still run.
-
-        What keeps tensors for a request drops them by itself in the last step of one whose number
-        of steps is known, if the request gets there on this layer.
-
-        Args:
-            request_id: as the contexts of its calls have it.
-        """
-
-    def dense_reason(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        context: ForwardContext | None,
-        first_head: int = 0,
-    ) -> str | None:
-        """Return why a call of a sparse method is to be dense, or None.
-
-        Because its parameters say so, or because that is faster, which is no reason where gradients
-        are recorded. Asked before every call; must not wait for the device.
-
-        Args:
-            query: [B, Sq, H, D].
-            key: [B, Sk, Hkv, D].
-            context: the running denoiser call.
-            first_head: index of the first of `query`'s heads among those of the layer.
-        """
-        del query, key, context, first_head
-        return None
-
     def facts(self) -> Facts:
         """Return what its calls were like so far, for the report; may wait for the device."""
         return Facts()
-
-
-OptionalMethod: TypeAlias = Literal[
-    "add_coarse", "dense_reason", "end_request", "forward_ring", "observe"
-]
-"""The methods of `AttentionImpl` that layers ask for once, when they bind an implementation."""
-
-
-def provides(impl: AttentionImpl | type[AttentionImpl], method: OptionalMethod) -> bool:
-    """Whether an implementation has an optional method of `AttentionImpl` of its own."""
-    if method in impl.lacks:
-        return False
-    cls = impl if isinstance(impl, type) else type(impl)
-    return getattr(cls, method) is not getattr(AttentionImpl, method)
 
 
 DenseLimits: TypeAlias = Mapping[str, tuple[tuple[int, float], ...]]
@@ -362,8 +208,8 @@ class AttentionBackend(ABC):
         summary: one line for `sglang attention list`.
         variants: kernel libraries behind it, best first.
         config_cls: its configuration dataclass.
-        packages: packages that its configuration may demand, beside those of the variants.
-        never_unasked: why nobody gets it who did not ask for it, however fast; "" for others.
+        packages: packages that its configuration may demand, apart from those of the variants.
+        never_unasked: why it is only for those who ask for it, however fast; "" for others.
         trained_by: the backend whose training serves it, where it has no backward pass.
         head_groups: in how many groups of heads a forward under Ulysses was faster than in one, by
             the rows of scripts/bench/results/parallel.csv; 1 where none was, or none was measured.

@@ -12,6 +12,7 @@ Shapes: B batch, H heads, Sq and Sk tokens, Nq and Nk blocks.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
@@ -102,15 +103,14 @@ class _Tiles(NamedTuple):
         every = torch.ones_like(b + h + q + k, dtype=torch.bool)
         return self.mask.mask_mod(b, h, q, k).bool() & every
 
-    def partial_tiles(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yield first query [P], first key [P] and bool [P, rows, keys] of the partial blocks."""
+    def partial_tiles(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield [P, 4], where partial blocks lie, and what they keep, bool [P, rows, keys]."""
         rows, keys = (torch.arange(size, device=self.partial.device) for size in self.sizes)
-        found = self.partial.nonzero()
         at_a_time = max(1, _MOST_PAIRS // (self.sizes[0] * self.sizes[1]))
-        for some in torch.split(found, at_a_time):
+        for some in torch.split(self.partial.nonzero(), at_a_time):
             b, h, i, j = (x.view(-1, 1, 1) for x in some.unbind(1))
             q, k = i * self.sizes[0] + rows.view(1, -1, 1), j * self.sizes[1] + keys.view(1, 1, -1)
-            yield some[:, 2] * self.sizes[0], some[:, 3] * self.sizes[1], self.see(b, h, q, k)
+            yield some, self.see(b, h, q, k) & (q < self.totals[0]) & (k < self.totals[1])
 
 
 def _compile(mask: "BlockMask", num_queries: int, num_keys: int) -> Plans:
@@ -144,11 +144,11 @@ def _cuts(tiles: _Tiles) -> tuple[torch.Tensor, torch.Tensor]:
         cut = torch.zeros(total + size, dtype=torch.bool, device=tiles.partial.device)
         cut[:total:size] = True
         found.append(cut)
-    for q, k, kept in tiles.partial_tiles():
-        for first, cut, axis in ((q, found[0], 1), (k, found[1], 2)):
-            differs = kept.diff(dim=axis).any(3 - axis)  # between each row or key and the next
-            tile, place = differs.nonzero().unbind(1)
-            cut[first[tile] + place + 1] = True
+    for at, kept in tiles.partial_tiles():
+        for axis, cut in enumerate(found):
+            # Between each row or key and the next.
+            tile, place = kept.diff(dim=1 + axis).any(2 - axis).nonzero().unbind(1)
+            cut[at[tile, 2 + axis] * tiles.sizes[axis] + place + 1] = True
     query, key = (
         cut[:total].nonzero().flatten() for cut, total in zip(found, tiles.totals, strict=True)
     )
@@ -194,18 +194,15 @@ def _whole_and_partial(tiles: _Tiles, key_cuts: torch.Tensor) -> Plans:
     kv = Blocks.ragged(
         key_cuts.int(), lengths.to(key_cuts.device), total=tiles.totals[1], size=int(lengths.max())
     )
-    listed = BlockPlan.from_map(tiles.partial[..., block], q, kv)
-    bits = _row_bits(tiles, key_cuts, block)
-    most = max(1, int(listed.counts.max()))
-    # A copy, so that the map's room is not kept.
-    indices = listed.indices[..., :most].contiguous()
-    partial = BlockPlan(indices=indices, counts=listed.counts, q=q, kv=kv, row_bits=bits)
-    return (*plans, partial.longest_first())
+    kept = tiles.partial[..., block]
+    most = max(1, int(kept.sum(-1).max()))
+    partial = BlockPlan.from_map(kept, q, kv, max_count=most)
+    return (*plans, replace(partial, row_bits=_row_bits(tiles, key_cuts)).longest_first())
 
 
-def _row_bits(tiles: _Tiles, key_cuts: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+def _row_bits(tiles: _Tiles, key_cuts: torch.Tensor) -> torch.Tensor:
     """Return which runs of keys each row keeps of its partial blocks: int32 [B, H, Sq, words]."""
-    batch, heads, num_q, _ = tiles.partial.shape
+    batch, heads = tiles.partial.shape[:2]
     num_words = -(-len(key_cuts) // WORD_BITS)
     needed = batch * heads * tiles.totals[0] * num_words * WORD_BITS
     if needed > _MOST_BITS:
@@ -215,26 +212,16 @@ def _row_bits(tiles: _Tiles, key_cuts: torch.Tensor, block: torch.Tensor) -> tor
             f"more than {_MOST_BITS >> 33} GiB; give samples and heads one mask, or use "
             f"torch.nn.attention.flex_attention itself"
         )
-    device = key_cuts.device
-    words = torch.zeros(batch, heads, tiles.totals[0], num_words, dtype=torch.int32, device=device)
-    shifts = torch.arange(WORD_BITS, device=device)
-    b, h = (torch.arange(n, device=device) for n in (batch, heads))
-    for i in range(num_q):
-        # The runs of the partial blocks of these rows alone.
-        mine = tiles.partial[:, :, i][..., block]  # [B, H, runs]
-        runs = mine.any(1).any(0).nonzero().flatten()
-        if not len(runs):
-            continue
-        first = i * tiles.sizes[0]
-        rows = torch.arange(first, min(first + tiles.sizes[0], tiles.totals[0]), device=device)
-        kept = tiles.see(
-            b.view(-1, 1, 1, 1), h.view(-1, 1, 1), rows.view(-1, 1), key_cuts[runs].view(1, -1)
-        )
-        every = torch.zeros(
-            batch, heads, len(rows), num_words * WORD_BITS, dtype=torch.bool, device=device
-        )
-        every[..., runs] = kept & mine[:, :, None, runs]
-        bits = every.view(batch, heads, len(rows), num_words, WORD_BITS).long() << shifts
-        packed = bits.sum(-1)
-        words[:, :, rows] = torch.where(packed >= 1 << 31, packed - (1 << 32), packed).int()
+    words = key_cuts.new_zeros((batch, heads, tiles.totals[0], num_words), dtype=torch.int32)
+    # A run is kept where its first key is.
+    run = key_cuts.new_full((tiles.totals[1] + tiles.sizes[1],), -1)
+    run[key_cuts] = torch.arange(len(key_cuts), device=run.device)
+    for at, kept in tiles.partial_tiles():
+        first_key = at[:, 3:] * tiles.sizes[1]
+        runs = run[first_key + torch.arange(tiles.sizes[1], device=run.device)]
+        tile, row, key = (kept & (runs >= 0).unsqueeze(1)).nonzero().unbind(1)
+        chosen, (b, h, i, _) = runs[tile, key], at[tile].unbind(1)
+        place = b, h, i * tiles.sizes[0] + row, chosen // WORD_BITS
+        bit = torch.ones_like(chosen, dtype=torch.int32) << (chosen % WORD_BITS).int()
+        words.index_put_(place, bit, accumulate=True)
     return words

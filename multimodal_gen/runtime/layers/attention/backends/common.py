@@ -1,21 +1,36 @@
-"""What several backends share: grouped heads, causal alignment, masks, strides.
+"""What the dense backends share: grouped heads, causal alignment, masks, strides.
 
 Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 """
 
 import math
 from abc import abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
 import torch
 import torch.nn.functional as F
+from typing_extensions import override
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.engine import records_gradient
-from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
+    AttentionBackend,
+    AttentionImpl,
+)
 
 if TYPE_CHECKING:
     from multimodal_gen.runtime.managers.forward_context import ForwardContext
+
+
+class Segments(TypedDict):
+    """Where the segments of packed tokens lie; see `AttentionImpl.forward_varlen`."""
+
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
 
 
 def unit_stride(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -44,24 +59,16 @@ def expand_kv(x: torch.Tensor, num_heads: int, *, dim: int = 2) -> torch.Tensor:
     return x.repeat_interleave(num_heads // num_kv_heads, dim=dim)
 
 
-def align_rows(x: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return the last `num_rows` rows of [B, S, H, D], with zero rows in front where S is fewer.
+def align_rows(x: torch.Tensor, num_rows: int, dim: int = 1, fill: float = 0.0) -> torch.Tensor:
+    """Return the last `num_rows` rows of dimension `dim`, with rows of `fill` in front if too few.
 
     Bottom-right causal attention of Sq queries over Sk keys is square causal attention of
     `align_rows(q, Sk)`, whose result, aligned to Sq rows again, is zero where a query sees no key.
     """
-    missing = num_rows - x.shape[1]
+    missing = num_rows - x.shape[dim]
     if missing <= 0:
-        return x[:, -missing:]
-    return F.pad(x, (0, 0, 0, 0, missing, 0))
-
-
-def align_lse(lse: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return the last `num_rows` rows of [B, H, S], with -inf in front where S is fewer."""
-    missing = num_rows - lse.shape[2]
-    if missing <= 0:
-        return lse[:, :, -missing:]
-    return F.pad(lse, (missing, 0), value=-math.inf)
+        return x.narrow(dim, -missing, num_rows)
+    return F.pad(x, (*(0, 0) * (x.dim() - 1 - dim), missing, 0), value=fill)
 
 
 def attend_to_nothing(
@@ -82,10 +89,23 @@ def attend_to_nothing(
     return out, lse
 
 
-def rows_that_see(mask: torch.Tensor) -> torch.Tensor:
-    """Return bool [..., Sq, 1]: whether a row of a bool or additive mask leaves any key."""
-    keeps = mask if mask.dtype is torch.bool else mask > -math.inf
-    return keeps.any(dim=-1, keepdim=True)
+def open_hidden_rows(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a mask whose rows without keys attend to everything, and which rows had keys.
+
+    Kernels disagree on rows without keys (zeros or NaN, and NaN gradients): what they give for
+    such rows is to be dropped.
+
+    Args:
+        mask: bool or additive, [..., Sq, Sk].
+
+    Returns:
+        A mask of the same kind, and bool [..., Sq, 1].
+    """
+    if mask.dtype is torch.bool:
+        sees = mask.any(dim=-1, keepdim=True)
+        return mask | ~sees, sees
+    sees = (mask > -math.inf).any(dim=-1, keepdim=True)
+    return mask.masked_fill(~sees, 0.0), sees
 
 
 def refuse_mask(attn_mask: torch.Tensor | None, backend: str) -> None:
@@ -114,19 +134,28 @@ def refuse_grad(backend: str, *tensors: torch.Tensor) -> None:
         )
 
 
-class AlignedImpl(AttentionImpl):
-    """An implementation whose library leaves some of bottom-right causality to its caller.
+class DenseImpl(AttentionImpl):
+    """Dense attention through a library, which may leave some of bottom-right causality to us.
 
     Subclasses write `_attend`. It gets no causal call with more queries than keys, whose first
     queries see no key; where `only_square`, it gets only causal calls of as many.
 
     Attributes:
         label: the backend's name in errors.
+        function: "module:name" of the library's function, which is imported with the layer and
+            then called as `self.run`; "" where a subclass finds its own.
         only_square: whether the library is right about causality for equal lengths only.
     """
 
     label: ClassVar[str]
-    only_square: ClassVar[bool] = False
+    function: ClassVar[str] = ""
+    only_square: bool = False
+    run: Callable[..., Any]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.function:
+            self.run = resolve_name(self.function)
 
     @abstractmethod
     def _attend(
@@ -137,6 +166,14 @@ class AlignedImpl(AttentionImpl):
         The latter may be None where `lse` is false or the variant declares none.
         """
 
+    def _attend_masked(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the output under a mask as `forward` takes it."""
+        refuse_mask(mask, self.label)
+        raise AssertionError("refused above")
+
+    @override
     def forward(
         self,
         query: torch.Tensor,
@@ -146,10 +183,12 @@ class AlignedImpl(AttentionImpl):
         *,
         attn_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See `AttentionImpl.forward`; without masks."""
-        refuse_mask(attn_mask, self.label)
-        return self._attend_aligned(query, key, value, lse=False)[0]
+        if attn_mask is not None:
+            return self._attend_masked(query, key, value, attn_mask)
+        attend = self._attend_aligned if self.causal else self._attend
+        return attend(query, key, value, lse=False)[0]
 
+    @override
     def forward_lse(
         self,
         query: torch.Tensor,
@@ -157,22 +196,37 @@ class AlignedImpl(AttentionImpl):
         value: torch.Tensor,
         keep: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `AttentionImpl.forward_lse`."""
         refuse_mask(keep, self.label)
         if not (query.numel() and key.numel()):
             return attend_to_nothing(query, value)  # torch's CPU operator divides by zero
-        out, lse = self._attend_aligned(query, key, value, lse=True)
+        attend = self._attend_aligned if self.causal else self._attend
+        out, lse = attend(query, key, value, lse=True)
         if lse is None:
-            return super().forward_lse(query, key, value, keep)
+            return super().forward_lse(query, key, value)
         return out, lse
 
     def _attend_aligned(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return output and log-sum-exp of a causal call."""
         num_queries, num_keys = query.shape[1], key.shape[1]
-        fits = num_queries == num_keys if self.only_square else num_queries <= num_keys
-        if fits or not self.causal:
+        if num_queries == num_keys or (num_queries < num_keys and not self.only_square):
             return self._attend(query, key, value, lse=lse)
         out, stats = self._attend(align_rows(query, num_keys), key, value, lse=lse)
         out = align_rows(out, num_queries)
-        return out, None if stats is None else align_lse(stats, num_queries)
+        return out, None if stats is None else align_rows(stats, num_queries, 2, -math.inf)
+
+
+class DenseBackend(AttentionBackend):
+    """A backend whose implementation stands in the file of its declaration.
+
+    Attributes:
+        impl: the implementation.
+    """
+
+    impl: ClassVar[type[AttentionImpl]]
+
+    @override
+    @classmethod
+    def get_impl_cls(cls) -> type[AttentionImpl]:
+        return cls.impl

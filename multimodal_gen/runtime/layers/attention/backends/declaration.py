@@ -25,6 +25,7 @@ from multimodal_gen.runtime.layers.attention.request import (
 from multimodal_gen.runtime.platforms import PlatformEnum
 
 ALL_ROLES = frozenset(AttentionRole)
+CUDA_ONLY = frozenset({PlatformEnum.CUDA})
 HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
 
 
@@ -34,8 +35,8 @@ class Variant:
 
     Attributes:
         name: short name shown in reports, e.g. "fa3".
-        platforms: platforms it runs on.
-        dtypes: dtypes of q, k and v.
+        platforms: platforms it runs on; CUDA by default.
+        dtypes: dtypes of q, k and v; by default those of 16 bits.
         head_sizes: head sizes it takes.
         features: what it can honour; a call that needs more is refused or rerouted.
         packages: packages that must all be installed.
@@ -45,8 +46,8 @@ class Variant:
     """
 
     name: str
-    platforms: frozenset[PlatformEnum]
-    dtypes: frozenset[torch.dtype]
+    platforms: frozenset[PlatformEnum] = CUDA_ONLY
+    dtypes: frozenset[torch.dtype] = HALF_DTYPES
     head_sizes: HeadSizes
     features: frozenset[Feature]
     packages: tuple[PackageProbe, ...] = ()
@@ -80,7 +81,7 @@ class Variant:
         kernel = self.kernel
         if kernel is not None:
             # What the kernel refuses that the fields of a variant cannot say.
-            reasons += [rule(_asked_of_kernel(request, blocks)) for rule in kernel.rules]
+            reasons += [rule(kernel_request(request, blocks)) for rule in kernel.rules]
         missing = sorted(str(feature) for feature in needs - self.features)
         reasons += [f"does not support {feature}" for feature in missing]
         found = tuple(reason for reason in reasons if reason)
@@ -108,7 +109,7 @@ class Variant:
         if tail:
             same = (kernel for kernel in POOLED_TAIL.kernels if kernel.name == self.kernel.name)
             kernels += [kernel for kernel in same if request.dtype in kernel.dtypes]
-        asked, environment = _asked_of_kernel(request), request.environment
+        asked, environment = kernel_request(request), request.environment
         said = dict(environment.checked)
         for kernel in kernels:
             check = kernel.checked(asked, environment.version)
@@ -125,7 +126,7 @@ class Variant:
         return self.capability.unsupported_reason(request.environment.capability)
 
 
-def _asked_of_kernel(request: AttentionRequest, blocks: tuple[int, int] = (0, 0)) -> Request:
+def kernel_request(request: AttentionRequest, blocks: tuple[int, int] = (0, 0)) -> Request:
     """Return what a layer needs as a kernel is asked for it."""
     return Request(
         platform=str(request.environment.platform),

@@ -1,41 +1,39 @@
 """FlashAttention 2, 3 and 4 behind one name; the variant is the best one for the GPU.
 
-All of them take [B, S, H, D], align causality to the bottom right, give zeros to rows that see no
-key, and return the log-sum-exp as natural logarithm in fp32 [B, H, S].
+All of them take [B, S, H, D], align causality to the bottom right, and return the log-sum-exp as
+natural logarithm in fp32 [B, H, S].
 """
 
 import importlib
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
+from typing_extensions import Unpack, override
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.kernels.engine import FLASH_ATTN_4
-from multimodal_gen.kernels.requirements import Capability, HeadSizes, PackageProbe
-from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
-    AttentionBackend,
-    AttentionImpl,
+from multimodal_gen.kernels.engine import FLASH_ATTN_4, records_gradient
+from multimodal_gen.kernels.requirements import Capability, HeadSizes
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
+from multimodal_gen.runtime.layers.attention.backends.common import (
+    DenseBackend,
+    DenseImpl,
+    Segments,
+    refuse_grad,
 )
-from multimodal_gen.runtime.layers.attention.backends.common import refuse_grad, refuse_mask
-from multimodal_gen.runtime.layers.attention.backends.declaration import (
-    HALF_DTYPES,
-    Variant,
+from multimodal_gen.runtime.layers.attention.backends.declaration import CUDA_ONLY, Variant
+from multimodal_gen.runtime.layers.attention.backends.packages import (
+    FLASH_ATTN_2,
+    FLASH_ATTN_3,
+    FLASH_ATTN_3_FORWARD,
 )
 from multimodal_gen.runtime.layers.attention.config import BackendConfig, option
 from multimodal_gen.runtime.layers.attention.request import AttentionRequest, Feature
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 
-if TYPE_CHECKING:
-    from multimodal_gen.runtime.managers.forward_context import ForwardContext
-
-_FORWARD = frozenset({Feature.GQA, Feature.CAUSAL, Feature.VARLEN, Feature.LSE, Feature.RING})
+FORWARD = frozenset({Feature.GQA, Feature.CAUSAL, Feature.VARLEN, Feature.LSE, Feature.RING})
 _UP_TO_256 = HeadSizes(minimum=8, maximum=256, multiple_of=8)
-_CUDA = frozenset({PlatformEnum.CUDA})
-
-# Dense calls have the same interface in every version.
-_FLASH_ATTN_4 = replace(FLASH_ATTN_4, minimum=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +44,13 @@ class FlashLibrary:
         module: module that holds `flash_attn_func` and `flash_attn_varlen_func`.
         lse: keyword that asks for the log-sum-exp.
         backward: whether gradients flow through it.
+        lse_for_gradients: whether it insists on the log-sum-exp where gradients are recorded.
     """
 
     module: str
     lse: str = "return_attn_probs"
     backward: bool = True
+    lse_for_gradients: bool = False
 
 
 _LIBRARIES: MappingProxyType[str, FlashLibrary] = MappingProxyType(
@@ -61,6 +61,8 @@ _LIBRARIES: MappingProxyType[str, FlashLibrary] = MappingProxyType(
         "fa4_fwd": FlashLibrary(module="flash_attn.cute", lse="return_lse", backward=False),
         "fa4_sm100": FlashLibrary(module="flash_attn.cute", lse="return_lse"),
         "fa2": FlashLibrary(module="flash_attn"),
+        "musa": FlashLibrary(module="flash_attn_interface", backward=False),
+        "aiter": FlashLibrary(module="aiter", lse="return_lse", lse_for_gradients=True),
     }
 )
 
@@ -78,184 +80,111 @@ class FlashAttnConfig(BackendConfig):
     )
 
 
-class FlashAttentionImpl(AttentionImpl):
+class FlashAttentionImpl(DenseImpl):
     """Attention through one of the FlashAttention packages, named by `variant`."""
 
-    libraries: ClassVar[MappingProxyType[str, FlashLibrary]] = _LIBRARIES
+    label = "fa"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.variant not in self.libraries:
+        if self.variant not in _LIBRARIES:
             raise UsageError(
-                f"variant must be one of {', '.join(self.libraries)}, got {self.variant!r}; "
+                f"variant must be one of {', '.join(_LIBRARIES)}, got {self.variant!r}; "
                 f"take it from `resolve`"
             )
-        self._library = self.libraries[self.variant]
-        module = importlib.import_module(self._library.module)
-        self._dense = module.flash_attn_func
+        library = self._library = _LIBRARIES[self.variant]
+        self._depends_on_gradients = library.lse_for_gradients or not library.backward
+        self._options = {"softmax_scale": self.softmax_scale, "causal": self.causal}
+        module = importlib.import_module(library.module)
+        self.run = module.flash_attn_func
         self._varlen = module.flash_attn_varlen_func
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        context: "ForwardContext | None" = None,
-        *,
-        attn_mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See `AttentionImpl.forward`."""
-        refuse_mask(attn_mask, "fa")
-        self._check_grad(query, key, value)
-        out = self._dense(query, key, value, softmax_scale=self.softmax_scale, causal=self.causal)
-        return _first(out)
+    @override
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        options = self._options
+        if lse or self._depends_on_gradients:
+            options = self._options_for(query, key, value, lse=lse)
+        found: Any = self.run(query, key, value, **options)
+        # FlashAttention 4 returns (out, lse or None) always, 3 has done so in some builds.
+        return found[:2] if isinstance(found, tuple) else (found, None)
 
-    def forward_lse(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        keep: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `AttentionImpl.forward_lse`."""
-        refuse_mask(keep, "fa")
-        self._check_grad(query, key, value)
-        out, lse = self._dense(
-            query,
-            key,
-            value,
-            softmax_scale=self.softmax_scale,
-            causal=self.causal,
-            **{self._library.lse: True},
-        )[:2]
-        if self.causal and query.shape[1] > key.shape[1]:
-            lse = torch.where(lse == torch.inf, -torch.inf, lse)  # FA2's value for such rows
-        return out, lse
-
+    @override
     def forward_varlen(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        *,
-        cu_seqlens_q: torch.Tensor,
-        cu_seqlens_k: torch.Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
+        **segments: Unpack[Segments],
     ) -> torch.Tensor:
-        """See `AttentionImpl.forward_varlen`."""
-        self._check_grad(query, key, value)
-        out = self._varlen(
-            query,
-            key,
-            value,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k,
-            softmax_scale=self.softmax_scale,
-            causal=self.causal,
-        )
-        return _first(out)
+        options = self._options_for(query, key, value)
+        found: Any = self._varlen(query, key, value, **segments, **options)
+        out: torch.Tensor = found[0] if isinstance(found, tuple) else found
+        return out
 
-    def _check_grad(self, *tensors: torch.Tensor) -> None:
-        if not self._library.backward:
-            refuse_grad(f"fa ({self.variant})", *tensors)
+    def _options_for(self, *tensors: torch.Tensor, lse: bool = False) -> dict[str, Any]:
+        """Return what both functions take by name; refuses gradients that would be lost."""
+        library = self._library
+        if not library.backward:
+            refuse_grad(f"{self.label} ({self.variant})", *tensors)
+        wanted = lse or (library.lse_for_gradients and records_gradient(*tensors))
+        return {**self._options, library.lse: True} if wanted else self._options
 
 
-class FlashAttentionBackend(AttentionBackend):
+_FA3 = Variant(
+    name="fa3",
+    head_sizes=_UP_TO_256,
+    features=FORWARD | {Feature.BACKWARD},
+    packages=(FLASH_ATTN_3,),
+    capability=Capability(exact=((9, 0),)),
+)
+# At other head sizes FlashAttention 4 returns wrong gradients without a word (8, 40 and 80, version
+# 4.0.0b36, SM90). Dense calls have the same interface in every version.
+_FA4 = replace(
+    _FA3,
+    name="fa4",
+    head_sizes=HeadSizes(listed=(64, 96, 128, 192, 256)),
+    packages=(replace(FLASH_ATTN_4, minimum=None),),
+)
+
+
+class FlashAttentionBackend(DenseBackend):
     """FlashAttention 2, 3 or 4."""
 
     backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.FA
     summary: ClassVar[str] = "FlashAttention 2, 3 or 4, the best one for the GPU"
     config_cls: ClassVar[type[BackendConfig]] = FlashAttnConfig
+    impl: ClassVar[type[AttentionImpl]] = FlashAttentionImpl
     variants: ClassVar[tuple[Variant, ...]] = (
-        Variant(
-            name="fa3",
-            platforms=_CUDA,
-            dtypes=HALF_DTYPES,
-            head_sizes=_UP_TO_256,
-            features=_FORWARD | {Feature.BACKWARD},
-            packages=(
-                PackageProbe(
-                    module="flash_attn_interface",
-                    distribution="flash_attn_3",
-                    install="build hopper/ of github.com/Dao-AILab/flash-attention",
-                ),
-            ),
-            capability=Capability(exact=((9, 0),)),
-        ),
-        Variant(
+        _FA3,
+        replace(
+            _FA3,
             name="fa3_fwd",
-            platforms=_CUDA,
             dtypes=frozenset({torch.bfloat16}),
-            head_sizes=_UP_TO_256,
-            features=_FORWARD,
-            packages=(
-                PackageProbe(
-                    module="fa3_fwd_interface",
-                    distribution="fa3-fwd",
-                    install="pip install fa3-fwd",
-                ),
-            ),
-            capability=Capability(exact=((9, 0),)),
+            features=FORWARD,
+            packages=(FLASH_ATTN_3_FORWARD,),
         ),
-        # At other head sizes FlashAttention 4 returns wrong gradients without a word (8, 40 and 80,
-        # version 4.0.0b36, SM90).
-        Variant(
-            name="fa4",
-            platforms=_CUDA,
-            dtypes=HALF_DTYPES,
-            head_sizes=HeadSizes(listed=(64, 96, 128, 192, 256)),
-            features=_FORWARD | {Feature.BACKWARD},
-            packages=(_FLASH_ATTN_4,),
-            capability=Capability(exact=((9, 0),)),
-        ),
-        Variant(
-            name="fa4_fwd",
-            platforms=_CUDA,
-            dtypes=HALF_DTYPES,
-            head_sizes=_UP_TO_256,
-            features=_FORWARD,
-            packages=(_FLASH_ATTN_4,),
-            capability=Capability(exact=((9, 0),)),
-        ),
-        Variant(
+        _FA4,
+        replace(_FA4, name="fa4_fwd", head_sizes=_UP_TO_256, features=FORWARD),
+        replace(
+            _FA4,
             name="fa4_sm100",
-            platforms=_CUDA,
-            dtypes=HALF_DTYPES,
             head_sizes=HeadSizes(listed=(64, 96, 128)),
-            features=_FORWARD | {Feature.BACKWARD},
-            packages=(_FLASH_ATTN_4,),
             capability=Capability(minimum=(10, 0), below=(12, 0)),
         ),
-        Variant(
+        replace(
+            _FA3,
             name="fa2",
-            platforms=frozenset({PlatformEnum.CUDA, PlatformEnum.ROCM}),
-            dtypes=HALF_DTYPES,
-            head_sizes=_UP_TO_256,
-            features=_FORWARD | {Feature.BACKWARD},
-            packages=(
-                PackageProbe(
-                    module="flash_attn.flash_attn_interface",
-                    distribution="flash-attn",
-                    install="pip install flash-attn --no-build-isolation",
-                    minimum="2.6",
-                    below="3",
-                ),
-            ),
+            platforms=CUDA_ONLY | {PlatformEnum.ROCM},
+            packages=(FLASH_ATTN_2,),
             capability=Capability(minimum=(8, 0)),
         ),
     )
 
-    @classmethod
-    def get_impl_cls(cls) -> type[AttentionImpl]:
-        """Return `FlashAttentionImpl`."""
-        return FlashAttentionImpl
-
+    @override
     @classmethod
     def variants_for(cls, config: BackendConfig | None) -> tuple[Variant, ...]:
-        """Return the variants of the version asked for."""
         if not isinstance(config, FlashAttnConfig) or config.version == "auto":
             return cls.variants
         return tuple(v for v in cls.variants if v.name.startswith(f"fa{config.version}"))
@@ -275,9 +204,3 @@ class FlashAttentionBackend(AttentionBackend):
             f"only FlashAttention 2 is usable here, and torch_sdpa is faster from compute "
             f"capability 9.0 on, this GPU has {capability.as_version_str()}",
         )
-
-
-def _first(result: Any) -> torch.Tensor:
-    # FlashAttention 4 returns (out, lse or None) always, 3 has done so in some builds.
-    out: torch.Tensor = result[0] if isinstance(result, tuple) else result
-    return out

@@ -12,19 +12,19 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from typing_extensions import override
 
 from multimodal_gen.kernels.engine import records_gradient
 from multimodal_gen.kernels.requirements import HeadSizes
 from multimodal_gen.kernels.static_cache import static_cache
-from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
-    AttentionBackend,
-    AttentionImpl,
-)
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
 from multimodal_gen.runtime.layers.attention.backends.common import (
-    AlignedImpl,
+    DenseBackend,
+    DenseImpl,
     unit_stride,
 )
 from multimodal_gen.runtime.layers.attention.backends.declaration import (
+    CUDA_ONLY,
     HALF_DTYPES,
     Variant,
 )
@@ -33,9 +33,7 @@ from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 
 if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
-
-    from multimodal_gen.runtime.managers.forward_context import ForwardContext
+    from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 _BLOCK = 128
 _FORWARD = frozenset(
@@ -50,7 +48,7 @@ _FORWARD = frozenset(
 )
 
 
-class FlexAttentionImpl(AlignedImpl):
+class FlexAttentionImpl(DenseImpl):
     """Attention through `torch.nn.attention.flex_attention.flex_attention`."""
 
     label = "flex_attn"
@@ -59,32 +57,24 @@ class FlexAttentionImpl(AlignedImpl):
         super().__init__(*args, **kwargs)
         self._compiled_for: set[object] = set()
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        context: "ForwardContext | None" = None,
-        *,
-        attn_mask: torch.Tensor | None = None,
+    @override
+    def _attend_masked(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
-        """See `AttentionImpl.forward`."""
-        if attn_mask is None:
-            return self._attend_aligned(query, key, value, lse=False)[0]
-        mask = with_causal(attn_mask, query.shape[1], key.shape[1]) if self.causal else attn_mask
+        mask = with_causal(mask, query.shape[1], key.shape[1]) if self.causal else mask
         mask = mask.expand(query.shape[0], query.shape[2], query.shape[1], key.shape[1])
         kind = (mask.dtype, mask.stride())
-        out: torch.Tensor = self._flex(query, key, value, kind, score_mod=_score_mod(mask))
-        return out.transpose(1, 2)
+        options = {"score_mod": _score_mod(mask)}
+        return self._flex(query, key, value, options, kind, lse=False)[0]
 
+    @override
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        options: dict[str, Any] = _lse_options() if lse else {}
+        options: dict[str, Any] = {}
         if self.causal:
-            blocks = _causal_blocks(query.shape[1], key.shape[1], query.device)
-            options = {"block_mask": blocks, **options}
-        return _results(self._flex(query, key, value, **options), lse=lse)
+            options["block_mask"] = _causal_blocks(query.shape[1], key.shape[1], query.device)
+        return self._flex(query, key, value, options, lse=lse)
 
     def forward_blocks(
         self,
@@ -104,56 +94,53 @@ class FlexAttentionImpl(AlignedImpl):
             blocks: for these lengths and heads.
             lse: whether the log-sum-exp is wanted, natural, fp32 [B, H, Sq].
         """
-        options: dict[str, Any] = {"block_mask": blocks, **(_lse_options() if lse else {})}
-        return _results(self._flex(query, key, value, id(blocks.mask_mod), **options), lse=lse)
+        return self._flex(query, key, value, {"block_mask": blocks}, id(blocks.mask_mod), lse=lse)
 
     def _flex(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        options: dict[str, Any],
         mask_kind: object = None,
-        **options: Any,
-    ) -> Any:
+        *,
+        lse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         q, k, v = (x.transpose(1, 2) for x in unit_stride(query, key, value))
         options["scale"] = self.softmax_scale
         options["enable_gqa"] = query.shape[2] != key.shape[2]
+        if lse:
+            options["return_aux"] = _lse_request()
         if torch.compiler.is_compiling():
             from torch.nn.attention.flex_attention import flex_attention
 
-            return flex_attention(q, k, v, **options)
-        if query.device.type == "cpu":
-            if not _lse_options().keys() & options.keys():
-                return _unfused()(q, k, v, **options)
+            found = flex_attention(q, k, v, **options)
+        elif query.device.type == "cpu":
             # torch 2.9 rounds the scores of half dtypes before their exponents are summed.
-            out, extra = _unfused()(*(x.float() for x in (q, k, v)), **options)
-            return out.to(q.dtype), extra
-        grad = records_gradient(q, k, v)
-        kind = (q.shape, k.shape, v.shape, q.dtype, grad, mask_kind, *options)
-        with nullcontext() if kind in self._compiled_for else _no_recompilation_limit():
-            out = _compiled()(q, k, v, **options)
-        self._compiled_for.add(kind)
-        return out
+            found = _unfused(*(x.float() if lse else x for x in (q, k, v)), **options)
+        else:
+            grad = records_gradient(q, k, v)
+            kind = (q.shape, k.shape, v.shape, q.dtype, grad, mask_kind, *options)
+            with nullcontext() if kind in self._compiled_for else _no_recompilation_limit():
+                found = _compiled()(q, k, v, **options)
+            self._compiled_for.add(kind)
+        if not lse:
+            return found.transpose(1, 2), None
+        out, extra = found
+        return out.to(q.dtype).transpose(1, 2), extra.lse
 
 
-def _results(found: Any, *, lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return what FlexAttention gave as [B, Sq, H, Dv], and the log-sum-exp if it was asked for."""
-    if not lse:
-        return found.transpose(1, 2), None
-    out, extra = found
-    return out.transpose(1, 2), extra if isinstance(extra, torch.Tensor) else extra.lse
-
-
-class FlexAttentionBackend(AttentionBackend):
+class FlexAttentionBackend(DenseBackend):
     """PyTorch FlexAttention."""
 
     backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.FLEX_ATTN
     summary: ClassVar[str] = "PyTorch FlexAttention, compiled on first use"
     never_unasked: ClassVar[str] = "is compiled on first use"
+    impl: ClassVar[type[AttentionImpl]] = FlexAttentionImpl
     variants: ClassVar[tuple[Variant, ...]] = (
         Variant(
             name="flex_attn",
-            platforms=frozenset({PlatformEnum.CUDA, PlatformEnum.ROCM, PlatformEnum.XPU}),
+            platforms=CUDA_ONLY | {PlatformEnum.ROCM, PlatformEnum.XPU},
             dtypes=HALF_DTYPES | {torch.float32},
             head_sizes=HeadSizes(minimum=16, maximum=256, multiple_of=8),
             features=_FORWARD | {Feature.BACKWARD},
@@ -166,11 +153,6 @@ class FlexAttentionBackend(AttentionBackend):
             features=_FORWARD,
         ),
     )
-
-    @classmethod
-    def get_impl_cls(cls) -> type[AttentionImpl]:
-        """Return `FlexAttentionImpl`."""
-        return FlexAttentionImpl
 
 
 @cache
@@ -190,48 +172,32 @@ def _no_recompilation_limit() -> AbstractContextManager[None]:
 
 
 @cache
-def _unfused() -> Callable[..., Any]:
+def _lse_request() -> "AuxRequest":
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    return AuxRequest(lse=True)
+
+
+def _unfused(*args: Any, **kwargs: Any) -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with warnings.catch_warnings():
-            # The unfused form is what the CPU gets on purpose.
-            warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
-            return flex_attention(*args, **kwargs)
-
-    return run
-
-
-@cache
-def _lse_options() -> dict[str, Any]:
-    """Return the keyword that asks for the log-sum-exp; torch 2.9 renamed it."""
-    from torch.nn.attention import flex_attention as module
-
-    request = getattr(module, "AuxRequest", None)
-    return {"return_lse": True} if request is None else {"return_aux": request(lse=True)}
+    with warnings.catch_warnings():
+        # The unfused form is what the CPU gets on purpose.
+        warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+        return flex_attention(*args, **kwargs)
 
 
 def _score_mod(mask: torch.Tensor) -> Callable[..., torch.Tensor]:
     """Return the score function of a bool or additive mask [B, H, Sq, Sk]; strides may be 0."""
-    if mask.dtype is torch.bool:
 
-        def keep(
-            score: torch.Tensor,
-            b: torch.Tensor,
-            h: torch.Tensor,
-            i: torch.Tensor,
-            j: torch.Tensor,
-        ) -> torch.Tensor:
-            return torch.where(mask[b, h, i, j], score, -math.inf)
-
-        return keep
-
-    def add(
+    def masked(
         score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor
     ) -> torch.Tensor:
+        if mask.dtype is torch.bool:
+            return torch.where(mask[b, h, i, j], score, -math.inf)
         return score + mask[b, h, i, j]
 
-    return add
+    return masked
 
 
 @static_cache(maxsize=32)

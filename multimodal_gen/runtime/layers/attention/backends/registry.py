@@ -5,9 +5,9 @@ name is the backend's name and whose object is an `AttentionBackend` subclass. U
 it serves the platforms that the built-in classes do not.
 """
 
-import importlib
 import logging
 from functools import cache
+from pkgutil import resolve_name
 from types import MappingProxyType
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from multimodal_gen.errors import ConfigError
 from multimodal_gen.kernels.requirements import PackageProbe
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionBackend
+from multimodal_gen.runtime.layers.attention.backends.packages import ALL_PACKAGES
 from multimodal_gen.runtime.layers.attention.request import Environment
 from multimodal_gen.runtime.platforms import (
     AttentionBackendEnum,
@@ -63,32 +64,6 @@ _BUILTIN: MappingProxyType[AttentionBackendEnum, tuple[str, ...]] = MappingProxy
     }
 )
 
-# Module and distribution of every package that these declare, which are looked for without
-# importing any of them.
-_PACKAGES = (
-    ("aiter", "amd-aiter"),
-    ("aiter.ops.triton.attention.fav3_sage", "amd-aiter"),
-    ("fa3_fwd_interface", "fa3-fwd"),
-    ("fastvideo_kernel", "fastvideo-kernel"),
-    ("flash_attn.cute", "flash-attn-4"),
-    ("flash_attn.flash_attn_interface", "flash-attn"),
-    ("flash_attn_interface", "flash_attn_3"),
-    ("flash_attn_interface", "mate-flash-attention"),
-    ("flash_kmeans", "flash-kmeans"),
-    ("flashinfer", "flashinfer-python"),
-    ("sageattention", "sageattention"),
-    ("sageattn3", "sageattn3"),
-    ("sgl_kernel.flash_attn", "sglang-kernel-xpu"),
-    ("sparse_linear_attention", "sparse_linear_attention"),
-    ("spas_sage_attn", "spas_sage_attn"),
-    ("st_attn", "st-attn"),
-    ("svg", "svg"),
-    ("torch_npu", "torch-npu"),
-    ("triton", "triton"),
-    ("vsa", "vsa"),
-    ("xformers.ops", "xformers"),
-)
-
 
 @cache
 def backends_of(backend: AttentionBackendEnum) -> tuple[type[AttentionBackend], ...]:
@@ -97,8 +72,8 @@ def backends_of(backend: AttentionBackendEnum) -> tuple[type[AttentionBackend], 
     Raises:
         ConfigError: the plug-in that declares `backend` is broken, or none declares it.
     """
-    builtin = tuple(_load(path) for path in _BUILTIN.get(backend, ()))
-    classes = builtin + _plugins().get(str(backend), ())
+    builtin = tuple(resolve_name(f"{_FOLDER}.{path}") for path in _BUILTIN.get(backend, ()))
+    classes = builtin + load_plugins().get(str(backend), ())
     if not classes and str(backend) in broken_plugins():
         raise broken_plugins()[str(backend)]
     if not classes:
@@ -120,13 +95,13 @@ def find_backend(backend: AttentionBackendEnum, platform: PlatformEnum) -> type[
 
 def all_backends() -> tuple[AttentionBackendEnum, ...]:
     """Return every known name: built-in ones in order of declaration, then plug-ins."""
-    plugins = (AttentionBackendEnum(name) for name in _plugins())
+    plugins = (AttentionBackendEnum(name) for name in load_plugins())
     return tuple(dict.fromkeys((*AttentionBackendEnum, *plugins)))
 
 
-def load_plugins() -> None:
-    """Make the names of installed plug-ins known to `AttentionBackendEnum`."""
-    _plugins()
+def load_plugins() -> MappingProxyType[str, tuple[type[AttentionBackend], ...]]:
+    """Make the names of plug-ins known to `AttentionBackendEnum`, and return their classes."""
+    return _read_plugins()[0]
 
 
 @cache
@@ -151,22 +126,8 @@ def environment_for(device: torch.device, environment: Environment) -> Environme
 
 
 def _probes() -> frozenset[PackageProbe]:
-    known = (
-        PackageProbe(module=module, distribution=distribution, install="")
-        for module, distribution in _PACKAGES
-    )
-    plugged = (cls for classes in _plugins().values() for cls in classes)
-    return frozenset(known).union(*(cls.declared_packages() for cls in plugged))
-
-
-def _load(path: str) -> type[AttentionBackend]:
-    module, _, attribute = path.partition(":")
-    cls: type[AttentionBackend] = getattr(importlib.import_module(f"{_FOLDER}.{module}"), attribute)
-    return cls
-
-
-def _plugins() -> MappingProxyType[str, tuple[type[AttentionBackend], ...]]:
-    return _read_plugins()[0]
+    plugged = (cls for classes in load_plugins().values() for cls in classes)
+    return ALL_PACKAGES.union(*(cls.declared_packages() for cls in plugged))
 
 
 def broken_plugins() -> MappingProxyType[str, ConfigError]:

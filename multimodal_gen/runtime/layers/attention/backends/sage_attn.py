@@ -7,23 +7,23 @@ import importlib
 import math
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
+from typing_extensions import override
 
 from multimodal_gen.errors import UnsupportedBackendError
-from multimodal_gen.kernels.block_sparse.plan import BlockPlan
-from multimodal_gen.kernels.engine import AUTO, QUANTIZED
+from multimodal_gen.kernels.engine import QUANTIZED, place_of
 from multimodal_gen.kernels.quantized_attention.api import quantized_attention
-from multimodal_gen.kernels.requirements import Capability, HeadSizes, PackageProbe
-from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
-    AttentionBackend,
-    AttentionImpl,
-)
+from multimodal_gen.kernels.requirements import Capability, HeadSizes
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
 from multimodal_gen.runtime.layers.attention.backends.common import (
-    AlignedImpl,
+    DenseBackend,
+    DenseImpl,
+    attend_to_nothing,
     expand_kv,
     refuse_grad,
+    refuse_mask,
     unit_stride,
 )
 from multimodal_gen.runtime.layers.attention.backends.declaration import (
@@ -32,35 +32,34 @@ from multimodal_gen.runtime.layers.attention.backends.declaration import (
     Variant,
 )
 from multimodal_gen.runtime.layers.attention.backends.engine import (
-    SPAS_SAGE_ATTN,
-    DensePlanImpl,
     QuantizedBackend,
     dense_plan,
+    drop_masked,
     engine_variants,
     refuse_foreign_values,
     upstream_variant,
     values_of,
     values_option,
 )
+from multimodal_gen.runtime.layers.attention.backends.packages import (
+    SAGEATTENTION_1,
+    SAGEATTENTION_2,
+    SAGEATTENTION_MUSA,
+    SAGEATTN_3,
+    SPAS_SAGE_ATTN,
+)
 from multimodal_gen.runtime.layers.attention.config import BackendConfig, option
 from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 
-if TYPE_CHECKING:
-    from multimodal_gen.runtime.managers.forward_context import ForwardContext
-
 __all__ = [
     "SPAS_SAGE",
     "SPAS_SAGE_VARIANT",
-    "PackageImpl",
-    "QuantizedAttentionImpl",
     "SageAttention3Backend",
     "SageAttention3Impl",
     "SageAttentionBackend",
     "SageAttentionImpl",
     "SageAttnConfig",
-    "SpasCall",
-    "SpasImpl",
     "attend_spas_sage",
     "mask_blocks",
 ]
@@ -78,47 +77,12 @@ SPAS_SAGE_VARIANT = replace(
 
 # Above every score, so that no product of weights and values is skipped.
 _SKIP_NOTHING = 1e6
+_BLOCK = 128  # queries, and keys, of the engine's plans
 
 
 def mask_blocks(capability: tuple[int, int] | None) -> tuple[int, int]:
     """Return queries and keys of the blocks that the kernel's mask is made of on a GPU."""
     return (64, 128) if capability == (9, 0) else (128, 64)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpasCall:
-    """What decides whether the kernel can serve a call.
-
-    Attributes:
-        label: the backend's name in errors.
-        queries: query tokens.
-        keys: key tokens.
-        heads: query heads.
-        kv_heads: key and value heads.
-        masked: whether keys are masked out or there is text, which the mask's blocks cannot tell.
-        causal: whether keys after the query are masked out.
-    """
-
-    label: str
-    queries: int
-    keys: int
-    heads: int
-    kv_heads: int
-    masked: bool = False
-    causal: bool = False
-
-    def reasons(self) -> tuple[str, ...]:
-        """Return every reason the kernel cannot serve the call, requirement then actual."""
-        found = []
-        if self.masked:
-            found.append("needs sequences of video alone without masked keys, got others")
-        if self.causal:
-            found.append("has no causal variant of a mask")
-        if self.kv_heads != self.heads:
-            found.append(f"needs as many key heads as the {self.heads}, got {self.kv_heads}")
-        if min(self.queries, self.keys) < 128:
-            found.append(f"needs at least 128 tokens, got {min(self.queries, self.keys)}")
-        return tuple(found)
 
 
 def attend_spas_sage(
@@ -128,7 +92,9 @@ def attend_spas_sage(
     keep: torch.Tensor,
     *,
     scale: float,
-    call: SpasCall,
+    label: str,
+    masked: bool = False,
+    causal: bool = False,
 ) -> torch.Tensor:
     """Return attention over the blocks of a mask, [B, L, H, D].
 
@@ -138,15 +104,25 @@ def attend_spas_sage(
         value: as `query`.
         keep: bool [B, H, Nq, Nk] in blocks as `mask_blocks` tells, at least one in every row.
         scale: factor of the scores.
-        call: what the call is.
+        label: the backend's name in errors.
+        masked: whether keys are masked out or there is text, which the mask's blocks cannot tell.
+        causal: whether keys after the query are masked out.
 
     Raises:
         UnsupportedBackendError: the kernel cannot serve the call; lists the reasons.
     """
-    reasons = call.reasons()
+    reasons = []
+    if masked:
+        reasons.append("needs sequences of video alone without masked keys, got others")
+    if causal:
+        reasons.append("has no causal variant of a mask")
+    if key.shape[2] != query.shape[2]:
+        reasons.append(f"needs as many key heads as the {query.shape[2]}, got {key.shape[2]}")
+    if min(query.shape[1], key.shape[1]) < 128:
+        reasons.append(f"needs at least 128 tokens, got {min(query.shape[1], key.shape[1])}")
     if reasons:
         raise UnsupportedBackendError(
-            f"kernel {SPAS_SAGE} of {call.label} cannot serve this call: {'; '.join(reasons)}; "
+            f"kernel {SPAS_SAGE} of {label} cannot serve this call: {'; '.join(reasons)}; "
             f"use kernel=auto"
         )
     heads_first = (x.transpose(1, 2).contiguous() for x in (query, key, value))
@@ -160,6 +136,7 @@ def attend_spas_sage(
     return out.transpose(1, 2).to(query.dtype)
 
 
+_UP_TO_128 = HeadSizes(minimum=8, maximum=128, multiple_of=8)
 _BASIC = frozenset({Feature.GQA, Feature.CAUSAL})
 _ENGINE = frozenset({Feature.GQA, Feature.CAUSAL, Feature.KEY_MASK, Feature.LSE, Feature.RING})
 # Value of `kernel` -> variants that it leaves.
@@ -197,164 +174,112 @@ class SageAttnConfig(BackendConfig):
         refuse_foreign_values(self.kernel, self.values, "sage_attn", "triton")
 
 
-class SageAttentionImpl(AttentionImpl):
-    """Attention by whatever the variant stands for; see `AttentionImpl` for the arguments."""
+class SageAttentionImpl(DenseImpl):
+    """Attention by the kernel that the variant stands for: a package's, or one of the engine."""
+
+    label = "sage_attn"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        kind: type[AttentionImpl] = PackageImpl
-        if self.variant in QUANTIZED.names:
-            kind = QuantizedAttentionImpl
-        elif self.variant == SPAS_SAGE:
-            kind = SpasImpl
-        self._impl = kind(*args, **kwargs)
+        self._on_engine = self.variant in QUANTIZED.names
+        self.only_square = not self._on_engine and self.variant != SPAS_SAGE
+        if self.only_square:
+            self.run = importlib.import_module("sageattention").sageattn
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        context: "ForwardContext | None" = None,
-        *,
-        attn_mask: torch.Tensor | None = None,
+    @override
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        refuse_grad(self.label, query, key, value)
+        if self.only_square:
+            return self._by_package(query, key, value, lse=lse)
+        if self._on_engine:
+            return self._by_engine(query, key, value, lse=lse)
+        return self._by_spas_sage(query, key, value), None
+
+    @override
+    def _attend_masked(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
-        """See `AttentionImpl.forward`."""
-        return self._impl.forward(query, key, value, context, attn_mask=attn_mask)
+        if self.causal or not self._on_engine:
+            refuse_mask(mask, f"causal {self.label}" if self._on_engine else self.label)
+        refuse_grad(self.label, query, key, value)
+        return self._by_engine(query, key, value, mask[:, 0, 0, :])[0]
 
-    def forward_lse(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        keep: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `AttentionImpl.forward_lse`."""
-        return self._impl.forward_lse(query, key, value, keep)
-
-
-class SpasImpl(AlignedImpl):
-    """Attention through SpargeAttn's kernel, with every block kept."""
-
-    label = "sage_attn"
-
-    def _attend(
+    def _by_package(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        del lse
-        refuse_grad(self.label, query, key, value)
-        on_cuda = query.device.type == "cuda"
-        capability = torch.cuda.get_device_capability(query.device) if on_cuda else None
-        rows, keys = mask_blocks(capability)
-        batch, num_queries, heads, _ = query.shape
-        blocks = -(-num_queries // rows), -(-key.shape[1] // keys)
-        call = SpasCall(
-            label=self.label,
-            queries=num_queries,
-            keys=key.shape[1],
-            heads=heads,
-            kv_heads=key.shape[2],
-            causal=self.causal,
-        )
-        keep = torch.ones((batch, heads, *blocks), dtype=torch.bool, device=query.device)
-        return attend_spas_sage(query, key, value, keep, scale=self.softmax_scale, call=call), None
-
-
-class PackageImpl(AlignedImpl):
-    """Attention through `sageattention.sageattn`."""
-
-    label = "sage_attn"
-    only_square = True
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        import sageattention
-
-        self._sageattn = sageattention.sageattn
-        # Version 1 smooths the keys in place, in the caller's memory: they are smoothed here.
-        self._smooth_here = self.variant == "sage1"
-
-    def _attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, lse: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        refuse_grad(self.label, query, key, value)
         options = {"return_lse": True} if lse else {}
-        if self._smooth_here:
+        if self.variant == "sage1":
+            # It smooths the keys in place, in the caller's memory: they are smoothed here.
             key = key - key.mean(dim=1, keepdim=True)
             options["smooth_k"] = False
-        query, key, value = unit_stride(query, key, value)
-        result: Any = self._sageattn(
-            query,
-            key,
-            value,
+        found: Any = self.run(
+            *unit_stride(query, key, value),
             tensor_layout="NHD",
             is_causal=self.causal,
             sm_scale=self.softmax_scale,
             **options,
         )
-        return (result[0], result[1]) if lse else (result, None)
+        return found if lse else (found, None)
 
-
-_GLUON, _TRITON = engine_variants(QUANTIZED, _ENGINE, roles=ALL_ROLES, kernels=("gluon", "triton"))
-
-
-_BLOCK = 128  # queries, and keys
-
-
-class QuantizedAttentionImpl(DensePlanImpl):
-    """Dense attention on 8 bits."""
-
-    label = "sage_attn"
-
-    def plan(self, query: torch.Tensor, key: torch.Tensor, *, causal: bool) -> BlockPlan:
-        """See `DensePlanImpl.plan`."""
-        q_size = 64 if query.shape[1] <= 64 else _BLOCK
-        return dense_plan(query.shape[1], key.shape[1], q_size, _BLOCK, causal, query.device)
-
-    def attend(
+    def _by_engine(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        plan: BlockPlan,
+        keep: torch.Tensor | None = None,
         *,
-        return_lse: bool = False,
+        lse: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See `DensePlanImpl.attend`."""
-        refuse_grad(self.label, query, key, value)
+        if not (query.numel() and key.numel()):
+            return attend_to_nothing(query, value)
+        sizes = 64 if query.shape[1] <= 64 else _BLOCK, _BLOCK
+        plan = dense_plan(query.shape[1], key.shape[1], *sizes, self.causal, query.device)
+        if keep is not None:
+            key, value, plan = drop_masked(key, value, plan, keep)
         found = quantized_attention(
             query,
             key,
             value,
             plan,
             scale=self.softmax_scale,
-            kernel=self.variant or AUTO,
+            kernel=self.variant,
             values=values_of(self.config),
-            return_lse=return_lse,
+            return_lse=lse,
         )
         return (found, None) if isinstance(found, torch.Tensor) else found
 
+    def _by_spas_sage(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Return attention by SpargeAttn's kernel, with every block kept."""
+        rows, keys = mask_blocks(place_of(query.device)[1])
+        batch, length, heads, _ = query.shape
+        shape = batch, heads, -(-length // rows), -(-key.shape[1] // keys)
+        keep = torch.ones(shape, dtype=torch.bool, device=query.device)
+        scale, causal = self.softmax_scale, self.causal
+        return attend_spas_sage(
+            query, key, value, keep, scale=scale, label=self.label, causal=causal
+        )
 
-class SageAttentionBackend(QuantizedBackend):
+
+_GLUON, _TRITON = engine_variants(QUANTIZED, _ENGINE, roles=ALL_ROLES, kernels=("gluon", "triton"))
+
+
+class SageAttentionBackend(QuantizedBackend, DenseBackend):
     """SageAttention, by the fastest implementation present."""
 
     backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.SAGE_ATTN
     summary: ClassVar[str] = "SageAttention: 8-bit queries and keys"
     config_cls: ClassVar[type[BackendConfig]] = SageAttnConfig
+    impl: ClassVar[type[AttentionImpl]] = SageAttentionImpl
     variants: ClassVar[tuple[Variant, ...]] = (
         Variant(
             name="sage2",
-            platforms=frozenset({PlatformEnum.CUDA}),
-            dtypes=HALF_DTYPES,
-            head_sizes=HeadSizes(minimum=8, maximum=128, multiple_of=8),
+            head_sizes=_UP_TO_128,
             features=_BASIC | {Feature.LSE, Feature.RING},
-            packages=(
-                PackageProbe(
-                    module="sageattention",
-                    distribution="sageattention",
-                    install="build github.com/thu-ml/SageAttention",
-                    minimum="2",
-                ),
-            ),
+            packages=(SAGEATTENTION_2,),
             capability=Capability(exact=((8, 0), (8, 6), (8, 9), (9, 0), (12, 0), (12, 1))),
         ),
         # Version 1 is behind both: 427 to 448 TFLOP/s on an H200, where they reach 844 and 479.
@@ -362,53 +287,31 @@ class SageAttentionBackend(QuantizedBackend):
         _TRITON,
         Variant(
             name="sage1",
-            platforms=frozenset({PlatformEnum.CUDA}),
-            dtypes=HALF_DTYPES,
             head_sizes=HeadSizes(listed=(64, 96, 128)),
             features=_BASIC,
-            packages=(
-                PackageProbe(
-                    module="sageattention",
-                    distribution="sageattention",
-                    install="pip install sageattention",
-                    minimum="1.0.6",
-                    below="2",
-                ),
-            ),
+            packages=(SAGEATTENTION_1,),
             capability=Capability(minimum=(8, 0)),
         ),
         SPAS_SAGE_VARIANT,
         Variant(
             name="musa",
             platforms=frozenset({PlatformEnum.MUSA}),
-            dtypes=HALF_DTYPES,
-            head_sizes=HeadSizes(minimum=8, maximum=128, multiple_of=8),
+            head_sizes=_UP_TO_128,
             features=_BASIC | {Feature.LSE, Feature.RING},
-            packages=(
-                PackageProbe(
-                    module="sageattention",
-                    distribution="sageattention",
-                    install="install github.com/MooreThreads/mate",
-                ),
-            ),
+            packages=(SAGEATTENTION_MUSA,),
         ),
     )
 
-    @classmethod
-    def get_impl_cls(cls) -> type[AttentionImpl]:
-        """Return `SageAttentionImpl`."""
-        return SageAttentionImpl
-
+    @override
     @classmethod
     def variants_for(cls, config: BackendConfig | None) -> tuple[Variant, ...]:
-        """Return the variants that the parameters leave; e4m3 values leave the built-in ones."""
         kernel = getattr(config, "kernel", "auto")
         if values_of(config) == "e4m3":
             kernel = "triton"
         return tuple(v for v in cls.variants if v.name in _VARIANTS.get(kernel, (v.name,)))
 
 
-class SageAttention3Impl(AlignedImpl):
+class SageAttention3Impl(DenseImpl):
     """Attention through `sageattn3.sageattn3_blackwell`.
 
     The package always scales by D ** -0.5, wants as many key heads as query heads and smooths the
@@ -416,24 +319,20 @@ class SageAttention3Impl(AlignedImpl):
     """
 
     label = "sage_attn_3"
+    function = "sageattn3:sageattn3_blackwell"
     only_square = True
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        import sageattn3
-
-        self._sageattn = sageattn3.sageattn3_blackwell
-        self._query_factor = self.softmax_scale * math.sqrt(self.head_size)
-
+    @override
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         refuse_grad(self.label, query, key, value)
         num_heads = query.shape[2]
-        if not math.isclose(self._query_factor, 1.0, rel_tol=1e-6):
-            query = query * self._query_factor
+        factor = self.softmax_scale * math.sqrt(self.head_size)
+        if not math.isclose(factor, 1.0, rel_tol=1e-6):
+            query = query * factor
         own_key = key.transpose(1, 2).clone(memory_format=torch.contiguous_format)
-        out: torch.Tensor = self._sageattn(
+        out: torch.Tensor = self.run(
             query.transpose(1, 2).contiguous(),
             expand_kv(own_key, num_heads, dim=1).contiguous(),
             expand_kv(value.transpose(1, 2), num_heads, dim=1).contiguous(),
@@ -442,31 +341,19 @@ class SageAttention3Impl(AlignedImpl):
         return out.transpose(1, 2), None
 
 
-class SageAttention3Backend(AttentionBackend):
+class SageAttention3Backend(DenseBackend):
     """SageAttention 3."""
 
     backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.SAGE_ATTN_3
     summary: ClassVar[str] = "SageAttention 3: FP4 operands, for SM12x GPUs"
     never_unasked: ClassVar[str] = "rounds to 4 bits"
+    impl: ClassVar[type[AttentionImpl]] = SageAttention3Impl
     variants: ClassVar[tuple[Variant, ...]] = (
         Variant(
             name="sage3",
-            platforms=frozenset({PlatformEnum.CUDA}),
-            dtypes=HALF_DTYPES,
             head_sizes=HeadSizes(listed=(64, 128)),
             features=frozenset({Feature.GQA, Feature.CAUSAL}),
-            packages=(
-                PackageProbe(
-                    module="sageattn3",
-                    distribution="sageattn3",
-                    install="build sageattention3_blackwell/ of github.com/thu-ml/SageAttention",
-                ),
-            ),
+            packages=(SAGEATTN_3,),
             capability=Capability(exact=((12, 0), (12, 1))),
         ),
     )
-
-    @classmethod
-    def get_impl_cls(cls) -> type[AttentionImpl]:
-        """Return `SageAttention3Impl`."""
-        return SageAttention3Impl

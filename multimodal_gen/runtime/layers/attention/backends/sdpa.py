@@ -13,28 +13,23 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from inspect import signature
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from typing_extensions import override
 
 from multimodal_gen.kernels.engine import records_gradient
 from multimodal_gen.kernels.requirements import Capability, HeadSizes
-from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
-    AttentionBackend,
-    AttentionImpl,
-)
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
 from multimodal_gen.runtime.layers.attention.backends.common import (
-    AlignedImpl,
+    DenseBackend,
+    DenseImpl,
     expand_kv,
-    rows_that_see,
+    open_hidden_rows,
     unit_stride,
 )
-from multimodal_gen.runtime.layers.attention.backends.declaration import (
-    HALF_DTYPES,
-    Variant,
-)
+from multimodal_gen.runtime.layers.attention.backends.declaration import HALF_DTYPES, Variant
 from multimodal_gen.runtime.layers.attention.masks import bottom_right_causal_mask, with_causal
 from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
@@ -42,7 +37,10 @@ from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 if TYPE_CHECKING:
     from multimodal_gen.runtime.managers.forward_context import ForwardContext
 
-Partial = tuple[torch.Tensor, torch.Tensor]
+_FLASH = "_scaled_dot_product_flash_attention"
+_FLASH_FOR_CPU = "_scaled_dot_product_flash_attention_for_cpu"
+_CUDNN = "_scaled_dot_product_cudnn_attention"
+_EFFICIENT = "_scaled_dot_product_efficient_attention"
 
 _EVERYWHERE = frozenset(
     {Feature.GQA, Feature.CAUSAL, Feature.KEY_MASK, Feature.DENSE_MASK, Feature.BACKWARD}
@@ -50,11 +48,12 @@ _EVERYWHERE = frozenset(
 _MEASURED = frozenset({PlatformEnum.CUDA, PlatformEnum.ROCM, PlatformEnum.CPU})
 
 
-class SDPAImpl(AlignedImpl):
+class SDPAImpl(DenseImpl):
     """Attention through `torch.nn.functional.scaled_dot_product_attention`."""
 
     label = "torch_sdpa"
 
+    @override
     def forward(
         self,
         query: torch.Tensor,
@@ -64,52 +63,41 @@ class SDPAImpl(AlignedImpl):
         *,
         attn_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See `AttentionImpl.forward`."""
-        if attn_mask is None:
-            square = not self.causal or query.shape[1] == key.shape[1]
-            if square and query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
-                q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-                return self._call(q, k, v, None, self.causal).transpose(1, 2)
-            return self._attend_aligned(query, key, value, lse=False)[0]
-        mask = with_causal(attn_mask, query.shape[1], key.shape[1]) if self.causal else attn_mask
-        q, k, v = (x.transpose(1, 2) for x in unit_stride(query, key, value))
-        return self._call_masked(q, k, v, mask).transpose(1, 2)
+        square = not self.causal or query.shape[1] == key.shape[1]
+        dense = query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
+        if attn_mask is None and square and dense:  # the usual call, in as few steps as can be
+            q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+            return self._call(q, k, v, None, self.causal).transpose(1, 2)
+        return super().forward(query, key, value, attn_mask=attn_mask)
 
+    @override
+    def _attend_masked(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        mask = with_causal(mask, query.shape[1], key.shape[1]) if self.causal else mask
+        mask, sees = open_hidden_rows(mask if mask.dtype is torch.bool else mask.to(query.dtype))
+        q, k, v = (x.transpose(1, 2) for x in unit_stride(query, key, value))
+        out = self._call(q, k, v, mask, False)
+        return torch.where(sees, out, out.new_zeros(())).transpose(1, 2)
+
+    @override
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         q, k, v = (x.transpose(1, 2) for x in unit_stride(query, key, value))
+        causal, scale = self.causal, self.softmax_scale
         if lse:
-            return self._call_lse(q, k, v)
-        if not self.causal or query.shape[1] == key.shape[1]:
-            out = self._call(q, k, v, None, self.causal)
-        elif _flash_is_bottom_right(q):
-            out = _flash(q, k, v, True, self.softmax_scale)[0]
-        else:
-            out = self._call_masked(
-                q, k, v, bottom_right_causal_mask(q.shape[2], k.shape[2], q.device)
-            )
-        return out.transpose(1, 2), None
-
-    def _call_lse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Partial:
-        size = v.shape[-1]
-        # The operators do not pad head sizes as the public function does.
-        q, k, v = (F.pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x for x in (q, k, v))
-        kernel = _kernel_with_lse(q, k, v, self.causal, self.softmax_scale)
-        out, lse = kernel(q, k, v, self.causal, self.softmax_scale)
-        return out[..., :size].transpose(1, 2), lse
-
-    def _call_masked(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
-    ) -> torch.Tensor:
-        if mask.dtype is not torch.bool:
-            mask = mask.to(q.dtype)
-        # Kernels disagree on rows without keys (zeros or NaN, and NaN gradients). Such rows attend
-        # to everything instead, and what they give is dropped.
-        sees = rows_that_see(mask)
-        mask = mask | ~sees if mask.dtype is torch.bool else mask.masked_fill(~sees, 0.0)
-        out = self._call(q, k, v, mask, False)
-        return torch.where(sees, out, out.new_zeros(()))
+            # The operators do not pad head sizes as the public function does.
+            padded = (F.pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x for x in (q, k, v))
+            out, stats = _attend_with_lse(*padded, causal=causal, scale=scale)
+            return out[..., : v.shape[-1]].transpose(1, 2), stats
+        if not causal or query.shape[1] == key.shape[1]:
+            return self._call(q, k, v, None, causal).transpose(1, 2), None
+        if _flash_is_bottom_right(q):
+            out, _ = _run(_FLASH, q, k, v, causal=True, scale=scale)
+            return out.transpose(1, 2), None
+        every_key = torch.ones(1, key.shape[1], dtype=torch.bool, device=key.device)
+        return self._attend_masked(query, key, value, every_key), None
 
     def _call(
         self,
@@ -129,11 +117,12 @@ class SDPAImpl(AlignedImpl):
             )
 
 
-class SDPABackend(AttentionBackend):
+class SDPABackend(DenseBackend):
     """PyTorch's own attention; runs everywhere."""
 
     backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.TORCH_SDPA
     summary: ClassVar[str] = "PyTorch scaled_dot_product_attention, cuDNN first on SM90 and later"
+    impl: ClassVar[type[AttentionImpl]] = SDPAImpl
     variants: ClassVar[tuple[Variant, ...]] = (
         Variant(
             name="torch_sdpa",
@@ -151,44 +140,30 @@ class SDPABackend(AttentionBackend):
         ),
     )
 
-    @classmethod
-    def get_impl_cls(cls) -> type[AttentionImpl]:
-        """Return `SDPAImpl`."""
-        return SDPAImpl
 
-
-class CudnnSDPAImpl(AlignedImpl):
+class CudnnSDPAImpl(DenseImpl):
     """Attention through cuDNN's operator; what cuDNN refuses raises."""
 
     label = "torch_cudnn_sdpa"
     only_square = True  # cuDNN aligns causality to the top left
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        context: "ForwardContext | None" = None,
-        *,
-        attn_mask: torch.Tensor | None = None,
+    @override
+    def _attend_masked(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
-        """See `AttentionImpl.forward`."""
-        if attn_mask is None:
-            return self._attend_aligned(query, key, value, lse=False)[0]
-        mask = with_causal(attn_mask, query.shape[1], key.shape[1]) if self.causal else attn_mask
-        sees = rows_that_see(mask)
-        if mask.dtype is torch.bool:
-            bias = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~(mask | ~sees), -math.inf)
-        else:
-            bias = mask.masked_fill(~sees, 0.0).to(query.dtype)
-        bias = bias.expand(query.shape[0], query.shape[2], query.shape[1], key.shape[1])
-        out, _ = self._call(query, key, value, bias, causal=False, lse=False)
+        mask = with_causal(mask, query.shape[1], key.shape[1]) if self.causal else mask
+        bias, sees = open_hidden_rows(mask)
+        if bias.dtype is torch.bool:
+            bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill(~bias, -math.inf)
+        shape = query.shape[0], query.shape[2], query.shape[1], key.shape[1]
+        out, _ = self._call(query, key, value, bias.to(query.dtype).expand(shape), lse=False)
         return torch.where(sees.transpose(1, 2), out, out.new_zeros(()))
 
+    @override
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self._call(query, key, value, None, causal=self.causal, lse=lse)
+        return self._call(query, key, value, None, lse=lse)
 
     def _call(
         self,
@@ -197,10 +172,10 @@ class CudnnSDPAImpl(AlignedImpl):
         value: torch.Tensor,
         bias: torch.Tensor | None,
         *,
-        causal: bool,
         lse: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         lse = lse or records_gradient(query, key, value)  # the backward reads it
+        causal = self.causal and bias is None
         q, k, v = (x.transpose(1, 2) for x in unit_stride(query, key, value))
         out, stats = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
             q, k, v, bias, lse, 0.0, causal, False, scale=self.softmax_scale
@@ -208,36 +183,28 @@ class CudnnSDPAImpl(AlignedImpl):
         return out.transpose(1, 2), stats.view(out.shape[:3]) if lse else None
 
 
-class CudnnSDPABackend(AttentionBackend):
+class CudnnSDPABackend(DenseBackend):
     """cuDNN's attention through PyTorch, and nothing else."""
 
     backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.TORCH_CUDNN_SDPA
     summary: ClassVar[str] = (
         "cuDNN attention through PyTorch; raises rather than use another kernel"
     )
+    impl: ClassVar[type[AttentionImpl]] = CudnnSDPAImpl
     variants: ClassVar[tuple[Variant, ...]] = (
         Variant(
             name="torch_cudnn_sdpa",
-            platforms=frozenset({PlatformEnum.CUDA}),
-            dtypes=HALF_DTYPES,
             head_sizes=HeadSizes(minimum=8, maximum=256, multiple_of=8),
             features=_EVERYWHERE | {Feature.LSE, Feature.RING},
             capability=Capability(minimum=(9, 0)),
         ),
         Variant(
             name="sm80",
-            platforms=frozenset({PlatformEnum.CUDA}),
-            dtypes=HALF_DTYPES,
             head_sizes=HeadSizes(minimum=8, maximum=128, multiple_of=8),
             features=_EVERYWHERE | {Feature.LSE, Feature.RING},
             capability=Capability(minimum=(8, 0), below=(9, 0)),
         ),
     )
-
-    @classmethod
-    def get_impl_cls(cls) -> type[AttentionImpl]:
-        """Return `CudnnSDPAImpl`."""
-        return CudnnSDPAImpl
 
 
 def _takes_grouped_heads(q: torch.Tensor, mask: torch.Tensor | None) -> bool:
@@ -271,7 +238,7 @@ def _order_of(device_index: int) -> Callable[[], AbstractContextManager[Any]] | 
     flags: Any = torch.backends.cuda
     if torch.version.hip is not None or torch.cuda.get_device_capability(device_index) < (9, 0):
         return None
-    if not flags.cudnn_sdp_enabled() or "set_priority" not in signature(sdpa_kernel).parameters:
+    if not flags.cudnn_sdp_enabled():
         return None
     probe = torch.empty(1, 1, 128, 64, dtype=torch.bfloat16, device=f"cuda:{device_index}")
     if torch._fused_sdp_choice(probe, probe, probe) == int(SDPBackend.CUDNN_ATTENTION.value):
@@ -286,69 +253,51 @@ def _order_of(device_index: int) -> Callable[[], AbstractContextManager[Any]] | 
     return lambda: sdpa_kernel(order, set_priority=True)
 
 
-def _kernel_with_lse(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
-) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool, float], Partial]:
-    """Return the operator torch would run for these tensors, in the form that gives the lse."""
+def _attend_with_lse(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what the operator gives that torch would run for these tensors, and its lse."""
     from torch.nn.attention import SDPBackend
 
     bottom_right = causal and q.shape[2] != k.shape[2]
+    operator: str | None
     if q.device.type == "cpu":
-        same_size = q.shape[-1] == v.shape[-1]
-        return _math if bottom_right or not same_size else _flash_for_cpu
-    if bottom_right:
-        return _flash if _flash_is_bottom_right(q) else _math
-    with _order(q):
-        choice = torch._fused_sdp_choice(
-            q, k, v, None, 0.0, causal, scale=scale, enable_gqa=_takes_grouped_heads(q, None)
-        )
-    return {
-        SDPBackend.CUDNN_ATTENTION.value: _cudnn,
-        SDPBackend.FLASH_ATTENTION.value: _flash,
-        SDPBackend.EFFICIENT_ATTENTION.value: _efficient,
-    }.get(choice, _math)
+        plain = not bottom_right and q.shape[-1] == v.shape[-1]
+        operator = _FLASH_FOR_CPU if plain else None
+    elif bottom_right:
+        operator = _FLASH if _flash_is_bottom_right(q) else None
+    else:
+        with _order(q):
+            choice = torch._fused_sdp_choice(
+                q, k, v, None, 0.0, causal, scale=scale, enable_gqa=_takes_grouped_heads(q, None)
+            )
+        operator = {
+            SDPBackend.CUDNN_ATTENTION.value: _CUDNN,
+            SDPBackend.FLASH_ATTENTION.value: _FLASH,
+            SDPBackend.EFFICIENT_ATTENTION.value: _EFFICIENT,
+        }.get(choice)
+    if operator in (_EFFICIENT, None):
+        k, v = (expand_kv(x, q.shape[1], dim=1) for x in (k, v))
+    if operator is None:
+        return _math(q, k, v, causal=causal, scale=scale)
+    return _run(operator, q, k, v, causal=causal, scale=scale)
 
 
-def _flash(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
-) -> Partial:
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention.default(
-        q, k, v, 0.0, causal, False, scale=scale
-    )[:2]
-    return out, lse
+def _run(
+    operator: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what one of torch's own operators gives, and its lse."""
+    bias_and_lse = (None, True) if operator in (_CUDNN, _EFFICIENT) else ()
+    function = getattr(torch.ops.aten, operator).default
+    out, lse = function(q, k, v, *bias_and_lse, is_causal=causal, scale=scale)[:2]
+    # [B, H, S, 1] of cuDNN, [B, H, S] of others, padded to a multiple of 32 by the efficient one.
+    return out, lse.flatten(2)[:, :, : q.shape[2]].float()
 
 
-def _cudnn(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
-) -> Partial:
-    out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
-        q, k, v, None, True, 0.0, causal, False, scale=scale
-    )[:2]
-    return out, lse.view(out.shape[:3])
-
-
-def _efficient(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
-) -> Partial:
-    k, v = (expand_kv(x, q.shape[1], dim=1) for x in (k, v))
-    out, lse = torch.ops.aten._scaled_dot_product_efficient_attention.default(
-        q, k, v, None, True, 0.0, causal, scale=scale
-    )[:2]
-    return out, lse[:, :, : q.shape[2]]  # rows are padded to a multiple of 32
-
-
-def _flash_for_cpu(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
-) -> Partial:
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
-        q, k, v, 0.0, causal, scale=scale
-    )
-    return out, lse.float()
-
-
-def _math(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> Partial:
+def _math(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return attention by its formula, for what no fused kernel gives the lse of."""
-    k, v = (expand_kv(x, q.shape[1], dim=1) for x in (k, v))
     precise = torch.promote_types(q.dtype, torch.float32)
     scores = (q.to(precise) @ k.to(precise).mT) * scale
     if causal:

@@ -4,23 +4,27 @@ Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 """
 
 from functools import lru_cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+from typing_extensions import override
 
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
-from multimodal_gen.kernels.block_sparse.plan import BlockPlan
-from multimodal_gen.kernels.engine import BLOCK_SPARSE, loadable
-from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
-    AttentionBackend,
-    AttentionImpl,
+from multimodal_gen.kernels.engine import AUTO, BLOCK_SPARSE, SelectedKernel, loadable
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
+from multimodal_gen.runtime.layers.attention.backends.common import (
+    DenseBackend,
+    DenseImpl,
+    attend_to_nothing,
+    refuse_mask,
 )
 from multimodal_gen.runtime.layers.attention.backends.declaration import ALL_ROLES, Variant
 from multimodal_gen.runtime.layers.attention.backends.engine import (
-    DensePlanImpl,
     dense_plan,
+    drop_masked,
     engine_variants,
 )
+from multimodal_gen.runtime.layers.attention.masks import zero_masked_rows
 from multimodal_gen.runtime.layers.attention.request import (
     AttentionRequest,
     AttentionRole,
@@ -36,43 +40,68 @@ _NARROW_COST = 1.15
 _FASTEST_HEAD_SIZES = (64, 128)
 
 
-class TritonAttentionImpl(DensePlanImpl):
+class TritonAttentionImpl(DenseImpl):
     """Dense attention on the block-sparse engine."""
 
     label = "triton_attn"
+    kernel: SelectedKernel
     masks_lse: ClassVar[bool] = True
 
-    def plan(self, query: torch.Tensor, key: torch.Tensor, *, causal: bool) -> BlockPlan:
-        """See `DensePlanImpl.plan`."""
-        batch, num_queries, heads, _ = query.shape
-        q_size = kv_size = _CAUSAL_BLOCK
-        if not causal:
-            q_size = query_block(num_queries, batch * heads, query.device)
-            kv_size = _KEY_BLOCK
-        return dense_plan(num_queries, key.shape[1], q_size, kv_size, causal, query.device)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.kernel = SelectedKernel(self.variant or AUTO, named=bool(self.variant))
 
-    def attend(
+    @override
+    def _attend(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        plan: BlockPlan,
+        keep: torch.Tensor | None = None,
         *,
-        return_lse: bool = False,
+        lse: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See `DensePlanImpl.attend`."""
+        if not (query.numel() and key.numel()):
+            return attend_to_nothing(query, value)
+        batch, num_queries, heads, _ = query.shape
+        causal = self.causal and keep is None
+        sizes = _CAUSAL_BLOCK, _CAUSAL_BLOCK
+        if not causal:
+            sizes = query_block(num_queries, batch * heads, query.device), _KEY_BLOCK
+        plan = dense_plan(num_queries, key.shape[1], *sizes, causal, query.device)
+        if keep is not None:
+            key, value, plan = drop_masked(key, value, plan, keep)
         if not loadable(query, key, value):
             query, key, value = (x if loadable(x) else x.contiguous() for x in (query, key, value))
+        scale, kernel = self.softmax_scale, self.kernel
         found = block_sparse_attention(
-            query,
-            key,
-            value,
-            plan,
-            scale=self.softmax_scale,
-            kernel=self.kernel,
-            return_lse=return_lse,
+            query, key, value, plan, scale=scale, kernel=kernel, return_lse=lse
         )
         return (found, None) if isinstance(found, torch.Tensor) else found
+
+    @override
+    def _attend_masked(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        if self.causal:
+            refuse_mask(mask, f"causal {self.label}")
+        return self._attend(query, key, value, mask[:, 0, 0, :], lse=False)[0]
+
+    @override
+    def forward_lse(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        keep: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if keep is None:
+            return super().forward_lse(query, key, value)
+        # Kernels read masked rows with the others, and a weight of zero times NaN is NaN.
+        key, value = (zero_masked_rows(x, keep) for x in (key, value))
+        out, lse = self._attend(query, key, value, keep, lse=True)
+        assert lse is not None, "it was asked for"
+        return out, lse
 
 
 @lru_cache(maxsize=1024)
@@ -94,11 +123,12 @@ def query_block(num_queries: int, heads: int, device: torch.device) -> int:
     return 128 if _NARROW_COST * rows_in_turn(128) < rows_in_turn(192) else 384
 
 
-class TritonAttentionBackend(AttentionBackend):
+class TritonAttentionBackend(DenseBackend):
     """Dense attention that needs nothing but torch and its Triton."""
 
     backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.TRITON_ATTN
     summary: ClassVar[str] = "dense attention on the package's own kernels"
+    impl: ClassVar[type[AttentionImpl]] = TritonAttentionImpl
     variants: ClassVar[tuple[Variant, ...]] = engine_variants(
         BLOCK_SPARSE, _FEATURES, roles=ALL_ROLES, kernels=("gluon", "triton")
     )
@@ -125,8 +155,3 @@ class TritonAttentionBackend(AttentionBackend):
             sizes = " and ".join(map(str, _FASTEST_HEAD_SIZES))
             reasons.append(f"is the fastest at head sizes {sizes} only, got {request.head_size}")
         return tuple(reasons)
-
-    @classmethod
-    def get_impl_cls(cls) -> type[AttentionImpl]:
-        """Return the implementation."""
-        return TritonAttentionImpl

@@ -3,87 +3,59 @@
 Tested by simulation only: the calls are checked against packages with the same signatures.
 """
 
-import importlib
 from functools import cache
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
+from typing_extensions import Unpack, override
 
 from multimodal_gen.errors import UnsupportedBackendError
-from multimodal_gen.kernels.requirements import HeadSizes, PackageProbe
-from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
-    AttentionBackend,
-    AttentionImpl,
-)
+from multimodal_gen.kernels.requirements import HeadSizes
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
 from multimodal_gen.runtime.layers.attention.backends.common import (
-    AlignedImpl,
+    DenseBackend,
+    DenseImpl,
+    Segments,
     refuse_grad,
 )
-from multimodal_gen.runtime.layers.attention.backends.declaration import (
-    HALF_DTYPES,
-    Variant,
-)
-from multimodal_gen.runtime.layers.attention.backends.flash_attn import (
-    FlashAttentionImpl,
-    FlashLibrary,
+from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
+from multimodal_gen.runtime.layers.attention.backends.flash_attn import FORWARD, FlashAttentionImpl
+from multimodal_gen.runtime.layers.attention.backends.packages import (
+    FLASH_ATTN_MUSA,
+    FLASH_ATTN_XPU,
+    TORCH_NPU,
 )
 from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 
-
-class MusaFlashAttentionImpl(FlashAttentionImpl):
-    """Attention through mate's wrapper, which has FlashAttention 3's interface."""
-
-    libraries: ClassVar[MappingProxyType[str, FlashLibrary]] = MappingProxyType(
-        {"musa": FlashLibrary(module="flash_attn_interface", backward=False)}
-    )
+_UP_TO_512 = HeadSizes(minimum=8, maximum=512, multiple_of=8)
+_BOTTOM_RIGHT_CAUSAL = 3  # sparse_mode
 
 
-class MusaFlashAttentionBackend(AttentionBackend):
-    """FlashAttention on MUSA."""
+class MusaFlashAttentionBackend(DenseBackend):
+    """FlashAttention on MUSA: mate's wrapper, which has FlashAttention 3's interface."""
 
     backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.FA
     summary: ClassVar[str] = "FlashAttention for Moore Threads GPUs"
+    impl: ClassVar[type[AttentionImpl]] = FlashAttentionImpl
     variants: ClassVar[tuple[Variant, ...]] = (
         Variant(
             name="musa",
             platforms=frozenset({PlatformEnum.MUSA}),
-            dtypes=HALF_DTYPES,
-            head_sizes=HeadSizes(minimum=8, maximum=512, multiple_of=8),
-            features=frozenset(
-                {Feature.GQA, Feature.CAUSAL, Feature.VARLEN, Feature.LSE, Feature.RING}
-            ),
-            packages=(
-                PackageProbe(
-                    module="flash_attn_interface",
-                    distribution="mate-flash-attention",
-                    install="install github.com/MooreThreads/mate",
-                ),
-            ),
+            head_sizes=_UP_TO_512,
+            features=FORWARD,
+            packages=(FLASH_ATTN_MUSA,),
         ),
     )
 
-    @classmethod
-    def get_impl_cls(cls) -> type[AttentionImpl]:
-        """Return `MusaFlashAttentionImpl`."""
-        return MusaFlashAttentionImpl
 
-
-_BOTTOM_RIGHT_CAUSAL = 3  # sparse_mode
-
-
-class NpuFlashAttentionImpl(AlignedImpl):
+class NpuFlashAttentionImpl(DenseImpl):
     """Attention through `torch_npu.npu_fused_infer_attention_score`."""
 
     label = "fa (npu)"
+    function = "torch_npu:npu_fused_infer_attention_score"
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        import torch_npu
-
-        self._fused = torch_npu.npu_fused_infer_attention_score
-
+    @override
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -92,7 +64,7 @@ class NpuFlashAttentionImpl(AlignedImpl):
             "sparse_mode": _BOTTOM_RIGHT_CAUSAL,
             "atten_mask": _hidden_triangle(query.device),
         }
-        out, stats = self._fused(
+        out, stats = self.run(
             query.contiguous(),
             key.contiguous(),
             value.contiguous(),
@@ -106,32 +78,21 @@ class NpuFlashAttentionImpl(AlignedImpl):
         return out, stats.squeeze(-1) if lse else None
 
 
-class NpuFlashAttentionBackend(AttentionBackend):
+class NpuFlashAttentionBackend(DenseBackend):
     """FlashAttention on NPU."""
 
     backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.FA
     summary: ClassVar[str] = "FlashAttention for Ascend NPUs"
+    impl: ClassVar[type[AttentionImpl]] = NpuFlashAttentionImpl
     variants: ClassVar[tuple[Variant, ...]] = (
         Variant(
             name="npu",
             platforms=frozenset({PlatformEnum.NPU}),
-            dtypes=HALF_DTYPES,
-            head_sizes=HeadSizes(minimum=8, maximum=512, multiple_of=8),
-            features=frozenset({Feature.GQA, Feature.CAUSAL, Feature.LSE, Feature.RING}),
-            packages=(
-                PackageProbe(
-                    module="torch_npu",
-                    distribution="torch-npu",
-                    install="pip install torch-npu",
-                ),
-            ),
+            head_sizes=_UP_TO_512,
+            features=FORWARD - {Feature.VARLEN},
+            packages=(TORCH_NPU,),
         ),
     )
-
-    @classmethod
-    def get_impl_cls(cls) -> type[AttentionImpl]:
-        """Return `NpuFlashAttentionImpl`."""
-        return NpuFlashAttentionImpl
 
 
 @cache
@@ -139,31 +100,29 @@ def _hidden_triangle(device: torch.device) -> torch.Tensor:
     return torch.ones(2048, 2048, dtype=torch.bool, device=device).triu(1)
 
 
-class XpuFlashAttentionImpl(AlignedImpl):
+class XpuFlashAttentionImpl(DenseImpl):
     """Attention through `sgl_kernel.flash_attn`; a batch is packed segments of equal length."""
 
     label = "fa (xpu)"
+    function = "sgl_kernel.flash_attn:flash_attn_varlen_func"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
         # A declaration cannot say this; on other GPUs the package raises at each call.
         if not torch.xpu.get_device_properties().has_fp64:
             raise UnsupportedBackendError(
                 "backend fa (xpu) needs a GPU with fp64 support, this GPU has none; "
                 "use torch_sdpa, or a data-center GPU"
             )
-        module = importlib.import_module("sgl_kernel.flash_attn")
-        self._varlen = module.flash_attn_varlen_func
+        super().__init__(*args, **kwargs)
 
+    @override
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         batch, num_queries = query.shape[:2]
         num_keys = key.shape[1]
         out = self.forward_varlen(
-            query.flatten(0, 1),
-            key.flatten(0, 1),
-            value.flatten(0, 1),
+            *(x.flatten(0, 1) for x in (query, key, value)),
             cu_seqlens_q=_starts(batch, num_queries, query.device),
             cu_seqlens_k=_starts(batch, num_keys, query.device),
             max_seqlen_q=num_queries,
@@ -171,59 +130,37 @@ class XpuFlashAttentionImpl(AlignedImpl):
         )
         return out.view(batch, num_queries, *out.shape[1:]), None
 
+    @override
     def forward_varlen(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        *,
-        cu_seqlens_q: torch.Tensor,
-        cu_seqlens_k: torch.Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
+        **segments: Unpack[Segments],
     ) -> torch.Tensor:
-        """See `AttentionImpl.forward_varlen`."""
         refuse_grad(self.label, query, key, value)
-        out: torch.Tensor = self._varlen(
-            query.contiguous(),
-            key.contiguous(),
-            value.contiguous(),
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k,
-            softmax_scale=self.softmax_scale,
-            causal=self.causal,
+        parts = (x.contiguous() for x in (query, key, value))
+        out: torch.Tensor = self.run(
+            *parts, softmax_scale=self.softmax_scale, causal=self.causal, **segments
         )
         return out
 
 
-class XpuFlashAttentionBackend(AttentionBackend):
+class XpuFlashAttentionBackend(DenseBackend):
     """FlashAttention on XPU."""
 
     backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.FA
     summary: ClassVar[str] = "FlashAttention for Intel GPUs"
+    impl: ClassVar[type[AttentionImpl]] = XpuFlashAttentionImpl
     variants: ClassVar[tuple[Variant, ...]] = (
         Variant(
             name="xpu",
             platforms=frozenset({PlatformEnum.XPU}),
-            dtypes=HALF_DTYPES,
             head_sizes=HeadSizes(listed=(64, 96, 128, 192, 256)),
-            features=frozenset({Feature.GQA, Feature.CAUSAL, Feature.VARLEN}),
-            packages=(
-                PackageProbe(
-                    module="sgl_kernel.flash_attn",
-                    distribution="sglang-kernel-xpu",
-                    install="install github.com/sgl-project/sgl-kernel-xpu",
-                ),
-            ),
+            features=FORWARD - {Feature.LSE, Feature.RING},
+            packages=(FLASH_ATTN_XPU,),
         ),
     )
-
-    @classmethod
-    def get_impl_cls(cls) -> type[AttentionImpl]:
-        """Return `XpuFlashAttentionImpl`."""
-        return XpuFlashAttentionImpl
 
 
 def _starts(batch: int, length: int, device: torch.device) -> torch.Tensor:

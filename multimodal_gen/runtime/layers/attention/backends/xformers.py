@@ -3,27 +3,24 @@
 from typing import Any, ClassVar
 
 import torch
+from typing_extensions import override
 
-from multimodal_gen.kernels.requirements import Capability, HeadSizes, PackageProbe
-from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
-    AttentionBackend,
-    AttentionImpl,
-)
+from multimodal_gen.kernels.requirements import Capability, HeadSizes
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
 from multimodal_gen.runtime.layers.attention.backends.common import (
-    AlignedImpl,
+    DenseBackend,
+    DenseImpl,
     expand_kv,
     refuse_grad,
     unit_stride,
 )
-from multimodal_gen.runtime.layers.attention.backends.declaration import (
-    HALF_DTYPES,
-    Variant,
-)
+from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
+from multimodal_gen.runtime.layers.attention.backends.packages import XFORMERS
 from multimodal_gen.runtime.layers.attention.request import Feature
-from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 
-class XFormersImpl(AlignedImpl):
+class XFormersImpl(DenseImpl):
     """Attention through `xformers.ops`.
 
     Key heads are expanded: its own grouped form has no backward.
@@ -35,59 +32,39 @@ class XFormersImpl(AlignedImpl):
         super().__init__(*args, **kwargs)
         import xformers.ops as xops
 
-        self._attention = xops.memory_efficient_attention
-        self._attention_lse = xops.memory_efficient_attention_forward_requires_grad
+        self.run = xops.memory_efficient_attention
+        self._run_lse = xops.memory_efficient_attention_forward_requires_grad
         self._bias = (
             xops.fmha.attn_bias.LowerTriangularFromBottomRightMask() if self.causal else None
         )
 
+    @override
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        attend = self._attention
-        if lse:
-            refuse_grad("xformers with its log-sum-exp", query, key, value)
-            attend = self._attention_lse
-        result: Any = attend(
-            *self._inputs(query, key, value), attn_bias=self._bias, scale=self.softmax_scale
-        )
-        # Rows of the log-sum-exp may be padded to a multiple of 32.
-        return (result[0], result[1][:, :, : query.shape[1]]) if lse else (result, None)
-
-    def _inputs(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        num_heads = query.shape[2]
-        return unit_stride(query, expand_kv(key, num_heads), expand_kv(value, num_heads))
+        heads = query.shape[2]
+        parts = unit_stride(query, expand_kv(key, heads), expand_kv(value, heads))
+        if not lse:
+            return self.run(*parts, attn_bias=self._bias, scale=self.softmax_scale), None
+        refuse_grad("xformers with its log-sum-exp", *parts)
+        out, stats = self._run_lse(*parts, attn_bias=self._bias, scale=self.softmax_scale)
+        return out, stats[:, :, : query.shape[1]]  # rows may be padded to a multiple of 32
 
 
-class XFormersBackend(AttentionBackend):
+class XFormersBackend(DenseBackend):
     """xFormers."""
 
     backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.XFORMERS
     summary: ClassVar[str] = "xFormers memory-efficient attention"
+    impl: ClassVar[type[AttentionImpl]] = XFormersImpl
     variants: ClassVar[tuple[Variant, ...]] = (
         Variant(
             name="xformers",
-            platforms=frozenset({PlatformEnum.CUDA}),
-            dtypes=HALF_DTYPES,
             head_sizes=HeadSizes(minimum=8, maximum=256, multiple_of=8),
             features=frozenset(
                 {Feature.GQA, Feature.CAUSAL, Feature.LSE, Feature.RING, Feature.BACKWARD}
             ),
-            packages=(
-                PackageProbe(
-                    module="xformers.ops",
-                    distribution="xformers",
-                    install="pip install xformers",
-                    minimum="0.0.28",
-                ),
-            ),
+            packages=(XFORMERS,),
             capability=Capability(minimum=(8, 0)),
         ),
     )
-
-    @classmethod
-    def get_impl_cls(cls) -> type[AttentionImpl]:
-        """Return `XFormersImpl`."""
-        return XFormersImpl

@@ -9,13 +9,12 @@ Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention, kernel_for
-from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, flatten, unflatten
 from multimodal_gen.kernels.engine import loadable
 from multimodal_gen.kernels.part_merge.api import merge_two
 from multimodal_gen.kernels.part_merge.reference import merge_two_reference
@@ -29,9 +28,6 @@ from multimodal_gen.runtime.layers.attention.binding import Binding
 from multimodal_gen.runtime.layers.attention.call import AttentionCall, LayerGeometry
 from multimodal_gen.runtime.layers.attention.request import AttentionRole, Feature
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
 
 __all__ = ["apply_sink", "attend_blocks", "attend_on_backend", "attend_on_engine", "check_blocks"]
 
@@ -100,31 +96,28 @@ def attend_blocks(bound: Binding, call: AttentionCall, geometry: LayerGeometry) 
         if bound.is_sparse:
             bound = bound.without_grid(_BY_BLOCKS)
     if plans:
-        return apply_sink(call, *attend_on_engine(bound, call, plans, geometry, _BY_BLOCKS))
-    return apply_sink(call, *attend_on_backend(bound, call))
+        return attend_on_engine(bound, call, plans, geometry, _BY_BLOCKS)
+    return attend_on_backend(bound, call)
 
 
-def attend_on_backend(
-    bound: Binding, call: AttentionCall
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the output on the layer's own backend, and the lse where sink logits want it."""
-    flex = _flex_with_mask(bound, call)
-    if flex is not None:
-        impl, mask = flex
-        lse = call.sink_logits is not None
-        return bound.count(impl.forward_blocks(*call[:3], mask, lse=lse))
+def attend_on_backend(bound: Binding, call: AttentionCall) -> torch.Tensor:
+    """Return the output on the layer's own backend, as sink logits, if any, leave it."""
+    mask, flex = call.block_mask, _flex_with_mask(bound, call)
+    if flex is not None and mask is not None and not isinstance(mask, BlockPlan):
+        found = flex.forward_blocks(*call[:3], mask, lse=call.sink_logits is not None)
+        return apply_sink(call, *bound.count(found))
     if call.sink_logits is not None:
         bound = bound.with_features(Feature.LSE)
-        return bound.count(bound.impl.forward_lse(*call[:3]))
+        return apply_sink(call, *bound.count(bound.impl.forward_lse(*call[:3])))
     if bound.by_shape is not None:
         bound = bound.by_shape.at(call)
-    return bound.attend(call), None
+    return bound.attend(call)
 
 
 def attend_on_engine(
     bound: Binding, call: AttentionCall, plans: Plans, geometry: LayerGeometry, why: str
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the output on the block-sparse engine, and the lse where sink logits want it.
+) -> torch.Tensor:
+    """Return the output on the block-sparse engine, as sink logits, if any, leave it.
 
     Args:
         bound: what would serve the call if it took a mask of blocks.
@@ -158,7 +151,7 @@ def attend_on_engine(
         variant=" and ".join(dict.fromkeys(kernels)),
         reason=f"{bound.selection.label} takes no lists of blocks, and {why}",
     )
-    return bound.count((out, out_lse), by=ran)
+    return apply_sink(call, bound.count(out, by=ran), out_lse)
 
 
 def apply_sink(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
@@ -172,53 +165,36 @@ def apply_sink(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor | None)
     return (out * kept.transpose(1, 2).unsqueeze(-1)).to(out.dtype)
 
 
-def _flex_with_mask(
-    bound: Binding, call: AttentionCall
-) -> "tuple[FlexAttentionImpl, BlockMask] | None":
-    """Return FlexAttention and the block mask of a call, where it is asked for and can take it."""
+def _flex_with_mask(bound: Binding, call: AttentionCall) -> FlexAttentionImpl | None:
+    """Return FlexAttention where it is asked for and can take the block mask of a call."""
     impl, mask = bound.impl, call.block_mask
-    fits = (
-        isinstance(impl, FlexAttentionImpl)
-        and mask is not None
-        and not isinstance(mask, BlockPlan)
-        and mask.kv_indices.shape[1] in (1, call.query.shape[2])
-        and (not call.wants_gradient() or Feature.BACKWARD in bound.features)
-    )
-    return (impl, mask) if fits else None  # type: ignore[return-value]  # narrowed above
+    if (
+        not isinstance(impl, FlexAttentionImpl)
+        or mask is None
+        or isinstance(mask, BlockPlan)
+        or mask.kv_indices.shape[1] not in (1, call.query.shape[2])
+        or (call.wants_gradient() and Feature.BACKWARD not in bound.features)
+    ):
+        return None
+    return impl
 
 
 def _plans(call: AttentionCall) -> Plans:
     """Return the plans of a call's mask of blocks, for the heads that it has."""
-    mask, (num_queries, heads) = call.block_mask, call.query.shape[1:3]
+    mask = call.block_mask
+    assert mask is not None, "callers know"
     if isinstance(mask, BlockPlan):
-        plans: Plans = (mask,)
-    else:
-        assert mask is not None, "callers know"
-        plans = plans_of(mask, num_queries, call.key.shape[1])
-    first = call.first_head
-    return tuple(_of_heads(plan, slice(first, first + heads)) for plan in plans)
+        return (_of_heads(mask, call),)
+    plans = plans_of(mask, call.query.shape[1], call.key.shape[1])
+    return tuple(_of_heads(plan, call) for plan in plans)
 
 
-def _of_heads(plan: BlockPlan, heads: slice) -> BlockPlan:
-    """Return a plan for some of its heads; itself where it is the same for all of them."""
-    if all(x.dim() == 1 or x.shape[1] in (1, heads.stop - heads.start) for x in plan.tensors()):
+def _of_heads(plan: BlockPlan, call: AttentionCall) -> BlockPlan:
+    """Return a plan for the heads of a call; itself where it is the same for all of them."""
+    first, size = call.first_head, call.query.shape[2]
+    # Without the order in which kernels start all of the rows.
+    tensors, sizes = flatten(replace(plan, order=None))
+    own = [x if x.shape[1] in (1, size) else x[:, first : first + size] for x in tensors]
+    if all(x is all_heads for x, all_heads in zip(own, tensors, strict=True)):
         return plan
-
-    def of(x: torch.Tensor | None) -> torch.Tensor | None:
-        return x if x is None or x.shape[1] == 1 else x[:, heads]
-
-    def cut(blocks: Blocks) -> Blocks:
-        return replace(blocks, starts=of(blocks.starts), lengths=of(blocks.lengths))
-
-    indices, counts = of(plan.indices), of(plan.counts)
-    assert indices is not None
-    assert counts is not None
-    return replace(
-        plan,
-        indices=indices,
-        counts=counts,
-        q=cut(plan.q),
-        kv=cut(plan.kv),
-        row_bits=of(plan.row_bits),
-        order=None,
-    )
+    return unflatten(call.query, call.key, own, sizes)

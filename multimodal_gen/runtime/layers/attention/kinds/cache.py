@@ -23,6 +23,7 @@ from multimodal_gen.runtime.layers.attention.kinds.blocks import (
     check_blocks,
 )
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
+from multimodal_gen.runtime.layers.attention.sparse.executors.cache import attend_cache
 from multimodal_gen.runtime.managers.forward_context import ForwardContext, current_forward_context
 
 __all__ = ["attend_extended", "check_extended"]
@@ -35,7 +36,7 @@ _IN_WINDOWS = "the layer sees windows of it already"
 def check_extended(
     call: AttentionCall, geometry: LayerGeometry, context: ForwardContext | None
 ) -> AttentionCall:
-    """Return a call with the cache of its context, once what it has beside tensors is known to fit.
+    """Return a call with the cache of its context, once all but its tensors is known to fit.
 
     Args:
         call: a call with a cache, a mask of blocks or sink logits, or whose context has a cache.
@@ -101,8 +102,8 @@ def _attend_cached(
 ) -> torch.Tensor:
     """Return attention of the running chunk of a cache, once it is written.
 
-    Sparse methods choose among the blocks of what is kept, where they can
-    (`AttentionImpl.cut_of_cache`); else such calls run dense.
+    Sparse methods choose among the blocks of what is kept, where they can; else such calls run
+    dense.
     """
     tokens = cache.cache.running.tokens
     if call.query.shape[1] != tokens:
@@ -110,12 +111,14 @@ def _attend_cached(
             f"query must have the {tokens} tokens of the running chunk, got "
             f"{call.query.shape[1]}; begin() says how many a chunk has"
         )
-    context, chooses = current_forward_context(), bound.is_sparse
-    if chooses:
+    context, method = current_forward_context(), bound.method
+    if method is not None:
         kept = cache.cache.size.kept
-        cut = _IN_WINDOWS if cache.cut else bound.impl.cut_of_cache(kept, context)
+        grid = None if context is None else context.latent_grid
+        reason = _IN_WINDOWS if cache.cut else method.limits.cache
+        cut = reason or method.router.cut_of_cache(method.config, kept, grid)
         if isinstance(cut, str):
-            chooses, bound = False, bound.without_grid(f"{_OF_SEVERAL}: {cut}")
+            method, bound = None, bound.without_grid(f"{_OF_SEVERAL}: {cut}")
         else:
             cache = replace(cache, cut=cut)
     cache.append(call.key, call.value)
@@ -124,16 +127,18 @@ def _attend_cached(
     if seen.stretch is not None:
         key, value = (x.narrow(1, *seen.stretch) for x in (key, value))
         call = call._replace(key=key, value=value)
-        return apply_sink(call, *attend_on_backend(bound, call))
+        return attend_on_backend(bound, call)
     query, tiles = call.query, seen.tiles
     if tiles is not None and not tiles.in_order:
         (query,) = gather_tokens([query], tiles.order.order)
     call = call._replace(query=query, key=key, value=value)
-    if tiles is not None and chooses:
-        found = bound.count(bound.impl.forward_tiles(query, key, value, tiles, context))
-        out = apply_sink(call, *found)
+    if tiles is not None and method is not None:
+        settings = method.settings(context)
+        method.kernel.begin_call()
+        found = attend_cache(method.router, settings, query, key, value, tiles, context)
+        out = apply_sink(call, *bound.count(found))
     else:
-        out = apply_sink(call, *attend_on_engine(bound, call, (seen.plan,), geometry, _IN_PIECES))
+        out = attend_on_engine(bound, call, (seen.plan,), geometry, _IN_PIECES)
     if tiles is None or tiles.in_order:
         return out
     in_order = torch.empty_like(out, memory_format=torch.contiguous_format)

@@ -54,15 +54,13 @@ def attend_gated(bound: Binding, gated: Binding | None, call: AttentionCall) -> 
     Raises:
         UsageError: see `check_gate`.
     """
-    query, key, value = call[:3]
     coarse = check_gate(bound, gated, call)
     if call.wants_gradient():
         bound, coarse = (b.with_features(Feature.BACKWARD) for b in (bound, coarse))
     assert call.gate is not None, "callers know"
-    gate, context = call.gate.to(query.dtype), current_forward_context()
-    if bound.gated:
-        heads = {"first_head": call.first_head} if bound.impl.per_head else {}
-        out = bound.impl.forward_gated(query, key, value, gate, context, **heads)
-        return bound.count(out)
-    out = bound.attend(call)
-    return coarse.impl.add_coarse(out, query, key, value, gate, context)
+    gate = call.gate.to(call.query.dtype)
+    out = bound.attend(call._replace(gate=gate))
+    if "gate" in bound.impl.takes:
+        return out
+    assert coarse.method is not None, "what takes a gate is a sparse method"
+    return coarse.method.add_branch(out, *call[:3], gate, current_forward_context())

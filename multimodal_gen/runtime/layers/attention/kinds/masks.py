@@ -65,20 +65,21 @@ def normalise_mask(
     batch, num_queries, num_heads = query.shape[:3]
     num_keys = key.shape[1]
     given = list(mask.shape)
-    if len(given) not in (2, 3, 4):
-        raise _does_not_fit(given, batch, num_heads, num_queries, num_keys)
-    additive = mask.dtype.is_floating_point
+    additive, two_dimensional = mask.dtype.is_floating_point, len(given) == 2
     if not additive and mask.dtype is not torch.bool:
         mask = mask != 0
-    two_dimensional = mask.dim() == 2
     if two_dimensional:
         mask = mask[:, None, None, :]
-    elif mask.dim() == 3:
+    elif len(given) == 3:
         mask = mask[:, None]
     wanted = (batch, num_heads, num_queries, num_keys)
-    fits = all(have in (1, want) for have, want in zip(mask.shape, wanted, strict=True))
-    if not fits or mask.shape[-1] != num_keys:
-        raise _does_not_fit(given, batch, num_heads, num_queries, num_keys)
+    fits = mask.dim() == 4 and mask.shape[-1] == num_keys
+    if not fits or any(have not in (1, n) for have, n in zip(mask.shape, wanted, strict=True)):
+        raise UsageError(
+            f"attn_mask must be [B, Sk] = {[batch, num_keys]}, [B, Sq, Sk] = "
+            f"{[batch, num_queries, num_keys]} or broadcastable to [B, H, Sq, Sk] = "
+            f"{list(wanted)}, got {given}"
+        )
     if additive:
         return mask.to(query.dtype)
     if mask.shape[1] != 1 or mask.shape[2] != 1:
@@ -86,16 +87,6 @@ def normalise_mask(
     return KeyMask(
         keep=mask[:, 0, 0, :].expand(batch, num_keys),
         covers_queries=two_dimensional and self_attention and num_queries == num_keys,
-    )
-
-
-def _does_not_fit(
-    given: list[int], batch: int, num_heads: int, num_queries: int, num_keys: int
-) -> UsageError:
-    return UsageError(
-        f"attn_mask must be [B, Sk] = {[batch, num_keys]}, [B, Sq, Sk] = "
-        f"{[batch, num_queries, num_keys]} or broadcastable to [B, H, Sq, Sk] = "
-        f"{[batch, num_heads, num_queries, num_keys]}, got {given}"
     )
 
 

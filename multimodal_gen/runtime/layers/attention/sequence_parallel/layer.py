@@ -11,10 +11,12 @@ query/key side.
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from multimodal_gen.errors import MultimodalGenError, UnsupportedBackendError, UsageError
 from multimodal_gen.runtime.distributed import groups as ranks
@@ -210,12 +212,13 @@ class SplitCall:
         """Return what is sent together: tensors, the heads and the tokens of each rank."""
         queries, keys = self.shares.queries, self.shares.keys
         lengths, key_lengths = self._of_group(self.lengths), self._of_group(self.key_lengths)
-        if lengths != key_lengths:
-            return [(tokens[:1], [queries], lengths), (tokens[1:], [keys, keys], key_lengths)]
-        if gate is None:
-            return [(tokens, [queries, keys, keys], lengths)]
-        tensors = (*tokens, gate.to(tokens[0].dtype))
-        return [(tensors, [queries, keys, keys, queries], lengths)]
+        gates = () if gate is None else (gate.to(tokens[0].dtype),)
+        with_gate = [queries] * len(gates)
+        if lengths == key_lengths:
+            return [((*tokens, *gates), [queries, keys, keys, *with_gate], lengths)]
+        sent: list[_Message] = [(tokens[:1], [queries], lengths)]
+        sent.append((tokens[1:], [keys, keys], key_lengths))
+        return [*sent, (gates, with_gate, lengths)] if gates else sent
 
     def arrived(
         self, tokens: Sequence[torch.Tensor], around: tuple[_QKV, _QKV] | None
@@ -251,13 +254,11 @@ class SplitCall:
         spans, lengths = self.shares.queries, self._of_group(self.lengths)
         return gather_heads(out, spans, lengths, group, prefix=rows.prefix, suffix=rows.suffix)
 
-    def gather_mask(self, mask: torch.Tensor) -> torch.Tensor:
-        """Return the mask of all keys of the sequence, gathered once for layers that share it.
-
-        Args:
-            mask: [..., prefix + in_front + S + suffix].
-        """
-        context = current_forward_context()
+    def whole_mask(self, call: AttentionCall) -> torch.Tensor | None:
+        """Return the mask of all keys of the sequence, gathered once for layers that share it."""
+        mask, context = call.mask, current_forward_context()
+        if mask is None or call.whole_mask is not None:
+            return call.whole_mask
         if context is None:
             return self._gather_mask(mask)
         use = ("whole mask", self.key_lengths, self.rows)
@@ -283,7 +284,7 @@ class SplitCall:
             heads: this rank's heads of its Ulysses group's tokens.
             mask: bool [B, Sk] or [B, 1, 1, Sk] of all keys, or None.
             geometry: what the layer computes.
-            projection: what it was trained with beside its inputs, or None.
+            projection: the layer's trained projection, or None.
 
         Raises:
             UsageError: a causal call has other keys than queries.
@@ -351,42 +352,31 @@ def _join(pieces: tuple[torch.Tensor, ...]) -> torch.Tensor:
 
 
 class SequenceParallelLayer(AttentionLayer):
-    """An attention layer that exchanges tokens where ranks share a sequence.
+    """An attention layer that exchanges tokens where ranks share a sequence."""
 
-    Attributes:
-        times: what its calls take where there are several ranks.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.times = Times()
+    @cached_property
+    def times(self) -> Times:
+        """What its calls take where there are several ranks."""
+        return Times()
 
     def report(self) -> LayerReport:
         """Return what the layer ran so far, and why, and what time it took."""
         return replace(super().report(), times=self.times.taken())
 
-    def announced(self, error: MultimodalGenError, *, split: bool) -> MultimodalGenError:
-        """Return why this rank cannot make a call, once the others have heard it.
-
-        Those that make the call would take the next one of this rank for the same.
-
-        Args:
-            error: what is wrong with the call.
-            split: whether the call would have exchanged tokens.
-        """
+    @override
+    def _refused(self, error: MultimodalGenError, *, exchange: bool) -> MultimodalGenError:
+        # Ranks that make the call would take the next one of this rank for the same.
         groups = ranks.IN_USE
-        if split and groups is not None and not torch.compiler.is_compiling():
+        if exchange and tokens_are_split() and not torch.compiler.is_compiling():
+            assert groups is not None, "ranks share the tokens"
             handshake(groups, self._name_of_calls(), {}, (), error, progress=count_exchange())
         return error
-
-    def _refused(self, call: AttentionCall, error: MultimodalGenError) -> MultimodalGenError:
-        return self.announced(error, split=call.exchange and tokens_are_split())
 
     def _name_of_calls(self) -> str:
         return f"{type(self).__name__} {self.site.name}".strip()
 
     def _attend(self, call: AttentionCall) -> torch.Tensor:
-        """Attend to the tokens of all ranks; on one device, and where told so, to these alone."""
+        """Attend to the tokens of all ranks; on one device, and where asked to, to these alone."""
         groups = ranks.IN_USE
         if groups is None:
             return super()._attend(call)
@@ -405,7 +395,7 @@ class SequenceParallelLayer(AttentionLayer):
         """
         refusal = _refusal(call, groups.ring.size)
         if refusal is not None:
-            raise self._refused(call, refusal)
+            raise self._refused(refusal, exchange=True)
         kind = device_type(call.query.device)
         if kind != "meta" and torch.is_autocast_enabled(kind):
             with torch.autocast(kind, enabled=False):
@@ -418,7 +408,7 @@ class SequenceParallelLayer(AttentionLayer):
             if call.no_grid and bound.is_sparse:
                 bound = bound.without_grid(call.no_grid)
         except MultimodalGenError as error:
-            raise self._refused(call, error) from None
+            raise self._refused(error, exchange=True) from None
         rows = Rows.of(call.query, call.key, call.replicated)
         training = torch.is_grad_enabled() and call.wants_gradient()
         lengths, key_lengths = self._handshake(groups, call, rows, bound, training)
@@ -442,18 +432,15 @@ class SequenceParallelLayer(AttentionLayer):
 
     def _attend_to_heads(self, split: SplitCall, call: AttentionCall) -> torch.Tensor:
         q, k, v, gate = split.joined(split.take_heads(*call[:3], call.gate))
-        heads = AttentionCall(
-            q,
-            k,
-            v,
-            _whole_mask(split, call),
-            gate,
-            no_grid=call.no_grid,
+        heads = call._replace(
+            query=q,
+            key=k,
+            value=v,
+            mask=split.whole_mask(call),
+            gate=gate,
+            mask_meta=None,
+            replicated=(0, 0, 0),
             first_head=split.heads[0],
-            projection=call.projection,
-            cache=call.cache,
-            block_mask=call.block_mask,
-            sink_logits=call.sink_logits,
         )
         with attending(q.device):
             out = super()._attend(heads)
@@ -463,7 +450,7 @@ class SequenceParallelLayer(AttentionLayer):
         self, split: SplitCall, call: AttentionCall, training: bool
     ) -> torch.Tensor:
         query, keep = call.query, None
-        mask = _whole_mask(split, call)
+        mask = split.whole_mask(call)
         mask = None if mask is None else mask != 0
         self_attention = self.site.role is not AttentionRole.CROSS and split.same_tokens
         if call.mask is not None and call.mask.dim() == 2 and self_attention:
@@ -520,13 +507,6 @@ class SequenceParallelLayer(AttentionLayer):
                 f"seq_lens must hold the tokens of each rank, {list(lengths)}, got {list(seq_lens)}"
             )
         return lengths, key_lengths
-
-
-def _whole_mask(split: SplitCall, call: AttentionCall) -> torch.Tensor | None:
-    """Return the mask of the tokens of all ranks, or None."""
-    if call.mask is None:
-        return None
-    return split.gather_mask(call.mask) if call.whole_mask is None else call.whole_mask
 
 
 def _refusal(call: AttentionCall, ring: int) -> UsageError | None:
@@ -591,7 +571,8 @@ def _num_head_groups(split: SplitCall, bound: Binding) -> int:
     if asked is None:
         asked = bound.head_groups
     shares = split.shares
-    if asked == 1 or bound.keeps_state or shares.num_heads != shares.num_kv_heads:
+    keeps_state = bound.method is not None and bound.method.keeps_state
+    if asked == 1 or keeps_state or shares.num_heads != shares.num_kv_heads:
         return 1
     return min(asked, *(stop - start for start, stop in shares.queries))
 
@@ -663,33 +644,6 @@ class UlyssesAttention(SequenceParallelLayer):
         scope: what the user configured; default: the scope in use.
     """
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        num_kv_heads: int | None = None,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        supported_attention_backends: Collection[AttentionBackendEnum | str] | None = None,
-        prefix: str = "",
-        *,
-        compute_dtype: torch.dtype | None = None,
-        site: LayerSite | None = None,
-        scope: SelectionScope | None = None,
-    ) -> None:
-        super().__init__(
-            num_heads,
-            head_size,
-            num_kv_heads,
-            softmax_scale,
-            causal,
-            supported_attention_backends=supported_attention_backends,
-            compute_dtype=compute_dtype,
-            prefix=prefix,
-            site=site,
-            scope=scope,
-        )
-
     def forward(
         self,
         q: torch.Tensor,
@@ -720,17 +674,17 @@ class UlyssesAttention(SequenceParallelLayer):
         Returns:
             The output [B, S, H, D], and that of the replicated tokens [B, R, H, D] or None.
         """
-        split = tokens_are_split()
         try:
             replicated = all_or_none(replicated_q, replicated_k, replicated_v, "replicated_")
-            check_seq_lens(seq_lens, q, exclusive=replicated is not None, split=split)
+            exclusive = replicated is not None
+            check_seq_lens(seq_lens, q, exclusive=exclusive, split=tokens_are_split())
             if replicated is not None:
                 query, key, value = (
                     join_tokens(own, shared, (name, f"replicated_{name}"))
                     for name, own, shared in zip("qkv", (q, k, v), replicated, strict=True)
                 )
         except MultimodalGenError as error:
-            raise self.announced(error, split=split) from None
+            raise self._refused(error, exchange=True) from None
         if replicated is None:
             call = AttentionCall(q, k, v, seq_lens=seq_lens, cache=cache, sink_logits=sink_logits)
             return self.attend(call), None
@@ -775,12 +729,11 @@ class UlyssesAttention_VSA(UlyssesAttention):  # noqa: N801  the name users impo
         Raises:
             UsageError: replicated tokens are given, or a gate that the backend cannot apply.
         """
-        split = tokens_are_split()
         try:
             check_no_replicated(replicated_q, replicated_k, replicated_v)
-            check_seq_lens(seq_lens, q, exclusive=False, split=split)
+            check_seq_lens(seq_lens, q, exclusive=False, split=tokens_are_split())
         except MultimodalGenError as error:
-            raise self.announced(error, split=split) from None
+            raise self._refused(error, exchange=True) from None
         return self.attend(AttentionCall(q, k, v, gate=gate_compress, seq_lens=seq_lens))
 
 
@@ -922,7 +875,7 @@ class USPAttention(SequenceParallelLayer):
                 replicated = (prefix[0].shape[1] + num_replicated_prefix, *replicated[1:])
             check_mask_meta(attn_mask_meta, mask, k)
         except MultimodalGenError as error:
-            raise self.announced(error, split=split) from None
+            raise self._refused(error, exchange=not skip) from None
         return self.attend(
             AttentionCall(
                 q,
@@ -964,7 +917,5 @@ class USPAttention(SequenceParallelLayer):
             k = join_tokens(k_prefix, k_suffix, ("k_prefix", "k_suffix"))
             v = join_tokens(v_prefix, v_suffix, ("v_prefix", "v_suffix"))
         except MultimodalGenError as error:
-            raise self.announced(
-                error, split=tokens_are_split() and not self.skip_sequence_parallel
-            ) from None
+            raise self._refused(error, exchange=not self.skip_sequence_parallel) from None
         return self.forward(q, k, v, num_replicated_kv_prefix=k_prefix.shape[1])

@@ -16,10 +16,7 @@ from multimodal_gen.runtime.distributed.ring import (
     ring_attention,
 )
 from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
-from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
-    AttentionImpl,
-    provides,
-)
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
 from multimodal_gen.runtime.layers.attention.backends.common import attend_to_nothing
 from multimodal_gen.runtime.layers.attention.binding import Binding
 from multimodal_gen.runtime.layers.attention.call import AttentionCall
@@ -56,15 +53,14 @@ def ring_forward(
     if inputs.gate is not None:
         tokens = slice(inputs.call.prefix, inputs.query.shape[1] - inputs.call.suffix)
         own = whole._replace(query=inputs.query[:, tokens], mask=mask)
-        gated = check_gate(bound, layer.gated(), own).impl
-    if bound.has_ring:
-        if training:
-            if not bound.impl.trains_in_ring:
-                raise _no_gradients(bound)
-            bound = bound.with_features(Feature.BACKWARD)
-        return bound.count(bound.impl.forward_ring(inputs, context))
-    if training and gated is not None and not gated.trains_in_ring:
-        raise _no_gradients(bound)
+        gated = check_gate(bound, layer.gated(), own).method
+    for part in (bound.method, gated):
+        if training and part is not None and part.limits.ring_gradients is not None:
+            raise _no_gradients(bound)
+    if bound.method is not None and Feature.RING in bound.features:
+        bound = bound.with_features(Feature.BACKWARD) if training else bound
+        assert bound.method is not None, "what trains it is the same method"
+        return bound.count(bound.method.forward_ring(inputs, context))
     if mask is not None and layer.geometry.causal:
         # Leaving out keys would move the diagonal of the kernels.
         bound.reroute(_by_definition(bound.selection))
@@ -75,11 +71,11 @@ def ring_forward(
     shared = (inputs.shared_key, inputs.shared_value)
     out = ring_attention(inputs.query, inputs.key, inputs.value, *shared, attend, inputs.call)
     full.count(out)  # as one call, however many parts there are
-    return out if gated is None else gated.add_coarse_ring(out, inputs, context)
+    return out if gated is None else gated.add_branch_in_ring(out, inputs, context)
 
 
 def _check_schedule(layer: AttentionLayer, num_ranks: int) -> None:
-    """Refuse a backend that somebody asked for, before the first of its steps.
+    """Refuse a backend that was asked for, before the first of its steps.
 
     Raises:
         UnsupportedBackendError: it cannot be part of a ring.
@@ -95,14 +91,13 @@ def _check_schedule(layer: AttentionLayer, num_ranks: int) -> None:
 
 
 def _reason_against(bound: Binding) -> str | None:
-    """Return why what somebody asked for cannot be part of a ring, or None."""
-    selection, impl = bound.selection, bound.impl
+    """Return why a backend that was asked for cannot be part of a ring, or None."""
+    selection, reason = bound.selection, bound.impl.limits.ring
     if not (selection.source.explicit and selection.asked.backend is selection.backend):
         return None
-    reason = impl.ring_reason()
     if reason is not None or Feature.RING in bound.features:
         return reason
-    if selection.backend.is_sparse and not provides(impl, "forward_ring"):
+    if bound.is_sparse:
         return "what it attends to depends on all tokens of a head, which a ring never joins"
     return "it gives no log-sum-exp to merge by"
 

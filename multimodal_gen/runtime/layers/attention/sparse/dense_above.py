@@ -7,8 +7,6 @@ import torch
 from multimodal_gen.kernels.static_cache import being_captured
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 
-__all__ = ["DenseAbove", "KeptTooMuch"]
-
 # Steps that are dense after one that kept too much, before the method is tried again; each further
 # one doubles it. Of 50 steps two are then tried, 0 and 17: the first one is dear, because clusters
 # are sought from nothing.

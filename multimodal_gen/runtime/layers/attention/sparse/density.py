@@ -1,4 +1,4 @@
-"""What share of its query-key pairs a sparse call keeps, for reports and warnings.
+"""What share of its query-key pairs a sparse call keeps, for reports.
 
 Shapes: B batch, H heads, N blocks; q/k suffix = query/key side.
 """
@@ -7,18 +7,35 @@ import torch
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.tile_order.api import TileOrder
-from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import pairs_of_map
-from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout
+from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout, by_heads
 
-__all__ = ["density_message", "density_of_map", "density_of_plan"]
-
-_FAR = 0.1  # from what was asked for
+# Pairs of blocks that are weighed at a time: 128 MiB in fp32.
+_PAIRS_AT_ONCE = 2**25
 
 
-def density_of_plan(plan: BlockPlan, layout: SequenceLayout) -> torch.Tensor:
-    """Return the density of a plan over all keys whose rows are the blocks of the video, []."""
-    of_video = plan.pairs(full=True).double().mean() / layout.num_video**2
-    return layout.density(of_video - (layout.num_keys - layout.num_video) / layout.num_video)
+def density_of_plan(
+    plan: BlockPlan, layout: SequenceLayout, keep: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the density of a plan whose lists are of one length, over the blocks of the video."""
+    return density_of_pairs(plan.pairs(full=True).double().mean(), layout, keep)
+
+
+def density_of_pairs(
+    pairs: torch.Tensor, layout: SequenceLayout, keep: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the density of a call whose text attends to everything, [].
+
+    Args:
+        pairs: how many pairs of queries of the video and keys are kept, fp64, the mean over batch
+            and heads.
+        layout: where the video lies.
+        keep: bool [B, Sk], keys that may be attended to, to which the share is; None for all.
+    """
+    others = layout.num_queries - layout.num_video
+    if keep is None:
+        return (pairs + others * layout.num_keys) / (layout.num_queries * layout.num_keys)
+    keys = keep.sum(1).double().mean()
+    return (pairs + others * keys) / (layout.num_queries * keys).clamp_min(1.0)
 
 
 def density_of_map(
@@ -38,40 +55,25 @@ def density_of_map(
     if order is None or order.uniform:
         total = (chosen if kept is None else kept).sum(dtype=torch.int64)
         return layout.density(total.double() / chosen.numel())
-    return layout.density(pairs_of_map(chosen, order, kept) / layout.num_video**2)
+    return layout.density(_pairs_of_map(chosen, order, kept) / layout.num_video**2)
 
 
-def density_message(
-    backend: str,
-    component: str | None,
-    layout: SequenceLayout,
-    *,
-    asked: float,
-    kept: int,
-    num_blocks: int,
-) -> str | None:
-    """Return what to warn of where a sequence is too short for the density asked for, or None.
+def _pairs_of_map(
+    keep: torch.Tensor, order: TileOrder, counts: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return how many pairs of tokens a map of tiles keeps, the mean over batch and heads, [].
 
     Args:
-        backend: the method's name.
-        component: of a pipeline; None for a layer outside one.
-        layout: where the video lies.
-        asked: the share of blocks to keep.
-        kept: blocks that are kept.
-        num_blocks: blocks of the video.
+        keep: bool [B|1, H|1, N, N].
+        order: the tiles, of both sides.
+        counts: how many tiles every row keeps, [B|1, H|1, N], where that is known.
     """
-    density = layout.density(kept / num_blocks)
-    if density - asked < _FAR:
-        return None
-    reasons = []
-    if kept / num_blocks - asked >= _FAR / 2:
-        blocks = "1 block, which" if num_blocks == 1 else f"{num_blocks} blocks, of which {kept}"
-        verb = "is" if kept == 1 else "are"
-        reasons.append(f"the latent grid {layout.grid} has {blocks} {verb} kept")
-    text = layout.num_keys - layout.num_video
-    if text:
-        reasons.append(f"{text} of {layout.num_keys} tokens are text, which is never left out")
-    return (
-        f"{backend} of {component or 'a layer'} attends to {density:.0%} of the pairs, not "
-        f"to the {asked:.0%} that were asked for: {'; '.join(reasons)}"
-    )
+    lengths = order.lengths.to(keep.device, torch.float32)
+    if order.tiles[:2] == (1, 1):  # in one row only the last one is cut
+        missing = (order.largest - lengths[-1]) * keep[..., -1]
+        kept = order.largest * (keep.sum(-1) if counts is None else counts) - missing
+    else:
+        # Sums of lengths are whole numbers below 2^24, which are exact in fp32.
+        each, heads = keep[:, :1].numel(), keep.shape[1]
+        kept = by_heads(heads, each, _PAIRS_AT_ONCE, lambda some: keep[:, some].float() @ lengths)
+    return (kept.double() @ lengths.double()).mean()

@@ -1,8 +1,8 @@
-"""Which keys the queries of a sparse call attend to, told to whoever asks for it.
+"""Which keys the queries of a sparse call attend to, recorded where that is asked for.
 
 What a method keeps is known exactly where it decides: in the plan it gives to the block-sparse
-engine. While `told_pairs` is open, methods tell their plans as they attend by them; the tensors of
-plans are in an order of their own, and answers are in that of the sequence.
+engine. While `recorded_pairs` is open, executors record their plans as they attend by them; the
+tensors of plans are in an order of their own, and answers are in that of the sequence.
 
 Shapes: B batch, S tokens, H query heads, R rows, Q and K tokens of a plan, N blocks; a leading
 `B|1` or `H|1` is broadcast.
@@ -18,30 +18,14 @@ from typing import TypeAlias
 import torch
 
 from multimodal_gen.kernels.block_sparse.plan import WORD_BITS, BlockPlan, Blocks
-from multimodal_gen.kernels.tile_order.api import TileOrder
-
-__all__ = [
-    "LISTENER",
-    "OfRows",
-    "ToldPairs",
-    "bits_of",
-    "pairs_are_told",
-    "pairs_of_map",
-    "tell_pairs",
-    "tell_plan",
-    "told_pairs",
-]
-
-# Pairs of tiles that are weighed at a time: 128 MiB in fp32.
-_PAIRS_AT_ONCE = 2**25
 
 OfRows: TypeAlias = Callable[[torch.Tensor, slice], torch.Tensor]
-"""From rows, int64 [R], and a range of the heads that were told of, to the keys that are kept: bool
+"""From rows, int64 [R], and a range of the recorded heads, to the keys that are kept: bool
 [B|1, h|1, R, Sk] in the order of the sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ToldPairs:
+class KeptPairs:
     """What some heads of a call attend to.
 
     Attributes:
@@ -53,37 +37,34 @@ class ToldPairs:
     of_rows: OfRows
 
 
-LISTENER: ContextVar[list[ToldPairs] | None] = ContextVar("multimodal_gen_told_pairs", default=None)
-"""What `told_pairs` collects in; None where nobody asks."""
+LISTENER: ContextVar[list[KeptPairs] | None] = ContextVar(
+    "multimodal_gen_recorded_pairs", default=None
+)
+"""What `recorded_pairs` collects in; None where nothing is recorded."""
 
 
 @contextmanager
-def told_pairs() -> Iterator[list[ToldPairs]]:
-    """Collect what the sparse calls inside the block tell of the pairs that they keep.
+def recorded_pairs() -> Iterator[list[KeptPairs]]:
+    """Collect what the sparse calls inside the block keep.
 
-    What computes its plan elsewhere, as the authors' packages do, tells nothing.
+    Nothing is recorded of what computes its plan elsewhere, as the authors' packages do.
     """
-    told: list[ToldPairs] = []
-    token = LISTENER.set(told)
+    found: list[KeptPairs] = []
+    token = LISTENER.set(found)
     try:
-        yield told
+        yield found
     finally:
         LISTENER.reset(token)
 
 
-def pairs_are_told() -> bool:
-    """Whether somebody asks for what calls keep."""
-    return LISTENER.get() is not None
-
-
-def tell_pairs(heads: slice, of_rows: OfRows) -> None:
-    """Tell what some heads of the running call keep; see `ToldPairs`."""
+def record_pairs(heads: slice, of_rows: OfRows) -> None:
+    """Record what some heads of the running call keep; see `KeptPairs`."""
     listener = LISTENER.get()
     if listener is not None:
-        listener.append(ToldPairs(heads=heads, of_rows=of_rows))
+        listener.append(KeptPairs(heads=heads, of_rows=of_rows))
 
 
-def tell_plan(
+def record_plan(
     heads: slice,
     plan: BlockPlan,
     sizes: tuple[int, int],
@@ -91,7 +72,7 @@ def tell_plan(
     queries: torch.Tensor | None = None,
     keys: torch.Tensor | None = None,
 ) -> None:
-    """Tell the plan that some heads of the running call attend by.
+    """Record the plan that some heads of the running call attend by.
 
     Queries of the sequence that lie in no block of the plan attend to every key.
 
@@ -103,18 +84,17 @@ def tell_plan(
             they are the same.
         keys: the same of the keys, [K], [B, K] or [B|1, H|1, K].
     """
-    if pairs_are_told():
-        tell_pairs(heads, partial(_rows_of_plan, plan, sizes, _spelled(queries), _spelled(keys)))
+    if LISTENER.get() is not None:
+        record_pairs(heads, partial(_rows_of_plan, plan, sizes, _spelled(queries), _spelled(keys)))
 
 
 def _spelled(index: torch.Tensor | None) -> torch.Tensor | None:
     """Return an index as int64 [B|1, H|1, tokens]."""
     if index is None:
         return None
-    shape = (1, 1, -1) if index.dim() == 1 else (len(index), *index.shape[1:-1], index.shape[-1])
-    if index.dim() == 2:
-        shape = (len(index), 1, -1)
-    return index.reshape(shape).long()
+    while index.dim() < 3:
+        index = index.unsqueeze(-2)
+    return index.long()
 
 
 def _rows_of_plan(
@@ -184,29 +164,6 @@ def _kept_blocks(
     words, places = _broadcast(_of_heads(plan.row_bits, heads), places.clamp_min(0).unsqueeze(-1))
     words = words.gather(2, places.expand(*places.shape[:3], words.shape[3]))
     return kept & bits_of(words, num)
-
-
-def pairs_of_map(
-    keep: torch.Tensor, order: TileOrder, counts: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return how many pairs of tokens a map of tiles keeps, the mean over batch and heads, [].
-
-    Args:
-        keep: bool [B|1, H|1, N, N].
-        order: the tiles, of both sides.
-        counts: how many tiles every row keeps, [B|1, H|1, N], where that is known.
-    """
-    lengths = order.lengths.to(keep.device, torch.float32)
-    if order.tiles[:2] == (1, 1):  # in one row only the last one is cut
-        missing = (order.largest - lengths[-1]) * keep[..., -1]
-        kept = order.largest * (keep.sum(-1) if counts is None else counts) - missing
-    else:
-        at_once = max(1, _PAIRS_AT_ONCE // max(1, keep[:, :1].numel()))
-        # Sums of lengths are whole numbers below 2^24, which are exact in fp32.
-        starts = range(0, keep.shape[1], at_once)
-        parts = [keep[:, first : first + at_once].float() @ lengths for first in starts]
-        kept = torch.cat(parts, dim=1)
-    return (kept.double() @ lengths.double()).mean()
 
 
 def bits_of(words: torch.Tensor, num: int) -> torch.Tensor:

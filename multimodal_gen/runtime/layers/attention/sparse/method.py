@@ -13,7 +13,6 @@ from typing_extensions import override
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.skip import Skip
-from multimodal_gen.kernels.block_sparse.slots import CacheCut, KeptChunks, SeenTiles
 from multimodal_gen.kernels.engine import SelectedKernel, records_gradient
 from multimodal_gen.kernels.tile_order.api import tile_order
 from multimodal_gen.runtime.distributed.ring import RingInputs
@@ -21,6 +20,7 @@ from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
     AttentionImpl,
     Facts,
+    Limits,
 )
 from multimodal_gen.runtime.layers.attention.backends.engine import selected_kernel
 from multimodal_gen.runtime.layers.attention.config import (
@@ -30,7 +30,6 @@ from multimodal_gen.runtime.layers.attention.config import (
     varying,
 )
 from multimodal_gen.runtime.layers.attention.sparse.dense_above import DenseAbove
-from multimodal_gen.runtime.layers.attention.sparse.executors.cache import attend_cache
 from multimodal_gen.runtime.layers.attention.sparse.executors.local import (
     add_branch,
     attend_locally,
@@ -41,13 +40,12 @@ from multimodal_gen.runtime.layers.attention.sparse.executors.ring import (
 )
 from multimodal_gen.runtime.layers.attention.sparse.pattern import mean_share
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import whole_tiles_only
-from multimodal_gen.runtime.layers.attention.sparse.router import Densities, Router, SparseLayer
+from multimodal_gen.runtime.layers.attention.sparse.router import Router, SparseLayer
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SparseCall,
     fit_tile,
     layout_of,
 )
-from multimodal_gen.runtime.layers.attention.warn_once import warn_if_dense_run
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 
 __all__ = ["SparseBackend", "SparseMethodImpl"]
@@ -68,15 +66,50 @@ class SparseBackend(AttentionBackend):
     @classmethod
     def block_sizes(cls, config: BackendConfig | None) -> tuple[int, int]:
         """Return the tokens of a block of queries and of keys."""
-        given = config if isinstance(config, cls.config_cls) else cls.config_cls()
-        cut = cls.router().cut(given, _ANY_GRID)
+        cut = cls.router().cut(cls._given(config), _ANY_GRID)
         return math.prod(cut.tile), math.prod(cut.of_keys)
+
+    @classmethod
+    def limits(cls, config: BackendConfig | None = None) -> Limits:
+        """Return what the method cannot do, so configured, on the engine's kernels, and why."""
+        given = cls._given(config)
+        layer = SparseLayer(pools_tail=_pools_tail(given))
+        return _limits(cls.router(layer), given, layer.kernel)
+
+    @classmethod
+    def _given(cls, config: BackendConfig | None) -> SparseConfig:
+        """Return the parameters, the defaults where a method was chosen without any."""
+        return config if isinstance(config, cls.config_cls) else cls.config_cls()
 
     @classmethod
     def get_impl_cls(cls) -> type[AttentionImpl]:
         """Return what layers call."""
-        attributes = {"declaration": cls, "takes_projection": cls.router.takes_projection}
+        router = cls.router
+        takes = ["first_head", "continued"]
+        takes += ["projection"] if router.takes_projection else []
+        takes += ["gate"] if router.branch is not None else []
+        attributes = {"declaration": cls, "router_cls": router, "takes": tuple(takes)}
         return type("SparseMethodImpl", (SparseMethodImpl,), attributes)
+
+
+def _pools_tail(config: SparseConfig) -> bool:
+    return getattr(config, "tail", "none") == "pooled"
+
+
+def _limits(router: Router[Any], config: SparseConfig, kernel: SelectedKernel) -> Limits:
+    """Return what a method cannot do on a kernel, and why."""
+    own = router.limits(config)
+    ring, cache = own.ring, own.cache
+    if type(router).group is not Router.group:
+        ring = ring or "its groups are of all tokens of a head"
+        cache = cache or "its groups are of the keys of one call"
+    ring = ring or whole_tiles_only(kernel)
+    if kernel.name in router.upstream:
+        cache = cache or f"kernel {kernel.name} takes no lists of a cache"
+    if getattr(config, "skip_below", None) is not None:
+        ring = "skip_below compares the scores of a row over all keys in one pass"
+        cache = cache or "`skip_below` is for keys of one call"
+    return own._replace(ring=ring, cache=cache)
 
 
 class SparseMethodImpl(AttentionImpl):
@@ -84,20 +117,24 @@ class SparseMethodImpl(AttentionImpl):
 
     Attributes:
         declaration: the backend that it implements.
+        router_cls: the class of what chooses.
         config: the parameters; the defaults where a method was chosen without any.
         router: what chooses.
         layer: what routers and executors know of it.
+        observes: whether it looks at the calls of dense steps.
+        keeps_state: whether it keeps something from call to call, for a request.
     """
 
-    declaration: ClassVar[type[SparseBackend]]
-    per_head: ClassVar[bool] = True
+    declaration: ClassVar[type[AttentionBackend]]
+    router_cls: ClassVar[type[Router[Any]]]
+    is_sparse: ClassVar[bool] = True
     config: SparseConfig
     kernel: SelectedKernel
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         backend = self.declaration.backend
-        cls = self.declaration.config_cls
+        cls: Any = self.declaration.config_cls
         self.config = self.config if isinstance(self.config, cls) else cls()
         kernel = self.kernel = selected_kernel(self.variant, self.config)
         self.label = str(backend)
@@ -112,26 +149,16 @@ class SparseMethodImpl(AttentionImpl):
             head_size=self.head_size,
             scale=self.softmax_scale,
             kernel=kernel,
-            pools_tail=getattr(self.config, "tail", "none") == "pooled",
+            pools_tail=_pools_tail(self.config),
             site=self.site,
             warnings=self.warnings,
-            densities=Densities(),
             dense_above=self._dense_above,
         )
-        self.router: Router[Any] = self.declaration.router(self.layer)
+        self.router: Router[Any] = self.router_cls(self.layer)
         self.router.prepare(self.config)
-        limits = self.router.limits(self.config)
-        self.trains_in_ring = limits.ring_gradients is None  # type: ignore[misc]
-        self.gated = self.router.branch is not None
-        self.lacks = frozenset(
-            name
-            for name, has in (
-                ("add_coarse", self.gated),
-                ("observe", self.router.observes(self.config)),
-                ("end_request", self.router.keeps_state),
-            )
-            if not has
-        )
+        self.limits = _limits(self.router, self.config, kernel)
+        self.observes = self.router.observes(self.config)
+        self.keeps_state = self.observes or self.router.keeps_state
 
     def settings(self, context: ForwardContext | None) -> Any:
         """Return the parameters of the running step: those that change over the steps are numbers.
@@ -148,9 +175,12 @@ class SparseMethodImpl(AttentionImpl):
     def check_run(self, context: ForwardContext) -> None:
         """Refuse a run that the parameters do not fit; warn if no step is sparse."""
         steps, sigmas = context.num_steps, context.sigmas
-        warn_if_dense_run(self.config, self.declaration.backend, steps, self.warnings, sigmas)
+        reason = self.config.never_sparse("steps", steps, sigmas)
+        if reason is not None:
+            self.warnings.warn(f"{self.declaration.backend} {reason}")
         self.router.check_run(self.config, context)
 
+    @override
     def forward(
         self,
         query: torch.Tensor,
@@ -164,7 +194,7 @@ class SparseMethodImpl(AttentionImpl):
         continued: bool = False,
         projection: nn.Linear | None = None,
     ) -> torch.Tensor:
-        """See `AttentionImpl.forward` and `per_head`; the mask is [B, 1, 1, Sk], and bool.
+        """Return the method's attention, [B, S, H, D]; the mask is [B, 1, 1, Sk], and bool.
 
         Raises:
             UsageError: the latent grid is unknown or does not fit the sequence.
@@ -179,6 +209,10 @@ class SparseMethodImpl(AttentionImpl):
         call = self._call(query, key, value, context, keep=keep, gate=gate, first_head=first_head)
         call = call if projection is None else replace(call, projection=projection)
         assert context is not None, "a layout needs a context"
+        return self.attend(call, context)
+
+    def attend(self, call: SparseCall, context: ForwardContext) -> torch.Tensor:
+        """Return the method's attention, [B, Sq, H, D]."""
         return attend_locally(self.router, self.settings(context), call, context)
 
     def _call(
@@ -236,7 +270,17 @@ class SparseMethodImpl(AttentionImpl):
         context: ForwardContext | None,
         first_head: int = 0,
     ) -> str | None:
-        """See `AttentionImpl.dense_reason`; the method's own rule goes first."""
+        """Return why a call is to be dense, or None; asked before every call.
+
+        Because its parameters say so, or because that is faster, which is no reason where gradients
+        are recorded. Does not wait for the device.
+
+        Args:
+            query: [B, Sq, H, D].
+            key: [B, Sk, Hkv, D].
+            context: the running denoiser call.
+            first_head: index of the first of `query`'s heads among those of the layer.
+        """
         grid = None if context is None else context.latent_grid
         frames = None if grid is None else grid[0]
         own = self.router.dense_reason(self.config, query.shape[1], frames)
@@ -278,14 +322,9 @@ class SparseMethodImpl(AttentionImpl):
 
     @override
     def facts(self) -> Facts:
-        return Facts(self.layer.densities.by_step(), self._share_skipped())
-
-    def _share_skipped(self) -> float | None:
-        """Return the share of a kernel's steps that `skip_below` left out; waits for the device."""
-        if self._skip is None or self._skip.counts is None:
-            return None
-        skipped, steps = self._skip.counts.tolist()
-        return float(skipped) / steps if steps else None
+        counts = None if self._skip is None else self._skip.counts
+        skipped, steps = (0, 0) if counts is None else counts.tolist()
+        return Facts(self.layer.densities.by_step(), float(skipped) / steps if steps else None)
 
     def observe(
         self,
@@ -294,7 +333,8 @@ class SparseMethodImpl(AttentionImpl):
         context: ForwardContext | None,
         attn_mask: torch.Tensor | None,
     ) -> None:
-        """See `AttentionImpl.observe`; what is kept for a request is for its later steps alone."""
+        """Look at a call of an earlier, dense step, with the mask as the layer was given it."""
+        # What is kept for a request is for its later steps alone.
         if context is not None and (context.request_id is None or context.is_last_step):
             return
         video = layout_of(query.shape[1], key.shape[1], context, self.label).video
@@ -308,81 +348,42 @@ class SparseMethodImpl(AttentionImpl):
             self.router.group(self.config, query[:, video], key[:, video], keep, context)
 
     def end_request(self, request_id: str) -> None:
-        """See `AttentionImpl.end_request`."""
+        """Drop what is kept for a request that is over; others may still run.
+
+        What keeps tensors for a request drops them by itself in the last step of one whose number
+        of steps is known, if the request gets there on this layer.
+        """
         self.router.end_request(request_id)
 
-    def forward_gated(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        gate: torch.Tensor,
-        context: ForwardContext | None = None,
-        *,
-        first_head: int = 0,
-    ) -> torch.Tensor:
-        """See `AttentionImpl.forward_gated`."""
-        return self.forward(query, key, value, context, gate=gate, first_head=first_head)
-
-    def add_coarse(
+    def add_branch(
         self,
         out: torch.Tensor,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         gate: torch.Tensor,
-        context: ForwardContext | None = None,
+        context: ForwardContext | None,
     ) -> torch.Tensor:
-        """See `AttentionImpl.add_coarse`."""
+        """Return `out`, [B, S, H, D], plus `gate` times the coarse branch; may change `out`.
+
+        Dense steps of the method's schedule are its sparse ones at sparsity 0: they keep it.
+        """
         call = self._call(query, key, value, context, gate=gate)
         return add_branch(self.router, self.config, out, call)
 
-    def ulysses_reason(self) -> str | None:
-        """See `AttentionImpl.ulysses_reason`."""
-        return self.router.limits(self.config).ulysses
+    def forward_ring(self, inputs: RingInputs, context: ForwardContext | None) -> torch.Tensor:
+        """Return attention of this rank's queries over the keys of all ranks, who all call it.
 
-    def ring_reason(self) -> str | None:
-        """See `AttentionImpl.ring_reason`."""
-        if getattr(self.config, "skip_below", None) is not None:
-            return "skip_below compares the scores of a row over all keys in one pass"
-        reason = self.router.limits(self.config).ring
-        reason = reason or self.router.cut(self.config, _ANY_GRID).ring_reason
-        return reason or whole_tiles_only(self.kernel)
-
-    def forward_ring(
-        self, inputs: RingInputs, context: ForwardContext | None = None
-    ) -> torch.Tensor:
-        """See `AttentionImpl.forward_ring`."""
+        Returns:
+            [B, prefix + S + suffix, H, D], the gate's branch included.
+        """
         self.kernel.begin_call()
         trained = inputs.projection if self.router.takes_projection else None
         return attend_ring(self.router, self.settings(context), inputs, context, trained)
 
-    def add_coarse_ring(
-        self, out: torch.Tensor, inputs: RingInputs, context: ForwardContext | None = None
+    def add_branch_in_ring(
+        self, out: torch.Tensor, inputs: RingInputs, context: ForwardContext | None
     ) -> torch.Tensor:
-        """See `AttentionImpl.add_coarse_ring`."""
+        """Do as `add_branch` in a ring."""
         self.kernel.begin_call()
         return add_branch_in_ring(self.router, self.config, out, inputs, context)
-
-    def cut_of_cache(self, kept: KeptChunks, context: ForwardContext | None) -> CacheCut | str:
-        """See `AttentionImpl.cut_of_cache`."""
-        cut = self.router.limits(self.config).cache or self.router.cut_of_cache(
-            self.config, kept, None if context is None else context.latent_grid
-        )
-        if isinstance(cut, CacheCut) and self.kernel.name in self.router.upstream:
-            return f"kernel {self.kernel.name} takes no lists of a cache"
-        if isinstance(cut, CacheCut) and getattr(self.config, "skip_below", None) is not None:
-            return "`skip_below` is for keys of one call"
-        return cut
-
-    def forward_tiles(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        tiles: SeenTiles,
-        context: ForwardContext | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `AttentionImpl.forward_tiles`."""
-        self.kernel.begin_call()
-        return attend_cache(self.router, self.settings(context), query, key, value, tiles, context)

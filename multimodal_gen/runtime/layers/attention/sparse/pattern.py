@@ -1,7 +1,7 @@
 """Patterns: which blocks each block keeps, known before a call, and what plans become of them.
 
 Ranks of a ring know every other rank's part of a pattern without a word, so what a rank needs of
-all others, its halo, comes in one exchange, beside attention to its own keys.
+all others, its halo, comes in one exchange, during attention to its own keys.
 
 Shapes: N blocks of the video, K blocks that a row keeps at most, n blocks of a shard, H heads.
 """
@@ -16,19 +16,8 @@ import torch.nn.functional as F
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.static_cache import static_cache
 from multimodal_gen.kernels.tile_order.api import TileOrder
-from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import Halo, Shard, shard_lists
-from multimodal_gen.runtime.layers.attention.sparse.tiles import TiledSequence
-
-__all__ = [
-    "Pattern",
-    "Patterns",
-    "halo_of",
-    "mean_share",
-    "pattern_plan",
-    "shard_map",
-    "shard_plan",
-    "share_of",
-]
+from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import Halo, shard_lists
+from multimodal_gen.runtime.layers.attention.sparse.tiles import Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,48 +71,9 @@ def mean_share(patterns: Patterns, order: TileOrder) -> float:
     return sum(share_of(pattern, order) for pattern in patterns) / len(patterns)
 
 
-def _heads_of(patterns: Patterns) -> tuple[Patterns, torch.Tensor | None]:
-    """Return the distinct patterns, and which of them every head has; None where it is one."""
-    distinct = tuple(dict.fromkeys(patterns))
-    if len(distinct) == 1:
-        return distinct, None
-    numbers = {pattern: i for i, pattern in enumerate(distinct)}
-    return distinct, torch.tensor([numbers[pattern] for pattern in patterns])
-
-
-# Few heads share a pass, so there are few combinations of patterns.
-@static_cache(maxsize=128)
-def pattern_plan(patterns: Patterns, queries: TiledSequence, keys: TiledSequence) -> BlockPlan:
-    """Return the plan of a call in one process, all text behind the lists; cached."""
-    text, device = keys.num_text_blocks, queries.index.device
-    distinct, heads = _heads_of(patterns)
-    room = max(pattern.indices.shape[1] for pattern in distinct) + text
-    # Not as inference tensors: the first caller must not decide what later ones may do with them.
-    with torch.inference_mode(False), torch.device("cpu"):
-        counts = torch.stack([pattern.counts for pattern in distinct])
-        indices = torch.zeros(*counts.shape, room + 1, dtype=torch.int32)
-        for i, pattern in enumerate(distinct):
-            indices[i, :, : pattern.indices.shape[1]] = pattern.indices % len(pattern.counts)
-        places = counts[..., None].long() + torch.arange(text)
-        behind = torch.arange(keys.num_tiles, keys.blocks.num, dtype=torch.int32)
-        indices.scatter_(2, places, behind.expand(places.shape))
-        indices, counts = indices[..., :room], counts + text
-        uniform = bool((counts == counts[0, 0]).all())
-        if heads is not None:
-            indices, counts = indices[heads], counts[heads]
-        plan = BlockPlan(
-            indices=indices[None].to(device),
-            counts=counts[None].to(device),
-            q=queries.blocks,
-            kv=keys.blocks,
-            uniform=uniform,
-        )
-        return plan.longest_first()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _ShardLists:
-    """Which blocks of a shard's keys every block of another's queries keeps, for one pattern.
+    """Which blocks of a shard's keys every block of another's queries keeps; on the CPU.
 
     Attributes:
         indices: int32 [1, 1, n, K].
@@ -141,16 +91,15 @@ class _ShardLists:
 # A plan is made of lists that few patterns share, so that heads may be combined in any way.
 @static_cache(maxsize=128)
 def shard_plan(patterns: Patterns, mine: Shard, theirs: Shard) -> BlockPlan | None:
-    """Return what the queries of one shard keep of the keys of another.
+    """Return what the queries of one shard keep of the keys of another, all text behind the lists.
 
     Args:
         patterns: of the heads.
-        mine: the queries; there is a video token among them.
-        theirs: the keys.
+        mine: the queries; there is a video token among them. In one process, all of the video.
+        theirs: the keys; the same.
 
     Returns:
-        The plan, or None where no query keeps a key. The last 128 are cached; only making the
-        lists of a pattern that is new to the shards waits for the device.
+        The plan, or None where no query keeps a key; cached. Making a new one waits for the device.
     """
     distinct = {pattern: _lists_of(pattern, mine, theirs) for pattern in patterns}
     return _plan_of([distinct[pattern] for pattern in patterns], mine, theirs.keys.blocks)
@@ -170,11 +119,12 @@ def _plan_of(heads: Sequence[_ShardLists], mine: Shard, keys: Blocks) -> BlockPl
     if not most:
         return None
     assert mine.queries is not None, "callers know"
+    # Not as inference tensors: the first caller must not decide what later ones may do with them.
     with torch.inference_mode(False):
         padded = [F.pad(held.indices, (0, room - held.indices.shape[3])) for held in heads]
         plan = BlockPlan(
-            indices=torch.cat(padded, dim=1),
-            counts=torch.cat([held.counts for held in heads], dim=1),
+            indices=torch.cat(padded, dim=1).to(mine.tiles.device),
+            counts=torch.cat([held.counts for held in heads], dim=1).to(mine.tiles.device),
             q=mine.queries,
             kv=keys,
             uniform=all(held.least == most for held in heads),
@@ -186,23 +136,21 @@ def _plan_of(heads: Sequence[_ShardLists], mine: Shard, keys: Blocks) -> BlockPl
 def shard_map(patterns: Patterns, mine: Shard) -> torch.Tensor:
     """Return which blocks of the video the queries of a shard keep: bool [1, H|1, n, N]; cached."""
     with torch.inference_mode(False):
-        device, rows = mine.tiles.device, mine.tiles.cpu()
-        distinct, heads = _heads_of(patterns)
-        maps = torch.stack([pattern.as_map()[rows] for pattern in distinct])
-        return (maps if heads is None else maps[heads]).unsqueeze(0).to(device)
+        rows, heads = mine.tiles.cpu(), patterns if len(set(patterns)) > 1 else patterns[:1]
+        maps = torch.stack([pattern.as_map()[rows] for pattern in heads])
+        return maps.unsqueeze(0).to(mine.tiles.device)
 
 
 @lru_cache(maxsize=1024)
 def _lists_of(pattern: Pattern, mine: Shard, theirs: Shard) -> _ShardLists:
     """Return which blocks of one shard's keys the queries of another keep."""
-    with torch.inference_mode(False):
-        rows = pattern.indices[mine.tiles.cpu()].to(mine.tiles.device)
-        held = replace(theirs, block_of=F.pad(theirs.block_of, (0, 1), value=-1))
-        return _bounded(*shard_lists(rows[None, None], held))
+    with torch.inference_mode(False), torch.device("cpu"):
+        held = replace(theirs, block_of=F.pad(theirs.block_of.cpu(), (0, 1), value=-1))
+        return _bounded(*shard_lists(pattern.indices[mine.tiles.cpu()][None, None], held))
 
 
 def _bounded(indices: torch.Tensor, counts: torch.Tensor) -> _ShardLists:
-    """Return lists without the room that none of them needs; waits for the device."""
+    """Return lists without the room that none of them needs."""
     least, most = (int(bound) for bound in counts.aminmax())
     return _ShardLists(indices=indices[..., : max(most, 1)], counts=counts, least=least, most=most)
 
@@ -261,16 +209,19 @@ def _halo_plan(
     patterns: Patterns, shards: list[Shard], me: int, needs: list[torch.Tensor]
 ) -> BlockPlan | None:
     """Return what this rank's queries keep of the blocks that come in, rank by rank."""
-    mine, device = shards[me], shards[me].tiles.device
+    mine = shards[me]
     lengths = torch.cat(
-        [shard.lengths[need.to(device)] for shard, need in zip(shards, needs, strict=True)]
+        [
+            shard.lengths[need.to(mine.tiles.device)]
+            for shard, need in zip(shards, needs, strict=True)
+        ]
     )
     if not len(lengths):
         return None
     with torch.inference_mode(False):
         numbers, first = [], 0
         for need in needs:
-            numbers.append((need.cumsum(0) - 1 + first).int().to(device))
+            numbers.append((need.cumsum(0) - 1 + first).int())
             first += int(need.sum())
         others = [i for i in range(len(shards)) if i != me]
         lists = {

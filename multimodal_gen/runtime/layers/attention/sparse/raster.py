@@ -15,8 +15,6 @@ from multimodal_gen.kernels.static_cache import static_cache
 from multimodal_gen.kernels.tile_order.api import TileOrder, tile_order
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout
 
-__all__ = ["RasterBlocks", "raster_blocks"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RasterBlocks:
@@ -26,8 +24,6 @@ class RasterBlocks:
         queries: blocks of video queries; text queries lie in none.
         keys: blocks of video keys, then of text keys.
         num_video: how many blocks of keys are the video's.
-        starts: int32 [Nq], as `queries` has them, whatever its form.
-        lengths: int32 [Nq].
         order: int32 [Sk], the keys block by block.
         ordered: the blocks of keys in this order.
         tiles: the blocks of queries, as tiles of a video that is one row.
@@ -36,8 +32,6 @@ class RasterBlocks:
     queries: Blocks
     keys: Blocks
     num_video: int
-    starts: torch.Tensor
-    lengths: torch.Tensor
     order: torch.Tensor
     ordered: Blocks
     tiles: TileOrder
@@ -82,8 +76,6 @@ def raster_blocks(
         queries=queries,
         keys=keys,
         num_video=-(-length // kv_size),
-        starts=starts,
-        lengths=lengths,
         order=order,
         ordered=Blocks.ragged(ordered_starts, kv_lengths, total=layout.num_keys, size=kv_size),
         tiles=tile_order((1, 1, length), (1, 1, min(q_size, length)), device),

@@ -9,16 +9,18 @@ Shapes: B batch, S tokens of a shard, H heads, D head size, N tiles of the grid,
 tokens in a shard.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
-from multimodal_gen.kernels.block_sparse.tail import PooledBlocks, add_tail
+from multimodal_gen.kernels.block_sparse.tail import PooledBlocks, add_tail, plan_of_map
 from multimodal_gen.kernels.engine import (
     AUTO,
     BLOCK_SPARSE,
@@ -26,14 +28,12 @@ from multimodal_gen.kernels.engine import (
     SelectedKernel,
     records_gradient,
 )
+from multimodal_gen.kernels.select.api import pool_tiles
 from multimodal_gen.kernels.static_cache import static_cache
 from multimodal_gen.kernels.tile_order.api import (
-    TileOrder,
     gather_tokens,
     scatter_tokens,
-    tile_order,
 )
-from multimodal_gen.kernels.tile_pool.api import pool_tiles
 from multimodal_gen.runtime.distributed.collectives import (
     ExchangeRowsWork,
     all_gather_tokens,
@@ -53,62 +53,19 @@ from multimodal_gen.runtime.layers.attention.backends.common import attend_to_no
 from multimodal_gen.runtime.layers.attention.masks import zero_masked_rows
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SequenceLayout,
-    TiledSequence,
+    Shard,
+    count_kept,
     kept_first,
     layout_of,
+    shard_of,
 )
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
-
-__all__ = [
-    "AttendPlan",
-    "AttendShard",
-    "Halo",
-    "PlanOf",
-    "RingTail",
-    "Shard",
-    "attend_ring_tiles",
-    "own_queries",
-    "plans_of_lists",
-    "pool_over_ring",
-    "ring_layout",
-    "ring_plans",
-    "shard_lists",
-    "shards_of",
-    "text_shard",
-    "whole_shards",
-    "whole_tiles_only",
-]
 
 _Grid = tuple[int, int, int]
 
 # Rows and keys of a block where everything is attended to: what the engine is fastest with.
 _DENSE_BLOCK = 384
 _DENSE_ROWS = (64, 128, _DENSE_BLOCK)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Shard:
-    """The tokens of one rank in tiles; shared between callers, not to be written to.
-
-    Attributes:
-        keys: the video tokens tile by tile, then text; its index counts from the first token.
-        queries: blocks of the video tokens alone; None where there are none.
-        num_video: how many tokens are of the video; the first ones of `keys`.
-        tiles: int64 [n], the tiles that have tokens here, in increasing order.
-        starts: int32 [n], where their tokens start in `keys`.
-        lengths: int32 [n], how many there are.
-        block_of: int32 [N], the block that holds tokens of a tile, -1 for none.
-        in_order: whether tokens lie in the order of the sequence.
-    """
-
-    keys: TiledSequence
-    queries: Blocks | None
-    num_video: int
-    tiles: torch.Tensor
-    starts: torch.Tensor
-    lengths: torch.Tensor
-    block_of: torch.Tensor
-    in_order: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -128,8 +85,7 @@ class Halo:
     plan: BlockPlan | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RingTail:
+class RingTail(NamedTuple):
     """What a rank's queries see of the tiles that they do not keep.
 
     It joins the softmax together with the rank's own keys, once.
@@ -137,12 +93,51 @@ class RingTail:
     Attributes:
         pooled: the means of all tiles of the grid.
         kept: bool [B|1, H|1, n, N], which of them each of the rank's tiles keeps.
-        scale: factor of the scores.
     """
 
     pooled: PooledBlocks
     kept: torch.Tensor
-    scale: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ShardKeys:
+    """The keys of a shard as they travel: masked ones behind the others of their block.
+
+    Attributes:
+        shard: the shard.
+        blocks: what its blocks hold of kept keys.
+        index: the order the keys travel in, int32 [S] or [B, S].
+        keep: bool [B, S], or None.
+        is_own: whether it is the shard of the rank that attends.
+    """
+
+    shard: Shard
+    blocks: Blocks
+    index: torch.Tensor
+    keep: torch.Tensor | None
+    is_own: bool
+
+    @classmethod
+    def of(cls, shard: Shard, keep: torch.Tensor | None, *, is_own: bool = False) -> "ShardKeys":
+        """Return the keys of a shard of which some may be masked."""
+        index, blocks = shard.keys.index, shard.keys.blocks
+        if keep is not None:
+            index, blocks = kept_first(index, blocks, keep)
+        return cls(shard=shard, blocks=blocks, index=index, keep=keep, is_own=is_own)
+
+    def ordered(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the shard's keys and values as they travel."""
+        if self.keep is not None:
+            # Kernels read masked rows with others, and a weight of zero times NaN is NaN.
+            key, value = (zero_masked_rows(x, self.keep) for x in (key, value))
+        elif self.shard.keys.in_order:
+            return key, value
+        key, value = gather_tokens((key, value), self.index)
+        return key, value
+
+    def kept(self, plan: BlockPlan) -> BlockPlan:
+        """Return a plan over the shard's keys without those that are masked."""
+        return plan if self.keep is None else replace(plan, kv=self.blocks)
 
 
 PlanOf = Callable[[Shard], BlockPlan | None]
@@ -155,10 +150,9 @@ AttendPlan = Callable[
 """Computes q, k, v and a plan to the output and its log-sum-exp."""
 
 AttendShard = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, Shard, Blocks], tuple[torch.Tensor, torch.Tensor]
+    [torch.Tensor, torch.Tensor, torch.Tensor, ShardKeys], tuple[torch.Tensor, torch.Tensor]
 ]
-"""Computes a rank's video queries, which choose for themselves, over the keys and values of a shard
-as they travel, with what its blocks hold of kept keys, to the output and its log-sum-exp."""
+"""Computes a rank's video queries over the keys and values of a shard as they travel."""
 
 
 def ring_layout(inputs: RingInputs, context: ForwardContext | None, backend: str) -> SequenceLayout:
@@ -204,6 +198,7 @@ def shards_of(
     device: torch.device,
     *,
     cells: int = 1,
+    one_rest: bool = False,
 ) -> tuple[Shard | None, ...]:
     """Return what every rank of a ring holds; None for those without tokens.
 
@@ -213,10 +208,11 @@ def shards_of(
         tile: tokens per tile along (time, height, width).
         device: where the tensors lie.
         cells: pieces of every tile, which then are the tiles; see `pool_cells`.
+        one_rest: whether what is not of the video is one block of each shard.
     """
     stops = [call.prefix + sum(call.lengths[: i + 1]) for i in range(len(call.lengths))]
     return tuple(
-        _shard(layout.grid, layout.start, stop - length, stop, tile, device, cells)
+        shard_of(layout.grid, layout.start, stop - length, stop, tile, device, cells, one_rest)
         if length
         else None
         for length, stop in zip(call.lengths, stops, strict=True)
@@ -230,86 +226,7 @@ def whole_shards(call: RingCall, device: torch.device) -> tuple[Shard | None, ..
 
 def text_shard(length: int, device: torch.device, size: int = _DENSE_BLOCK) -> Shard:
     """Return tokens without video, which everything attends to, in blocks of `size`."""
-    return _shard((1, 1, 1), length, 0, length, (1, 1, size), device)
-
-
-@static_cache(maxsize=256)
-def _shard(
-    grid: _Grid,
-    video_start: int,
-    first: int,
-    stop: int,
-    tile: _Grid,
-    device: torch.device,
-    cells: int = 1,
-) -> Shard:
-    """Return the tokens [first, stop) of a sequence whose video starts at `video_start`."""
-    order = _in_cells(tile_order(grid, tile, "cpu"), cells)
-    # Made on the CPU: a copy is waited for, so that any stream may read what is cached.
-    with torch.inference_mode(False), torch.device("cpu"):
-        here = order.order + (video_start - first)  # counted from the shard's first token
-        inside = (here >= 0) & (here < stop - first)
-        video = here[inside]
-        tile_of = torch.repeat_interleave(torch.arange(len(order.starts)), order.lengths)
-        counts = torch.bincount(tile_of[inside], minlength=len(order.starts))
-        tiles = counts.nonzero().flatten()
-        block_of = torch.full_like(counts, -1).index_copy_(0, tiles, torch.arange(len(tiles)))
-        is_text = torch.ones(stop - first, dtype=torch.bool).index_fill_(0, video.long(), False)
-        index = torch.cat((video, is_text.nonzero().flatten()))
-        lengths = counts[tiles]
-        starts = lengths.cumsum(0) - lengths
-        pieces = torch.arange(len(video), stop - first, order.largest)
-        rest = (stop - first - pieces).clamp_max(order.largest)
-        bounds = [torch.cat(pair) for pair in ((starts, pieces), (lengths, rest))]
-        moved = [x.to(device, torch.int32) for x in (index, *bounds, block_of)]
-        in_order = bool((index == torch.arange(len(index))).all())
-        present = tiles.to(device)
-    uniform = bool((lengths == order.largest).all())
-    keys = TiledSequence(
-        order=_in_cells(tile_order(grid, tile, device), cells),
-        index=moved[0],
-        blocks=_blocks(moved[1], moved[2], stop - first, order.largest, uniform=uniform),
-        num_tiles=len(tiles),
-        in_order=in_order,
-    )
-    starts, lengths = (bound[: len(tiles)] for bound in moved[1:3])
-    queries = None
-    if len(video):
-        queries = _blocks(starts, lengths, len(video), order.largest, uniform=uniform)
-    return Shard(
-        keys=keys,
-        queries=queries,
-        num_video=len(video),
-        tiles=present,
-        starts=starts,
-        lengths=lengths,
-        block_of=moved[3],
-        in_order=in_order,
-    )
-
-
-def _in_cells(order: TileOrder, cells: int) -> TileOrder:
-    """Return the same order in pieces of tiles, of which some may be empty."""
-    if cells == 1:
-        return order
-    width = -(-order.largest // cells)
-    offsets = torch.arange(cells, dtype=torch.int32, device=order.starts.device) * width
-    return replace(
-        order,
-        starts=(order.starts[:, None] + offsets).flatten(),
-        lengths=(order.lengths[:, None] - offsets).clamp(0, width).flatten(),
-        largest=width,
-        uniform=False,
-    )
-
-
-def _blocks(
-    starts: torch.Tensor, lengths: torch.Tensor, total: int, size: int, *, uniform: bool
-) -> Blocks:
-    """Return blocks without gaps, of which all but the last are of one size where `uniform`."""
-    if uniform:
-        return Blocks.regular(total, size)
-    return Blocks.ragged(starts, lengths, total=total, size=size)
+    return shard_of((1, 1, 1), length, 0, length, (1, 1, size), device, 1, False)
 
 
 def shard_lists(indices: torch.Tensor, shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:
@@ -340,44 +257,40 @@ def shard_lists(indices: torch.Tensor, shard: Shard) -> tuple[torch.Tensor, torc
     return lists[..., :room], (counts.squeeze(-1) + text).int()
 
 
-def ring_plans(mine: Shard | None, select: Callable[[torch.Tensor], torch.Tensor]) -> PlanOf:
-    """Return what gives the plans of a shard's queries.
+def plan_of_lists(lists: torch.Tensor, queries: Blocks, theirs: Shard) -> BlockPlan:
+    """Return the plan of a rank's queries over a shard's keys.
 
-    Tiles are selected once, among those of the grid; a plan has those of them that its keys hold.
+    Args:
+        lists: int32 [B|1, H|1, n or 1, K], tiles of the grid, increasing along every row.
+        queries: the rank's blocks.
+        theirs: the keys.
+    """
+    indices, counts = shard_lists(lists, theirs)
+    rows = (*indices.shape[:2], queries.num)
+    return BlockPlan(
+        indices=indices.expand(*rows, -1),
+        counts=counts.expand(rows),
+        q=queries,
+        kv=theirs.keys.blocks,
+    )
+
+
+def plan_of_rows(kept: torch.Tensor, queries: Blocks, theirs: Shard) -> BlockPlan:
+    """Return the plan of a rank's queries over a shard's keys, by a map, bool [B|1, H|1, n, N]."""
+    held = F.pad(kept[..., theirs.tiles], (0, theirs.keys.num_text_blocks), value=True)
+    return plan_of_map(held, queries, theirs.keys.blocks, theirs.keys.num_tiles)
+
+
+def ring_plans(mine: Shard | None, select: Callable[[torch.Tensor], torch.Tensor]) -> PlanOf:
+    """Return what gives the plans of a shard's queries; for methods that attend themselves.
 
     Args:
         mine: the queries.
-        select: gives what some of the tiles, int64 [n], keep: int32 [B|1, H|1, n or 1, K], tiles of
-            the grid, increasing along every row.
+        select: gives what some of the tiles, int64 [n], keep; see `plan_of_lists`.
     """
     if mine is None or mine.queries is None:
         return lambda _: None
-    return plans_of_lists(mine, select(mine.tiles))
-
-
-def plans_of_lists(mine: Shard | None, selected: torch.Tensor | None) -> PlanOf:
-    """Return what gives the plans of a shard's queries; see `ring_plans`.
-
-    Args:
-        mine: the queries.
-        selected: int32 [B|1, H|1, n or 1, K], tiles of the grid, increasing along every row; None
-            where there are no queries of the video.
-    """
-    if mine is None or mine.queries is None or selected is None:
-        return lambda _: None
-    lists, blocks = selected, mine.queries
-
-    def plan_of(theirs: Shard) -> BlockPlan:
-        indices, counts = shard_lists(lists, theirs)
-        rows = (*indices.shape[:2], blocks.num)
-        return BlockPlan(
-            indices=indices.expand(*rows, -1),
-            counts=counts.expand(rows),
-            q=blocks,
-            kv=theirs.keys.blocks,
-        )
-
-    return plan_of
+    return partial(plan_of_lists, select(mine.tiles), mine.queries)
 
 
 def whole_tiles_only(kernel: SelectedKernel) -> str | None:
@@ -469,16 +382,14 @@ def _own(
 
 def _counts(shard: Shard, keep: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """Return how many tokens of a shard's tiles count, [1 or B, n]."""
-    if keep is None:
-        return shard.lengths.to(dtype).unsqueeze(0)
-    (share,) = pool_tiles(
-        (keep[..., None, None].to(dtype),),
-        shard.starts,
-        shard.lengths,
-        size=shard.keys.order.largest,
-        index=shard.keys.index,
-    )
-    return (share[:, 0, :, 0] * shard.lengths).round()
+    bounds, size, index = (shard.starts, shard.lengths), shard.keys.order.largest, shard.keys.index
+    return count_kept(keep, *bounds, size=size, index=index, dtype=dtype).to(dtype)
+
+
+def sum_over_ring(own: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return the sum of what every rank has, tensors of one shape; the same on all of them."""
+    sizes = [own.numel()] * group.size
+    return all_gather_tokens(own.flatten(), sizes, group).view(-1, *own.shape).sum(0)
 
 
 def attend_ring_tiles(
@@ -489,71 +400,103 @@ def attend_ring_tiles(
     scale: float,
     kernel: KernelChoice = AUTO,
     queries: Shard | None = None,
-    attend: AttendPlan | None = None,
-    by_rows: AttendShard | None = None,
+    engine: AttendPlan | None = None,
     halo: Halo | None = None,
     tail: RingTail | None = None,
 ) -> torch.Tensor:
-    """Attend by a plan of tiles: into tile order, once round the ring, and back.
+    """Attend by a plan of tiles; see `attend_ring_shards`.
+
+    Args:
+        inputs: what this rank holds.
+        shards: the tokens of every rank.
+        plan_of: see `PlanOf`.
+        scale: factor of the scores.
+        kernel: what the block-sparse engine is to run.
+        queries: see `attend_ring_shards`.
+        engine: what computes the plans, where that is not the block-sparse engine.
+        halo: see `attend_ring_shards`.
+        tail: what queries of the video see of tiles that they do not keep; None for nothing.
+    """
+    mine = queries or shards[inputs.call.group.index]
+    sparse = engine or partial(_block_sparse, scale=scale, kernel=kernel)
+
+    def by_plan(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, theirs: ShardKeys
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        plan = plan_of(theirs.shard)
+        if plan is None:
+            found = attend_to_nothing(query, value)
+        else:
+            found = sparse(query, key, value, theirs.kept(plan))
+        if tail is None or not theirs.is_own:
+            return found
+        assert mine is not None, "there are queries"
+        assert mine.queries is not None, "they are of the video"
+        kept, blocks = tail.kept.expand(-1, -1, mine.queries.num, -1), mine.queries
+        return add_tail(*found, query, tail.pooled, kept, blocks, scale=scale, kernel=kernel)
+
+    return attend_ring_shards(
+        inputs, shards, by_plan, scale=scale, kernel=kernel, queries=queries, halo=halo
+    )
+
+
+def attend_ring_shards(
+    inputs: RingInputs,
+    shards: Sequence[Shard | None],
+    attend: AttendShard | None,
+    *,
+    scale: float,
+    kernel: KernelChoice = AUTO,
+    queries: Shard | None = None,
+    halo: Halo | None = None,
+) -> torch.Tensor:
+    """Attend to the shards of all ranks: into tile order, once round the ring, and back.
 
     Args:
         inputs: what this rank holds.
         shards: the tokens of every rank, from `shards_of` or `whole_shards`.
-        plan_of: see `PlanOf`. Queries that are not of the video attend to every key.
+        attend: computes this rank's queries of the video; None where no rank has any. Others
+            attend to every key.
         scale: factor of the scores.
         kernel: what the block-sparse engine is to run.
         queries: this rank's tokens in the tiles of queries, where those of keys are others.
-        attend: what computes the plans, where that is not the block-sparse engine.
-        by_rows: what computes queries of the video instead, where they have no plans.
         halo: which keys ranks send each other instead of passing all of them round, where the
             sequence has no text and no mask and no gradient is asked for; None for the ring.
-        tail: what queries of the video see of tiles that they do not keep; None for nothing.
 
     Returns:
         [B, prefix + S + suffix, H, D] in the order of the sequence. Queries that see no key are
         zero.
     """
-    call = inputs.call
-    held = {
-        owner: _shard_keys(shard, call.keep_of(owner))
+    call, me = inputs.call, inputs.call.group.index
+    held: dict[int | None, ShardKeys] = {
+        owner: ShardKeys.of(shard, call.keep_of(owner), is_own=owner == me)
         for owner, shard in enumerate(shards)
         if shard is not None
     }
-    here, mine = held.get(call.group.index), queries or shards[call.group.index]
+    mine = queries or shards[me]
     query, key, value = inputs.query, inputs.key, inputs.value
-    if here is not None:
-        key, value = here.ordered(key, value)
+    if me in held:
+        key, value = held[me].ordered(key, value)
     order, rows = None, slice(0, 0)
     if mine is not None and mine.num_video:
         rows = slice(call.prefix, call.prefix + mine.num_video)
-        order = None if mine.in_order else _query_order(mine, call.prefix, call.suffix)
+        order = None if mine.keys.in_order else _query_order(mine, call.prefix, call.suffix)
     if order is not None:
         (query,) = gather_tokens((query,), order)
-    dense = partial(_block_sparse, scale=scale, kernel=kernel)
-    parts = _Parts(
-        plan_of=plan_of,
-        sparse=attend or dense,
-        dense=dense,
-        held=held,
-        queries=rows,
-        me=call.group.index,
-        blocks=None if mine is None else mine.queries,
-        tail=tail,
-        kernel=kernel,
-        by_rows=by_rows,
-    )
     shared: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     if inputs.shared_key is not None and inputs.shared_value is not None:
-        text = _shard_keys(text_shard(inputs.shared_key.shape[1], query.device), call.shared_keep)
-        parts.shared = text
-        shared = text.ordered(inputs.shared_key, inputs.shared_value)
+        text = text_shard(inputs.shared_key.shape[1], query.device)
+        held[None] = ShardKeys.of(text, call.shared_keep)
+        shared = held[None].ordered(inputs.shared_key, inputs.shared_value)
+    dense = partial(_block_sparse, scale=scale, kernel=kernel)
+    parts = _Parts(attend=attend, dense=dense, held=held, video=rows)
     recorded = records_gradient(query, key, value, *(x for x in shared if x is not None))
     if halo is not None and not recorded:
         out = _attend_halo(query, key, value, call.group, parts, halo)
     else:
         plain = replace(call, keep=None, shared_keep=None)  # the plans leave masked keys out
         travel = recorded_ring_attention if recorded else ring_attention
-        out = travel(query, key, value, *shared, parts.attend, plain)
+        out = travel(query, key, value, *shared, parts.of, plain)
     if order is None:
         return out
     result = torch.empty_like(out)
@@ -574,123 +517,45 @@ def _attend_halo(
     merger, rows = PartMerger(query, value.shape[3]), slice(0, query.shape[1])
     with attending(query.device):
         own = KeyPart(key=key, value=value, owner=group.index)
-        merger.add(rows, *parts.attend(query, own))
+        merger.add(rows, *parts.of(query, own))
     key, value = under_way.wait()
     with attending(query.device):
         if halo.plan is not None:
-            merger.add(rows, *parts.sparse(query, key, value, halo.plan))
+            merger.add(rows, *parts.dense(query, key, value, halo.plan))
         return merger.result()[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _ShardKeys:
-    """The keys of a shard as they travel: masked ones behind the others of their block.
-
-    Attributes:
-        shard: the shard.
-        blocks: what its blocks hold of kept keys.
-        index: the order the keys travel in, int32 [S] or [B, S].
-        keep: bool [B, S], or None.
-    """
-
-    shard: Shard
-    blocks: Blocks
-    index: torch.Tensor
-    keep: torch.Tensor | None
-
-    def ordered(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the shard's keys and values as they travel."""
-        if self.keep is not None:
-            # Kernels read masked rows beside others, and a weight of zero times NaN is NaN.
-            key, value = (zero_masked_rows(x, self.keep) for x in (key, value))
-        elif self.shard.in_order:
-            return key, value
-        key, value = gather_tokens((key, value), self.index)
-        return key, value
-
-    def kept(self, plan: BlockPlan) -> BlockPlan:
-        """Return a plan over the shard's keys without those that are masked."""
-        return plan if self.keep is None else replace(plan, kv=self.blocks)
-
-
-def _shard_keys(shard: Shard, keep: torch.Tensor | None) -> _ShardKeys:
-    if keep is None:
-        return _ShardKeys(shard=shard, blocks=shard.keys.blocks, index=shard.keys.index, keep=None)
-    index, blocks = kept_first(shard.keys.index, shard.keys.blocks, keep)
-    return _ShardKeys(shard=shard, blocks=blocks, index=index, keep=keep)
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
 class _Parts:
     """Computes the parts of one call.
 
     Attributes:
-        plan_of: see `attend_ring_tiles`.
-        sparse: what computes the plans.
+        attend: what computes queries of the video.
         dense: what computes attention to everything.
-        held: the keys of every rank that has any.
-        queries: rows of this rank's video tokens.
-        me: this rank.
-        blocks: how its video tokens are cut, if there are any.
-        tail: what they see of tiles that they do not keep.
-        kernel: what the tail is to run.
-        by_rows: see `attend_ring_tiles`.
-        shared: the keys that all ranks hold.
+        held: the keys of every rank that has any; of None those that all ranks hold.
+        video: rows of this rank's video tokens.
     """
 
-    plan_of: PlanOf
-    sparse: AttendPlan
+    attend: AttendShard | None
     dense: AttendPlan
-    held: dict[int, _ShardKeys]
-    queries: slice
-    me: int
-    blocks: Blocks | None
-    tail: RingTail | None
-    kernel: KernelChoice
-    by_rows: AttendShard | None = None
-    shared: _ShardKeys | None = None
+    held: Mapping[int | None, ShardKeys]
+    video: slice
 
-    def attend(self, query: torch.Tensor, part: KeyPart) -> tuple[torch.Tensor, torch.Tensor]:
+    def of(self, query: torch.Tensor, part: KeyPart) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a part; see `AttendPart`."""
-        if part.owner is None:
-            assert self.shared is not None, "the ring yields them only where there are any"
-            return self._to_all(query, part, self.shared)
-        theirs = self.held[part.owner]
-        first, stop = self.queries.start, self.queries.stop
-        if first == stop:
+        theirs, first, stop = self.held[part.owner], self.video.start, self.video.stop
+        if part.owner is None or first == stop:
             return self._to_all(query, part, theirs)
-        video = self._by_plan(query[:, first:stop], part, theirs)
+        assert self.attend is not None, "there are queries of the video"
+        video = self.attend(query[:, first:stop], part.key, part.value, theirs)
         if stop - first == query.shape[1]:
             return video
         texts = [self._to_all(x, part, theirs) for x in (query[:, :first], query[:, stop:])]
         outs, stats = zip(texts[0], video, texts[1], strict=True)
         return torch.cat(outs, dim=1), torch.cat(stats, dim=2)
 
-    def _by_plan(
-        self, query: torch.Tensor, part: KeyPart, theirs: _ShardKeys
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.by_rows is not None:
-            return self.by_rows(query, part.key, part.value, theirs.shard, theirs.blocks)
-        plan, tail = self.plan_of(theirs.shard), self.tail
-        if plan is None:
-            found = attend_to_nothing(query, part.value)
-        else:
-            found = self.sparse(query, part.key, part.value, theirs.kept(plan))
-        if tail is None or part.owner != self.me:
-            return found
-        assert self.blocks is not None, "there are queries"
-        return add_tail(
-            *found,
-            query,
-            tail.pooled,
-            tail.kept.expand(-1, -1, self.blocks.num, -1),
-            self.blocks,
-            scale=tail.scale,
-            kernel=self.kernel,
-        )
-
     def _to_all(
-        self, query: torch.Tensor, part: KeyPart, theirs: _ShardKeys
+        self, query: torch.Tensor, part: KeyPart, theirs: ShardKeys
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not query.shape[1]:
             return attend_to_nothing(query, part.value)

@@ -24,6 +24,7 @@ from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.skip import Skip
 from multimodal_gen.kernels.block_sparse.tail import PooledBlocks, PooledTail
 from multimodal_gen.kernels.engine import AUTO, SelectedKernel, records_gradient
+from multimodal_gen.kernels.select.api import pool_tiles
 from multimodal_gen.kernels.static_cache import static_cache
 from multimodal_gen.kernels.tile_order.api import (
     TileOrder,
@@ -31,37 +32,9 @@ from multimodal_gen.kernels.tile_order.api import (
     scatter_tokens,
     tile_order,
 )
-from multimodal_gen.kernels.tile_pool.api import pool_cells, pool_tiles, select_cells
 from multimodal_gen.runtime.layers.attention.backends.engine import dense_plan
-from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import LISTENER, tell_plan
+from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import LISTENER, record_plan
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
-
-__all__ = [
-    "CellMeans",
-    "SequenceLayout",
-    "SparseCall",
-    "TiledSequence",
-    "attend_densely",
-    "attend_rows",
-    "attend_text",
-    "attend_tiled",
-    "cell_means",
-    "fit_tile",
-    "head_slices",
-    "in_one_row",
-    "in_tiles",
-    "kept_first",
-    "layout_of",
-    "plan_of_tiles",
-    "pool_video",
-    "pooled_video",
-    "record_on_current_stream",
-    "run_on_two_streams",
-    "tile_means",
-    "tiled_sequence",
-    "tiled_video",
-    "with_text",
-]
 
 _Grid = tuple[int, int, int]
 _Share = TypeVar("_Share", float, torch.Tensor)
@@ -156,6 +129,11 @@ class SparseCall:
     pooled: PooledBlocks | None = None
     skip: Skip | None = None
 
+    @property
+    def sides(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys of as many tokens: the video lies at the same positions on both."""
+        return self.query[:, : self.key.shape[1]], self.key
+
     def tail_of(self, num_blocks: int, heads: slice) -> PooledTail | None:
         """Return the tail over the first so many blocks of some key heads, where there is one."""
         if not self.tail:
@@ -194,6 +172,29 @@ class TiledSequence:
     def num_text_blocks(self) -> int:
         """How many blocks are pieces of text."""
         return self.blocks.num - self.num_tiles
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Shard:
+    """The tokens of one rank in tiles; shared between callers, not to be written to.
+
+    Attributes:
+        keys: the video tokens tile by tile, then text; its index counts from the first token.
+        queries: blocks of the video tokens alone; None where there are none.
+        num_video: how many tokens are of the video; the first ones of `keys`.
+        tiles: int64 [n], the tiles that have tokens here, in increasing order.
+        starts: int32 [n], where their tokens start in `keys`.
+        lengths: int32 [n], how many there are.
+        block_of: int32 [N], the block that holds tokens of a tile, -1 for none.
+    """
+
+    keys: TiledSequence
+    queries: Blocks | None
+    num_video: int
+    tiles: torch.Tensor
+    starts: torch.Tensor
+    lengths: torch.Tensor
+    block_of: torch.Tensor
 
 
 def layout_of(
@@ -247,17 +248,23 @@ def fit_tile(tile: Sequence[int], grid: _Grid) -> _Grid:
 
 
 def tiled_sequence(
-    layout: SequenceLayout, num_tokens: int, tile: _Grid, device: torch.device
+    layout: SequenceLayout,
+    num_tokens: int,
+    tile: _Grid,
+    device: torch.device,
+    *,
+    one_rest: bool = False,
 ) -> TiledSequence:
-    """Return one side of a layout in tiles; the last 64 are cached.
+    """Return one side of a layout in tiles; cached.
 
     Args:
         layout: where the video lies.
         num_tokens: `layout.num_queries` or `layout.num_keys`.
         tile: tokens per tile along (time, height, width).
         device: where the tensors lie.
+        one_rest: whether what is not of the video is one block.
     """
-    return _tiled_sequence(layout.grid, layout.start, num_tokens, tile, device)
+    return shard_of(layout.grid, layout.start, 0, num_tokens, tile, device, 1, one_rest).keys
 
 
 def in_one_row(layout: SequenceLayout) -> SequenceLayout:
@@ -288,7 +295,7 @@ def tiled_video(layout: SequenceLayout, tile: _Grid, device: torch.device) -> Ti
     keep the GPU waiting.
     """
     first = layout.start
-    alone = _tiled_sequence(layout.grid, 0, layout.num_video, tile, device)
+    alone = tiled_sequence(replace(layout, start=0), layout.num_video, tile, device)
     index = alone.index
     if first:
         # Added on the CPU: a copy is waited for, so that any stream may read what is cached.
@@ -297,119 +304,120 @@ def tiled_video(layout: SequenceLayout, tile: _Grid, device: torch.device) -> Ti
     return replace(alone, index=index, rest=layout.text)
 
 
-@static_cache(maxsize=64)
-def _tiled_sequence(
-    grid: _Grid, start: int, num_tokens: int, tile: _Grid, device: torch.device
-) -> TiledSequence:
-    order = tile_order(grid, tile, device)
+@static_cache(maxsize=256)
+def shard_of(
+    grid: _Grid,
+    video_start: int,
+    first: int,
+    stop: int,
+    tile: _Grid,
+    device: torch.device,
+    cells: int,
+    one_rest: bool,
+) -> Shard:
+    """Return the tokens [first, stop) of a sequence whose video starts at `video_start`; cached.
+
+    Equal arguments give one object, and none has a default: a cache takes what is left out for
+    something else.
+
+    Args:
+        grid: (T, H, W) of the video.
+        video_start: place of its first token in the sequence.
+        first: the first token.
+        stop: the place behind the last one.
+        tile: tokens per tile along (time, height, width).
+        device: where the tensors lie.
+        cells: pieces of every tile, which then are the tiles; see `pool_cells`.
+        one_rest: whether what is not of the video is one block.
+    """
+    order, total = _in_cells(tile_order(grid, tile, "cpu"), cells), stop - first
     size = order.largest
-    video, text = order.num_tokens, num_tokens - order.num_tokens
-    on_cpu = tile_order(grid, tile, "cpu")
     # Made on the CPU: a copy is waited for, so that any stream may read what is cached.
     with torch.inference_mode(False), torch.device("cpu"):
-        before = torch.arange(start, dtype=torch.int32)
-        behind = torch.arange(start + video, num_tokens, dtype=torch.int32)
-        starts = torch.arange(video, num_tokens, size, dtype=torch.int32)
-        lengths = (num_tokens - starts).clamp_max(size).int()
-        index = torch.cat((on_cpu.order + start, before, behind))
-        in_order = bool((index == torch.arange(num_tokens)).all())
-        index = index.to(device)
-        whole = on_cpu.lengths == size
-        if order.uniform or (not text and bool(whole[:-1].all())):
-            blocks = Blocks.regular(num_tokens, size)
-        else:
-            blocks = Blocks.ragged(
-                torch.cat((on_cpu.starts, starts)).to(device),
-                torch.cat((on_cpu.lengths, lengths)).to(device),
-                total=num_tokens,
-                size=size,
-            )
-    num_tiles = len(order.starts)
-    assert blocks.num == num_tiles + -(-text // size)
-    return TiledSequence(
-        order=order, index=index, blocks=blocks, num_tiles=num_tiles, in_order=in_order
+        index, counts = _video_first(order, video_start - first, total)
+        in_order = bool((index == torch.arange(total)).all())
+        tiles = counts.nonzero().flatten()
+        block_of = torch.full_like(counts, -1).index_copy_(0, tiles, torch.arange(len(tiles)))
+        lengths, num_video = counts[tiles], int(counts.sum())
+        if one_rest:
+            size = max(size, total - num_video)
+        pieces = torch.arange(num_video, total, size)
+        rest = (total - pieces).clamp_max(size)
+        starts, sizes = torch.cat((lengths.cumsum(0) - lengths, pieces)), torch.cat((lengths, rest))
+        is_whole_video = total == num_video == order.num_tokens
+        uniform = bool(((lengths[:-1] if is_whole_video else lengths) == size).all())
+        tiles = tiles.to(device)
+        moved = [x.to(device, torch.int32) for x in (index, starts, sizes, block_of)]
+    index, starts, sizes, block_of = moved
+    keys = TiledSequence(
+        order=_in_cells(tile_order(grid, tile, device), cells),
+        index=index,
+        blocks=_blocks(starts, sizes, total, size, uniform=uniform),
+        num_tiles=len(tiles),
+        in_order=in_order,
     )
+    starts, lengths, queries = starts[: len(tiles)], sizes[: len(tiles)], None
+    if num_video:
+        queries = _blocks(starts, lengths, num_video, order.largest, uniform=uniform)
+    return Shard(
+        keys=keys,
+        queries=queries,
+        num_video=num_video,
+        tiles=tiles,
+        starts=starts,
+        lengths=lengths,
+        block_of=block_of,
+    )
+
+
+def _video_first(
+    order: TileOrder, video_start: int, total: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `total` tokens, those of the video tile by tile first, and how many each tile has."""
+    here = order.order + video_start
+    inside = (here >= 0) & (here < total)
+    video = here[inside]
+    tile_of = torch.repeat_interleave(torch.arange(len(order.starts)), order.lengths)
+    is_text = torch.ones(total, dtype=torch.bool).index_fill_(0, video.long(), False)
+    index = torch.cat((video, is_text.nonzero().flatten()))
+    return index, torch.bincount(tile_of[inside], minlength=len(order.starts))
+
+
+def _in_cells(order: TileOrder, cells: int) -> TileOrder:
+    """Return the same order in pieces of tiles, of which some may be empty."""
+    if cells == 1:
+        return order
+    width = -(-order.largest // cells)
+    offsets = torch.arange(cells, dtype=torch.int32, device=order.starts.device) * width
+    return replace(
+        order,
+        starts=(order.starts[:, None] + offsets).flatten(),
+        lengths=(order.lengths[:, None] - offsets).clamp(0, width).flatten(),
+        largest=width,
+        uniform=False,
+    )
+
+
+def _blocks(
+    starts: torch.Tensor, lengths: torch.Tensor, total: int, size: int, *, uniform: bool
+) -> Blocks:
+    """Return blocks without gaps, of which all but the last are of one size where `uniform`."""
+    if uniform:
+        return Blocks.regular(total, size)
+    return Blocks.ragged(starts, lengths, total=total, size=size)
 
 
 def tile_means(
     call: SparseCall, queries: TiledSequence
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return the means of every tile's queries and keys; masked tokens do not count.
-
-    Args:
-        call: the call.
-        queries: its queries in tiles.
+    """Return the means of every tile's queries and keys; for methods that attend themselves.
 
     Returns:
         [B, H, N, D], [B, Hkv, N, D], and bool [B, N], the tiles of which not everything is masked;
         None for all.
     """
-    if call.keep is None:
-        query, key = pool_video((call.query, call.key), queries)
-        return query, key, None
-    # The video lies at the same positions on both sides.
-    parts = (call.query[:, : call.key.shape[1]], call.key)
-    query, key = pool_video(parts, queries, keep=call.keep)
-    (share,) = pool_video((call.keep[..., None, None].to(key.dtype),), queries)
-    return query, key, share[:, 0, :, 0] > 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class CellMeans:
-    """Means of the cells of tiles, by whose log-sum-exp tiles are ranked; see `select_cells`.
-
-    Attributes:
-        query: means of the queries' cells, [B, H, N * cells[0], D].
-        key: means of the keys' cells, [B, Hkv, N * cells[1], D].
-        real: bool [B|1, N * cells] of each, cells that hold tokens that count.
-        cells: how many cells a tile of queries and one of keys has.
-    """
-
-    query: torch.Tensor
-    key: torch.Tensor
-    real: tuple[torch.Tensor, torch.Tensor]
-    cells: tuple[int, int]
-
-    def best(self, heads: slice, count: int, *, scale: float, always: int = 0) -> torch.Tensor:
-        """Return the `count` best tiles of every tile, int32 [B, h, N, count + always].
-
-        Args:
-            heads: a range of the query heads.
-            count: tiles to keep.
-            scale: factor of the scores.
-            always: number of blocks, numbered from N on, that every row keeps besides.
-        """
-        first, stop, _ = heads.indices(self.query.shape[1])
-        group = self.query.shape[1] // self.key.shape[1]
-        key = self.key[:, first // group : -(-stop // group)]
-        return select_cells(
-            self.query[:, first:stop],
-            key,
-            *self.real,
-            count,
-            cells=self.cells,
-            scale=scale,
-            always=always,
-        )
-
-
-def cell_means(call: SparseCall, queries: TiledSequence, cells: tuple[int, int]) -> CellMeans:
-    """Return the means of the cells of every tile's queries and keys; masked tokens do not count.
-
-    Args:
-        call: the call.
-        queries: its queries in tiles.
-        cells: how many cells a tile of queries and one of keys has.
-    """
-    order = queries.order
-    # The video lies at the same positions on both sides.
-    parts = (call.query[:, : call.key.shape[1]], cells[0]), (call.key, cells[1])
-    options = {"size": order.largest, "index": queries.moved, "keep": call.keep}
-    (query, q_real), (key, k_real) = (
-        pool_cells(x, order.starts, order.lengths, number, **options)  # type: ignore[arg-type]
-        for x, number in parts
-    )
-    return CellMeans(query=query, key=key, real=(q_real, k_real), cells=cells)
+    query, key = pool_video(call.sides, queries, keep=call.keep)
+    return query, key, None if call.keep is None else kept_tokens(queries, call.keep) > 0
 
 
 def pool_video(
@@ -428,13 +436,37 @@ def pool_video(
     )
 
 
+def kept_tokens(video: TiledSequence, keep: torch.Tensor | None) -> torch.Tensor:
+    """Return how many tokens of every tile count, [B|1, N]; see `count_kept`."""
+    order = video.order
+    bounds = order.starts, order.lengths
+    return count_kept(keep, *bounds, size=order.largest, index=video.moved)
+
+
+def count_kept(
+    keep: torch.Tensor | None,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    size: int,
+    index: torch.Tensor | None,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Return how many tokens of blocks `keep`, bool [B, S], leaves, as [B|1, N] of `dtype`.
+
+    Without one, the lengths. See `pool_tiles` for the other arguments.
+    """
+    if keep is None:
+        return lengths.unsqueeze(0)
+    kept = keep[..., None, None].to(dtype)
+    (share,) = pool_tiles((kept,), starts, lengths, size=size, index=index)
+    return (share[:, 0, :, 0] * lengths).round()
+
+
 def pooled_video(call: SparseCall, video: TiledSequence) -> PooledBlocks:
     """Return the means of every tile's keys and values, and how many of its keys are not masked."""
     keys, values = pool_video((call.key, call.value), video, keep=call.keep)
-    counts = video.order.lengths.view(1, 1, -1)
-    if call.keep is not None:
-        (share,) = pool_video((call.keep[..., None, None].float(),), video)
-        counts = (share[..., 0] * counts).round().int()
+    counts = kept_tokens(video, call.keep).int().unsqueeze(1)
     return PooledBlocks(keys=keys, values=values, counts=counts)
 
 
@@ -442,6 +474,12 @@ def with_text(tiles: torch.Tensor, keys: TiledSequence) -> torch.Tensor:
     """Return lists of tiles, int32 [B|1, H|1, N, K], with the blocks of text behind them."""
     text = torch.arange(keys.num_tiles, keys.blocks.num, dtype=torch.int32, device=tiles.device)
     return torch.cat((tiles, text.expand(*tiles.shape[:-1], -1)), dim=-1)
+
+
+def lists_as_map(lists: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """Return lists of blocks, [B, H, N, K], as bool [B, H, N, num_blocks]."""
+    kept = torch.zeros((*lists.shape[:3], num_blocks), dtype=torch.bool, device=lists.device)
+    return kept.scatter_(-1, lists.long(), True)
 
 
 def plan_of_tiles(indices: torch.Tensor, queries: TiledSequence, keys: TiledSequence) -> BlockPlan:
@@ -543,7 +581,7 @@ def attend_tiled(
         plan = plan if masked is None else replace(plan, kv=masked)
         if LISTENER.get() is not None:
             sizes = call.layout.num_queries, call.layout.num_keys
-            tell_plan(q_slice, plan, sizes, queries=queries.index, keys=index)
+            record_plan(q_slice, plan, sizes, queries=queries.index, keys=index)
         tail = call.tail_of(keys.num_tiles, kv_slice)
         tiled = block_sparse_attention(
             q, k, v, plan, scale=call.scale, kernel=call.kernel, tail=tail, skip=call.skip
@@ -579,7 +617,7 @@ def _attend_in_order(
     query, key, value = call.query, call.key, call.value
     heads = slice(0, query.shape[2])
     plan = plan_of(heads)
-    tell_plan(heads, plan, (query.shape[1], key.shape[1]))
+    record_plan(heads, plan, (query.shape[1], key.shape[1]))
     found = block_sparse_attention(
         query[:, : call.layout.num_video],
         key,
@@ -644,6 +682,23 @@ def attend_densely(call: SparseCall) -> torch.Tensor:
     return out
 
 
+def by_heads(
+    num_heads: int, each: int, most: int, compute: Callable[[slice], torch.Tensor]
+) -> torch.Tensor:
+    """Return what is computed for all heads, [B, H, ...], a few at a time.
+
+    Args:
+        num_heads: H.
+        each: numbers that are held for each.
+        most: how many may be held at a time.
+        compute: gives the result of a range of heads.
+    """
+    at_once = max(1, most // max(1, each))
+    starts = range(0, num_heads, at_once)
+    parts = [compute(slice(first, min(first + at_once, num_heads))) for first in starts]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
 def head_slices(
     query: torch.Tensor, out: torch.Tensor, kv_heads: int, share: float = _SHARE_AT_ONCE
 ) -> list[slice]:
@@ -665,7 +720,7 @@ def head_slices(
 def run_on_two_streams(
     calls: Sequence[Callable[[], None]], device: torch.device, *, recorded: bool = False
 ) -> None:
-    """Run independent calls; on a GPU on two streams, one's copies beside the other's products.
+    """Run independent calls; on a GPU on two streams, one's copies during the other's products.
 
     Where gradients are recorded, on the current one: the backward pass would free what the other
     stream still reads.

@@ -6,12 +6,8 @@ lacks is where it is called.
 
 from collections.abc import Sequence
 
-import torch
-
 from multimodal_gen.errors import UnsupportedBackendError
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SparseCall
-
-__all__ = ["call_reasons", "lists_as_map", "refuse_upstream", "shape_reasons", "text_reasons"]
 
 
 def shape_reasons(*, heads: int, kv_heads: int, head_size: int, scale: float) -> list[str]:
@@ -76,9 +72,3 @@ def refuse_upstream(
             f"kernel {kernel} of {backend} cannot serve this {what}: {'; '.join(reasons)}; use "
             f"kernel=auto"
         )
-
-
-def lists_as_map(indices: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """Return lists of blocks, [B, H, N, K], as bool [B, H, N, num_blocks]."""
-    keep = torch.zeros((*indices.shape[:3], num_blocks), dtype=torch.bool, device=indices.device)
-    return keep.scatter_(-1, indices.long(), True)

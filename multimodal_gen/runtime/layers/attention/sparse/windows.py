@@ -12,25 +12,9 @@ tiles; published strategies have odd or full ones only, on which every definitio
 T tiles along time, N tiles in all, K tiles that a window keeps.
 """
 
-from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
-
-__all__ = [
-    "AXES",
-    "DEFAULT_TILE",
-    "Window",
-    "effective_window",
-    "is_full",
-    "kept_indices",
-    "kept_map",
-    "pair_density",
-    "tile_count",
-    "tile_density",
-    "tile_lists",
-    "tiles_of",
-]
 
 Window: TypeAlias = tuple[int, int, int]
 """Three numbers along time, height and width: a window or a grid."""
@@ -111,51 +95,6 @@ def kept_map(window: Window, tiles: Window, device: torch.device | str = "cpu") 
     num = tiles[0] * tiles[1] * tiles[2]
     listed = kept_indices(window, tiles, device)
     return torch.zeros(num, num, dtype=torch.bool, device=device).scatter_(1, listed.long(), True)
-
-
-def tile_lists(
-    windows: Sequence[Window],
-    tiles: Window,
-    *,
-    query_text: int = 0,
-    key_text: int = 0,
-    device: torch.device | str = "cpu",
-) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """Return the lists of a block-sparse plan over video tiles followed by blocks of text.
-
-    Text keys are on every list, and the lists of text queries hold everything.
-
-    Args:
-        windows: one window per head.
-        tiles: tiles along each axis.
-        query_text: blocks of text behind the N video tiles of the queries.
-        key_text: the same for keys.
-        device: where the lists are made.
-
-    Returns:
-        indices int32 [1, H|1, N + query_text, Kmax], counts int32 [1, H|1, N + query_text], and
-        whether all counts are equal. With one window for all heads their dimension is 1.
-    """
-    effective = [effective_window(window, tiles) for window in windows]
-    distinct = sorted(set(effective))
-    num = tiles[0] * tiles[1] * tiles[2]
-    kept = [tile_count(window, tiles) for window in distinct]
-    room = (num if query_text else max(kept)) + key_text
-    shape = (len(distinct), num + query_text)
-    indices = torch.zeros(*shape, room, dtype=torch.int32, device=device)
-    counts = torch.full(shape, room, dtype=torch.int32, device=device)
-    every = torch.arange(num + key_text, dtype=torch.int32, device=device)
-    for i, window in enumerate(distinct):
-        indices[i, :num, : kept[i]] = kept_indices(window, tiles, device)
-        indices[i, :num, kept[i] : kept[i] + key_text] = every[num:]
-        counts[i, :num] = kept[i] + key_text
-    if query_text:
-        indices[:, num:] = every
-    if len(distinct) > 1:
-        of_head = torch.tensor([distinct.index(w) for w in effective], device=device)
-        indices, counts = indices[of_head], counts[of_head]
-    uniform = len({*kept, *([num] if query_text else ())}) == 1
-    return indices.unsqueeze(0), counts.unsqueeze(0), uniform
 
 
 def _width(window: int, tiles: int) -> int:

@@ -15,6 +15,7 @@ from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.runtime.layers.attention import LocalAttention, USPAttention
 from multimodal_gen.runtime.layers.attention.backends import block_masks
 from multimodal_gen.runtime.layers.attention.backends.block_masks import forget_plans, plans_of
+from multimodal_gen.runtime.layers.attention.call import AttentionCall
 from multimodal_gen.runtime.layers.attention.kinds import blocks
 from multimodal_gen.runtime.layers.attention.scope import (
     BackendPreference,
@@ -181,13 +182,12 @@ def test_a_plan_is_cut_to_the_heads_of_a_call(qkv):
     dense = create_mask(MASKS["heads"][0], BATCH, HEADS, TOKENS, TOKENS, device="cpu")
     from multimodal_gen.runtime.layers.attention.kinds.blocks import _of_heads
 
-    half = _of_heads(plan, slice(2, 4)).check()
-    out = LocalAttention(2, SIZE, 1)(
-        qkv.query[:, :, 2:], qkv.key[:, :, 1:], qkv.value[:, :, 1:], half
-    )
+    some = qkv.query[:, :, 2:], qkv.key[:, :, 1:], qkv.value[:, :, 1:]
+    half = _of_heads(plan, AttentionCall(*some, first_head=2)).check()
+    out = LocalAttention(2, SIZE, 1)(*some, half)
     want, _ = reference_attention(*qkv, scale=SCALE, mask=dense)
     torch.testing.assert_close(out, want[:, :, 2:], rtol=0, atol=1e-13)
-    assert _of_heads(plan, slice(0, 4)) is plan
+    assert _of_heads(plan, AttentionCall(*qkv)) is plan
 
 
 def test_flex_attention_runs_its_own_masks_where_it_is_asked_for(qkv):

@@ -1,4 +1,4 @@
-"""What `AlignedImpl` asks of a library, and what it makes of the answers."""
+"""What `DenseImpl` asks of a library, and what it makes of the answers."""
 
 import math
 
@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.runtime.layers.attention.backends.common import AlignedImpl
+from multimodal_gen.runtime.layers.attention.backends.common import DenseImpl
 from multimodal_gen.testing.inputs import make_qkv
 from multimodal_gen.testing.reference import reference_attention
 
 SCALE = 0.2
 
 
-class Library(AlignedImpl):
+class Library(DenseImpl):
     """Computes with the reference and records the lengths it was called with."""
 
     label = "library"

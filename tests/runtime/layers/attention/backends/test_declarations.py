@@ -1,11 +1,12 @@
 """What holds for every declaration: each "no" is refused, each "yes" is not."""
 
+import inspect
 from dataclasses import replace
 
 import pytest
 import torch
 
-from multimodal_gen.runtime.layers.attention.backends.attention_backend import provides
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
 from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.backends.flashinfer import FlashInferBackend
 from multimodal_gen.runtime.layers.attention.backends.registry import all_backends, backends_of
@@ -92,7 +93,7 @@ def test_everything_undeclared_is_refused_with_one_reason(variant):
 )
 def test_ring_is_declared_only_with_a_log_sum_exp_or_a_ring_of_its_own(cls, variant):
     if Feature.RING in variant.features and Feature.LSE not in variant.features:
-        assert provides(cls.get_impl_cls(), "forward_ring")
+        assert cls.get_impl_cls().is_sparse
 
 
 def test_supported_head_sizes_are_those_of_any_variant():
@@ -105,3 +106,9 @@ def test_supported_head_sizes_are_those_of_any_variant():
 def test_names_of_variants_are_unique_within_a_backend(cls):
     names = [variant.name for variant in cls.variants]
     assert len(names) == len(set(names))
+
+
+def test_the_contract_of_a_backend_stays_small():
+    own = [name for name in vars(AttentionImpl) if not name.startswith("_")]
+    methods = [name for name in own if inspect.isfunction(getattr(AttentionImpl, name))]
+    assert len(methods) <= 7, methods

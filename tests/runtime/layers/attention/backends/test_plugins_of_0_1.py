@@ -19,6 +19,7 @@ from multimodal_gen.runtime.distributed.groups import use_parallel_groups
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from tests.integrations.parallel.models import RANDOM, wan_inputs
+from tests.runtime.layers.attention.sparse.test_example import check_on_rank
 
 REPOSITORY = Path(__file__).resolve().parents[5]
 
@@ -117,6 +118,114 @@ class ScaledBackend(PlainBackend):
         return ScaledImpl
 """
 
+# "How to add a sparse method" of the same guide.
+SPARSE = '''from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+
+from multimodal_gen.kernels.engine import BLOCK_SPARSE
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionBackend
+from multimodal_gen.runtime.layers.attention.backends.engine import engine_variants
+from multimodal_gen.runtime.layers.attention.config import SparseConfig, option
+from multimodal_gen.runtime.layers.attention.request import Feature
+from multimodal_gen.runtime.layers.attention.sparse.base import SparseImpl
+from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import (
+    attend_ring_tiles,
+    own_queries,
+    pool_over_ring,
+    ring_plans,
+    shards_of,
+)
+from multimodal_gen.runtime.layers.attention.sparse.tiles import (
+    attend_tiled,
+    in_tiles,
+    plan_of_tiles,
+    tile_means,
+    with_text,
+)
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NearFirstConfig(SparseConfig):
+    """Parameters of `near_first_attn`; `dense_steps` and `dense_layers` come with the base.
+
+    Attributes:
+        topk: key tiles that each query tile keeps.
+        decay: what a tile of distance in time takes off a score.
+        tile_size: tokens per tile along (time, height, width).
+        kernel: which kernel runs; `auto` takes the fastest one supported.
+    """
+
+    topk: int = option(16, "key tiles that each query tile keeps", ge=1)
+    decay: float = option(0.1, "what a tile of distance in time takes off a score", ge=0)
+    tile_size: tuple[int, ...] = option(
+        (4, 4, 4), "tokens per tile along time, height, width", ge=1, length=3
+    )
+    kernel: Literal["auto", "gluon", "triton", "reference"] = option("auto", "kernel that runs")
+
+
+class NearFirstBackend(AttentionBackend):
+    """What selection reads; the engine's kernels say themselves what they can do."""
+
+    backend: ClassVar = AttentionBackendEnum.register_plugin_name("near_first_attn", sparse=True)
+    summary: ClassVar = "the best tiles by their means, near ones first"
+    config_cls: ClassVar = NearFirstConfig
+    variants: ClassVar = engine_variants(
+        BLOCK_SPARSE,
+        (Feature.KEY_MASK, Feature.RING),
+        kernels=("gluon", "triton", "reference"),
+    )
+
+    @classmethod
+    def get_impl_cls(cls):
+        return NearFirstImpl
+
+
+class NearFirstImpl(SparseImpl[NearFirstConfig]):
+    """The method on one layer."""
+
+    declaration = NearFirstBackend
+
+    def attend(self, call, context):
+        queries, keys = in_tiles(call.layout, self.config.tile_size, call.query.device)
+        tiles = self.route(*tile_means(call, queries), queries.order)
+        self.record(context, call.layout.density(self.share(tiles)), tiles.shape[1])
+        lists = with_text(tiles, keys)
+        return attend_tiled(
+            call, queries, keys, lambda heads: plan_of_tiles(lists[:, heads], queries, keys)
+        )
+
+    def route(self, query, key, real, order):
+        """Return the tiles that each tile keeps, int32 [B, H, N, topk], in increasing order."""
+        num_times, *rest = order.tiles
+        time = torch.arange(num_times, device=query.device).repeat_interleave(rest[0] * rest[1])
+        scores = query @ key.mT * self.softmax_scale
+        scores = scores - self.config.decay * (time[:, None] - time).abs()
+        if real is not None:  # tiles of nothing but padding, bool [B, N]
+            scores = scores.masked_fill(~real[:, None, None], float("-inf"))
+        kept = min(self.config.topk, len(time))
+        return scores.topk(kept).indices.sort().values.int()
+
+    def share(self, tiles):
+        return tiles.shape[3] / tiles.shape[2]
+
+    def forward_ring(self, inputs, context=None):
+        """In a ring ranks hold shards, which may cut tiles, and exchange the tiles' means."""
+        layout, call = self.ring_layout(inputs, context), inputs.call
+        queries, _ = in_tiles(layout, self.config.tile_size, inputs.query.device)
+        shards = shards_of(layout, call, queries.order.tile, inputs.query.device)
+        means, counts = pool_over_ring((own_queries(inputs), inputs.key), shards, call)
+        query, key = (mean.to(inputs.query.dtype) for mean in means)
+        tiles = self.route(query, key, counts > 0, queries.order)
+        self.record(context, layout.density(self.share(tiles)), tiles.shape[1])
+        plans = ring_plans(shards[call.group.index], lambda mine: tiles[:, :, mine])
+        return attend_ring_tiles(
+            inputs, shards, plans, scale=self.softmax_scale, kernel=self.kernel
+        )
+'''
+
 # "How to add a transformer" of integrations/README.md.
 RECORD = """from multimodal_gen.integrations.models.adapter import (
     Grid,
@@ -200,6 +309,32 @@ scaled = asking("scaled_attn", attention_backend_config="factor=2", strict=True)
 assert torch.allclose(scaled(q, k, v), 2 * want, atol=1e-5)
 """
 
+SPARSE_CHECK = """
+import torch
+
+from multimodal_gen.testing.sparse import SparseMethod, run_sparse, text_places
+from multimodal_gen.testing.tolerance import assert_within_error_budget
+from tests.runtime.layers.attention.sparse.test_example import GRID, NAME, SETTINGS, definition
+from your_package.near_first_attn import NearFirstBackend, NearFirstConfig
+
+backend = NearFirstBackend.backend
+method = SparseMethod(backend=backend, config_cls=NearFirstConfig, given=SETTINGS)
+for text in text_places(GRID, 11).values():
+    qkv, layer = method.inputs(GRID, text=text), method.layer(strict=True, dense_steps="0")
+    keep = torch.ones(qkv.query.shape[:2], dtype=torch.bool)
+    keep[0, -4:] = keep[1, 20:50] = False
+    dense = run_sparse(layer, qkv, GRID, text=text, step=0)
+    assert_within_error_budget(dense, *qkv, scale=method.scale)
+    for mask in (None, keep):
+        want = definition(qkv, text, mask)
+        want = want if mask is None else want & mask[:, None, :, None]
+        out = run_sparse(layer, qkv, GRID, text=text, step=1, attn_mask=mask)
+        assert_within_error_budget(out, *qkv, scale=method.scale, mask=want)
+    entries = {str(entry.selection.backend): entry for entry in layer.report().entries}
+    ((step, density),) = entries[NAME].densities
+    assert step == 1 and 0.1 < density < 0.7, entries
+"""
+
 LIST = """
 from multimodal_gen.cli.main import main
 
@@ -207,35 +342,67 @@ assert main(["attention", "list"]) == 0
 """
 
 
-@pytest.fixture(scope="module")
-def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the installed package of somebody else."""
-    folder = tmp_path_factory.mktemp("plugin")
+def install(folder: Path, entries: list[str], **modules: str) -> Path:
+    """Make a folder with the installed package of somebody else."""
     package, info = folder / "your_package", folder / "your_package-1.0.dist-info"
     for each in (package, info):
         each.mkdir()
     (package / "__init__.py").touch()
-    (package / "plain_attn.py").write_text(BACKEND)
-    (package / "scaled_attn.py").write_text(CONFIGURED)
+    for name, text in modules.items():
+        (package / f"{name}.py").write_text(text)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: your-package\nVersion: 1.0\n")
-    group, entry = ENTRY_POINT.strip().splitlines()
-    assert group == '[project.entry-points."multimodal_gen.attention_backends"]'
-    entries = [entry.replace('"', ""), "scaled_attn = your_package.scaled_attn:ScaledBackend"]
     text = "\n".join(["[multimodal_gen.attention_backends]", *entries, ""])
     (info / "entry_points.txt").write_text(text)
     return folder
 
 
-def run(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
+@pytest.fixture(scope="module")
+def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two dense backends."""
+    group, entry = ENTRY_POINT.strip().splitlines()
+    assert group == '[project.entry-points."multimodal_gen.attention_backends"]'
+    entries = [entry.replace('"', ""), "scaled_attn = your_package.scaled_attn:ScaledBackend"]
+    folder = tmp_path_factory.mktemp("plugin")
+    return install(folder, entries, plain_attn=BACKEND, scaled_attn=CONFIGURED)
+
+
+@pytest.fixture(scope="module")
+def sparse_plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a sparse method."""
+    entry = "near_first_attn = your_package.near_first_attn:NearFirstBackend"
+    return install(tmp_path_factory.mktemp("sparse"), [entry], near_first_attn=SPARSE)
+
+
+def run(folder: Path, code: str, *options: str) -> subprocess.CompletedProcess[str]:
     """Run code where the package is installed; every warning is an error."""
     return subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
+        [sys.executable, "-W", "error", *options, "-c", code],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{folder}"},
         capture_output=True,
         text=True,
         timeout=120,
     )
+
+
+def test_a_sparse_method_that_attends_itself_runs_and_is_told_to_move_on(
+    sparse_plugin: Path,
+) -> None:
+    result = run(sparse_plugin, SPARSE_CHECK, "-W", "always::DeprecationWarning")
+    assert result.returncode == 0, result.stderr
+    told = [line for line in result.stderr.splitlines() if "SparseImpl" in line]
+    assert "near_first_attn.py" in told[0], result.stderr
+    assert "NearFirstImpl derives from SparseImpl" in told[0]
+    page = REPOSITORY / "multimodal_gen/runtime/layers/attention/README.md"
+    assert str(page.relative_to(REPOSITORY)) in told[0]
+    assert '"Migrating a `SparseImpl` to a router"' in told[0]
+    assert "### Migrating a `SparseImpl` to a router" in page.read_text()
+
+
+@pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(ring=2)], ids=["ulysses", "ring"])
+def test_a_sparse_method_that_attends_itself_runs_on_ranks(two_ranks, tmp_path, mesh) -> None:
+    densities = two_ranks.run(mesh, check_on_rank, tmp_path, (67, 53), True, SPARSE)
+    assert densities[0] == pytest.approx(densities[1], abs=0.02)
 
 
 def test_a_dense_backend_runs_as_it_is(plugin: Path) -> None:
@@ -262,13 +429,13 @@ def record() -> ModelAdapter:
     return names["SKYREELS_V2"]
 
 
-def outputs(**settings: object) -> tuple[torch.Tensor, torch.Tensor, tuple[str, ...], set[str]]:
-    """Return what one process and the ranks get of a model known by the record, and the report."""
+def tiny_model() -> torch.nn.Module:
+    """Return the model that the record is about."""
     from diffusers import SkyReelsV2Transformer3DModel
 
     torch.manual_seed(3)
     RANDOM.manual_seed(5)
-    model = SkyReelsV2Transformer3DModel(
+    return SkyReelsV2Transformer3DModel(
         num_attention_heads=2,
         attention_head_dim=32,
         in_channels=4,
@@ -278,7 +445,11 @@ def outputs(**settings: object) -> tuple[torch.Tensor, torch.Tensor, tuple[str, 
         ffn_dim=24,
         num_layers=2,
     ).eval()
-    inputs = wan_inputs()
+
+
+def outputs(**settings: object) -> tuple[torch.Tensor, torch.Tensor, tuple[str, ...], set[str]]:
+    """Return what one process and the ranks get of a model known by the record, and the report."""
+    model, inputs = tiny_model(), wan_inputs()
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(registry, "ADAPTERS", {name: record() for name in record().classes})
         with use_parallel_groups(None), apply(model, **settings):
@@ -294,10 +465,24 @@ def test_a_model_record_tells_the_grid_that_sparse_backends_need() -> None:
     adapter = record()
     assert isinstance(adapter, ModelAdapter)
     assert isinstance(adapter.split, SplitPlan)
-    alone, _, notes, backends = outputs(attention_backend="video_sparse_attn")
-    assert alone.isfinite().all()
+    config = {"window": [1, 1, 1], "tile_size": [1, 2, 2], "skip_time_steps": 0}
+    sparse = {"attention_backend": "sliding_tile_attn", "attention_backend_config": config}
+    found, _, notes, backends = outputs(**sparse)
     assert notes == ()
-    assert str(AttentionBackendEnum.VIDEO_SPARSE_ATTN) in backends
+    assert str(AttentionBackendEnum.SLIDING_TILE_ATTN) in backends
+    model, inputs = tiny_model(), wan_inputs()
+    with torch.no_grad():
+        with apply(model, **sparse):  # by the record of today
+            assert torch.equal(found, model(**inputs, return_dict=False)[0])
+        stock = model(**inputs, return_dict=False)[0]
+    assert (found - stock).abs().max() > 1e-3 * stock.abs().max(), "a window of one tile"
+
+
+def test_a_model_record_changes_nothing_of_a_dense_model() -> None:
+    found, *_ = outputs(attention_backend="torch_sdpa")
+    with torch.no_grad():
+        stock = tiny_model()(**wan_inputs(), return_dict=False)[0]
+    torch.testing.assert_close(found, stock)
 
 
 @pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(ring=2)], ids=["ulysses", "ring"])

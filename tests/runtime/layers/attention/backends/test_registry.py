@@ -9,13 +9,13 @@ import torch
 
 from multimodal_gen.errors import ConfigError
 from multimodal_gen.kernels.requirements import PackageProbe
+from multimodal_gen.runtime import backend_names
 from multimodal_gen.runtime.layers.attention.backends import registry
 from multimodal_gen.runtime.layers.attention.layer import LocalAttention
 from multimodal_gen.runtime.layers.attention.scope import BackendPreference, SelectionScope, Source
 from multimodal_gen.runtime.platforms import (
     AttentionBackendEnum,
     PlatformEnum,
-    interface,
 )
 from multimodal_gen.testing.fakes import fake_backend
 
@@ -42,7 +42,7 @@ def plug(monkeypatch, tmp_path):
     (tmp_path / "plugged_backends.py").write_text(PLUGIN)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "plugged_backends", raising=False)
-    monkeypatch.setattr(interface, "_PLUGINS", {})
+    monkeypatch.setattr(backend_names, "_PLUGINS", {})
 
     def forget() -> None:
         registry._read_plugins.cache_clear()
@@ -147,8 +147,7 @@ def test_every_package_that_a_backend_declares_is_looked_for_and_no_other():
         for cls in registry.backends_of(name)
         for probe in cls.declared_packages()
     }
-    assert sorted(registry._PACKAGES) == list(registry._PACKAGES)
-    assert set(registry._PACKAGES) == declared
+    assert {(probe.module, probe.distribution) for probe in registry.ALL_PACKAGES} == declared
 
 
 def test_the_packages_of_a_plugin_are_looked_for(plug):

@@ -32,9 +32,10 @@ METHODS = {
         "moba_threshold": 0.3,
     },
     "sparge_attn": {"topk": 0.4},
+    "static_sparse_attn": {"model_type": "wan", "decay_factor": 0.2},
 }
 TAILS = {f"{backend} tail": {**config, "tail": "pooled"} for backend, config in METHODS.items()}
-REFUSED = {"sla_attn": {"topk_ratio": 0.2, "BLKQ": 64}}
+REFUSED = {"sla_attn": {"topk_ratio": 0.2, "BLKQ": 64}, "pisa_attn first": {"density": 0.3}}
 
 
 def layer_of(backend, cls=USPAttention):
@@ -137,5 +138,6 @@ def test_four_ranks_have_the_gradients_of_one(four_ranks, backend, gated, text, 
     four_ranks.run(mesh, check, backend, gated, (60, 36, 50, 46), text)
 
 
-def test_a_ring_refuses_those_of_other_methods(two_ranks):
-    two_ranks.run(Mesh(ring=2), check_refused, "sla_attn")
+@pytest.mark.parametrize("backend", REFUSED)
+def test_a_ring_refuses_those_of_other_methods(two_ranks, backend):
+    two_ranks.run(Mesh(ring=2), check_refused, backend)

@@ -445,6 +445,10 @@ NEW = {
             "tail": "pooled",
         },
     ),
+    "one cell of queries": (
+        "subblock_sparse_attn",
+        {"sparsity": 0.9, "skip_first_steps": 0, "min_seq_len": 0, "n_q": 1, "n_k": 4},
+    ),
     "pisa": ("pisa_attn", {"density": 0.2}),
 }
 

@@ -240,6 +240,7 @@ def refused(case):
         "few heads": lambda: USPAttention(1, SIZE)(*(x[:, :, :1] for x in (q, k, v))),
         "added mask": lambda: layer(q, k, v, torch.zeros(BATCH, 4)),
         "before": lambda: layer(q, k, v, qkv_pre_all_to_all=True),
+        "gate": lambda: UlyssesAttention_VSA(4, SIZE)(q, k[:, 1:], v[:, 1:], gate_compress=q),
     }
     try:
         calls[case]()
@@ -428,6 +429,7 @@ def test_text_that_one_rank_of_ulysses_refuses_fails_everywhere(two_ranks, vsa, 
         (MESHES_OF_TWO[0], "few heads", "a layer must have a head for each of the 2 ranks"),
         (MESHES_OF_TWO[1], "added mask", "attn_mask must be bool or integer in a ring, got torch"),
         (MESHES_OF_TWO[0], "before", "qkv_pre_all_to_all must be False where tokens are split"),
+        (MESHES_OF_TWO[0], "gate", "the gate must be None unless the backend is video_sparse_attn"),
     ],
 )
 def test_what_cannot_be_split_is_refused(two_ranks, mesh, case, message):

@@ -1,7 +1,12 @@
-"""The worked example of the attention README is a sparse method that works, alone and on ranks."""
+"""The worked example of the attention README is a sparse method that does all its author is told.
 
+Locally, with text and padding, on ranks, over a cache, with a tail, with gradients, under `apply`.
+"""
+
+import ast
 import importlib
 import json
+import math
 import re
 import sys
 from collections.abc import Iterator
@@ -13,16 +18,29 @@ import pytest
 import torch
 
 from multimodal_gen.cli.main import main
-from multimodal_gen.errors import ConfigError, UsageError
+from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageError
+from multimodal_gen.integrations.diffusers import apply
+from multimodal_gen.runtime import backend_names
 from multimodal_gen.runtime.distributed.groups import parallel_groups, use_parallel_groups
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.layers.attention import USPAttention
 from multimodal_gen.runtime.layers.attention.backends import registry
-from multimodal_gen.runtime.platforms import interface
+from multimodal_gen.runtime.layers.attention.causal_cache import CacheSize, CausalCache
+from multimodal_gen.runtime.layers.attention.sparse.method import SparseBackend, SparseMethodImpl
+from multimodal_gen.runtime.layers.attention.sparse.router import (
+    BlockStats,
+    Budget,
+    Limits,
+    Router,
+    SparseLayer,
+)
+from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.testing.inputs import QKV
 from multimodal_gen.testing.processes import own
+from multimodal_gen.testing.reference import reference_attention
 from multimodal_gen.testing.sparse import (
     SparseMethod,
+    assert_same_gradients,
     joint_mask,
     run_sparse,
     text_places,
@@ -30,7 +48,9 @@ from multimodal_gen.testing.sparse import (
     tokens_of_tiles,
     video_tokens,
 )
+from multimodal_gen.testing.tail import pooled_attention
 from multimodal_gen.testing.tolerance import assert_within_error_budget
+from tests.integrations.parallel.models import RANDOM, wan, wan_inputs
 
 README = Path(__file__).parents[5] / "multimodal_gen/runtime/layers/attention/README.md"
 NAME = "near_first_attn"
@@ -39,9 +59,9 @@ TEXTS = text_places(GRID, 11)
 SETTINGS = {"topk": TOPK, "decay": DECAY, "tile_size": TILE}
 
 
-def example() -> str:
+def example(marker: str = "class NearFirstBackend") -> str:
     fences = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.M | re.S)
-    (found,) = [text for text in fences if "class NearFirstBackend" in text]
+    (found,) = [text for text in fences if marker in text]
     return found
 
 
@@ -52,14 +72,14 @@ def forget() -> None:
 
 
 @contextmanager
-def package(folder: Path) -> Iterator[None]:
-    """Have the example as an installed package, with the entry point that the README gives."""
+def package(folder: Path, text: str | None = None) -> Iterator[None]:
+    """Have the example, or another text, as a package with the entry point of the README."""
     (entry,) = re.findall(rf'^`({NAME} = ".*")`', README.read_text(), re.M)
     code, info = folder / "your_package", folder / "your_package-1.0.dist-info"
     for made in (code, info):
         made.mkdir(parents=True, exist_ok=True)
     (code / "__init__.py").touch()
-    (code / f"{NAME}.py").write_text(example())
+    (code / f"{NAME}.py").write_text(text or example())
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: your-package\nVersion: 1.0\n")
     group = "[multimodal_gen.attention_backends]"
     (info / "entry_points.txt").write_text(f"{group}\n{entry.replace(chr(34), '')}\n")
@@ -70,16 +90,16 @@ def package(folder: Path) -> Iterator[None]:
         yield
     finally:
         sys.path.remove(str(folder))
-        interface._PLUGINS.pop(NAME, None)
+        backend_names._PLUGINS.pop(NAME, None)
         for name in ("your_package", f"your_package.{NAME}"):
             sys.modules.pop(name, None)
         forget()
 
 
 @contextmanager
-def installed(folder: Path) -> Iterator[SparseMethod]:
-    """Have the example installed and imported."""
-    with package(folder):
+def installed(folder: Path, text: str | None = None) -> Iterator[SparseMethod]:
+    """Have the example, or another text, installed and imported."""
+    with package(folder, text):
         module = importlib.import_module(f"your_package.{NAME}")
         backend = module.NearFirstBackend.backend
         yield SparseMethod(backend=backend, config_cls=module.NearFirstConfig, given=SETTINGS)
@@ -89,6 +109,24 @@ def installed(folder: Path) -> Iterator[SparseMethod]:
 def method(tmp_path: Path) -> Iterator[SparseMethod]:
     with installed(tmp_path) as found:
         yield found
+
+
+def cache_size(
+    chunk: tuple[int, int, int], *, window: int, heads: int, head_size: int
+) -> CacheSize:
+    """Return the size of a cache of one layer that keeps chunks of so many frames tile by tile."""
+    return CacheSize(
+        num_layers=1,
+        batch=2,
+        num_kv_heads=heads,
+        head_size=head_size,
+        chunk_tokens=math.prod(chunk),
+        window=window,
+        sink=0,
+        dtype=torch.float32,
+        grid=chunk[1:],
+        tile=TILE[1:],
+    )
 
 
 def definition(qkv: QKV, text=None, keep=None, grid=GRID) -> torch.Tensor:
@@ -115,7 +153,78 @@ def definition(qkv: QKV, text=None, keep=None, grid=GRID) -> torch.Tensor:
 
 
 def test_the_example_is_short() -> None:
-    assert len(example().splitlines()) < 120
+    assert len(example().splitlines()) <= 80
+    (router,) = (x for x in ast.parse(example()).body if "Router" in getattr(x, "name", ""))
+    assert [x.name for x in router.body if isinstance(x, ast.FunctionDef)] == [
+        "cut",
+        "budget",
+        "choose",
+    ], "what is to be written, and the text below the example explains"
+
+
+def test_what_the_guide_says_that_a_router_may_say_is_there() -> None:
+    told = README.read_text().partition("What a router may say")[2]
+    may, migrating = told.partition("**What cannot be done**")[0], told.partition("| a router |")[2]
+    records = (BlockStats, Budget, Limits, SparseLayer, *SparseBackend.__mro__[:-1])
+    known = {*dir(Router), "SparseBackend", "settings", "stats", "self", "tail", "keys"}
+    known |= {name for record in records for name in record.__annotations__}
+    first = re.findall(r"^\| (`.*?) \|", may, re.M)
+    second = re.findall(r"^\| .* \| (.*) \|$", migrating, re.M)
+    names = {x for cell in (*first, *second) for x in re.findall(r"`(\w+)", cell)}
+    assert names <= known
+    assert len(names) > 30
+    assert {x for x in vars(BlockStats) if f"`{x}`" in may} >= {"scores", "best", "top", "in_time"}
+
+
+def limit(patch: pytest.MonkeyPatch) -> None:
+    """Give the installed example the router that the guide has for limits."""
+    names: dict[str, type] = {}
+    exec(compile(example("class OneCallRouter"), "limits.py", "exec"), names)
+    backend = sys.modules[f"your_package.{NAME}"].NearFirstBackend
+    patch.setattr(backend, "router", names["OneCallRouter"])
+
+
+@pytest.fixture
+def limited(method: SparseMethod, monkeypatch: pytest.MonkeyPatch) -> SparseMethod:
+    """The example with the limits of the guide."""
+    limit(monkeypatch)
+    return method
+
+
+def test_what_it_cannot_do_over_a_cache_is_dense_with_its_reason(limited: SparseMethod) -> None:
+    size = cache_size((2, 4, 6), window=1, heads=limited.heads, head_size=limited.head_size)
+    reason = "keys in a cache are those of several calls: it counts frames from the first one"
+    qkv = limited.inputs((2, 4, 6))
+    for strict in (False, True):
+        cache, layer = CausalCache(size), limited.layer(strict=strict)
+        cache.begin(0, size.chunk_tokens)
+        with torch.no_grad(), set_forward_context(0, latent_grid=(2, 4, 6), num_steps=1):
+            if strict:
+                with pytest.raises(UnsupportedBackendError, match=reason):
+                    layer(*qkv, cache=cache.layers[0])
+            else:
+                out = layer(*qkv, cache=cache.layers[0])
+                assert_within_error_budget(out, *qkv, scale=limited.scale)
+                (entry,) = layer.report().detours
+                assert reason in entry.selection.reason
+
+
+def check_limited_on_rank(folder: Path) -> None:
+    lengths, groups = (67, 53), parallel_groups()
+    with installed(folder / str(groups.rank)) as method, pytest.MonkeyPatch.context() as patch:
+        limit(patch)
+        method = replace(method, layer_cls=USPAttention)
+        local = QKV(*(own(x, lengths).requires_grad_() for x in method.inputs(GRID, batch=1)))
+        run_sparse(method.layer(strict=True), local, GRID).sum().backward()
+        far = method.layer(strict=True, decay=2.0)
+        with torch.no_grad():
+            run_sparse(far, local, GRID)
+        with pytest.raises(UnsupportedBackendError, match="in a ring: it has no backward there"):
+            run_sparse(far, local, GRID)
+
+
+def test_what_it_cannot_train_in_a_ring_is_refused(two_ranks, tmp_path) -> None:
+    two_ranks.run(Mesh(ring=2), check_limited_on_rank, tmp_path)
 
 
 @pytest.mark.parametrize("where", TEXTS)
@@ -144,6 +253,40 @@ def test_padding_has_no_influence_whatever_it_holds(method: SparseMethod) -> Non
     assert_within_error_budget(out, *qkv, scale=method.scale, mask=mask)
 
 
+@pytest.mark.parametrize("where", TEXTS)
+def test_a_tail_counts_other_tiles_by_their_means(method: SparseMethod, where: str) -> None:
+    text = TEXTS[where]
+    qkv, keep = method.inputs(GRID, text=text), None
+    if text is not None:
+        keep = torch.ones(qkv.query.shape[:2], dtype=torch.bool)
+        keep[1, 20:50] = False
+    out = run_sparse(method.layer(tail="pooled"), qkv, GRID, text=text, attn_mask=keep)
+    mask, tiles = definition(qkv, text, keep), tokens_of_tiles(GRID, TILE, text)
+    rows = video_tokens(GRID, text)
+    want = pooled_attention(*qkv, mask, tiles, scale=method.scale, rows=rows, keep=keep)
+    real = torch.ones_like(qkv.query[..., 0, 0], dtype=torch.bool) if keep is None else keep
+    torch.testing.assert_close(out[real].double(), want[real], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("tail", ["none", "pooled"])
+@pytest.mark.parametrize("where", ["no text", "text last"])
+def test_gradients_are_those_of_its_definition(method: SparseMethod, where: str, tail: str) -> None:
+    text = TEXTS[where]
+    qkv, attention = method.inputs(GRID, text=text), method.layer(strict=True, tail=tail)
+    tiles, rows = tokens_of_tiles(GRID, TILE, text), video_tokens(GRID, text)
+
+    def exact(*given: torch.Tensor) -> torch.Tensor:
+        mask = definition(qkv, text)
+        if tail == "none":
+            return reference_attention(*given, scale=method.scale, mask=mask)[0]
+        return pooled_attention(*given, mask, tiles, scale=method.scale, rows=rows)
+
+    def attend(*given: torch.Tensor) -> torch.Tensor:
+        return run_sparse(attention, QKV(*given), GRID, text=text)
+
+    assert_same_gradients(attend, exact, *qkv)
+
+
 def test_dense_steps_errors_and_parameters_come_with_the_base(method: SparseMethod) -> None:
     qkv, attention = method.inputs(GRID), method.layer(dense_steps="0-1")
     out = run_sparse(attention, qkv, GRID, step=1)
@@ -170,10 +313,12 @@ def test_who_only_names_it_gets_its_schedule_too(tiny_pipeline, tmp_path, capsys
     assert not any(e["fallback"] for x in layers for e in x["entries"])
 
 
-def check_on_rank(folder: Path, lengths: tuple[int, ...], masked: bool) -> float:
+def check_on_rank(
+    folder: Path, lengths: tuple[int, ...], masked: bool, code: str | None = None
+) -> float:
     """Compare this rank's tokens with the method on one process; return the density there."""
     groups = parallel_groups()
-    with installed(folder / str(groups.sequence.index)) as method:
+    with installed(folder / str(groups.sequence.index), code) as method:
         method = replace(method, layer_cls=USPAttention)
         text = TEXTS["text last"]
         qkv = method.inputs(GRID, text=text, batch=1)
@@ -226,34 +371,117 @@ def test_it_trains_in_a_ring(two_ranks, tmp_path, tail) -> None:
 
 
 @pytest.mark.parametrize("tail", ["none", "pooled"])
-def test_it_sees_a_cache(method: SparseMethod, tail) -> None:
-    from multimodal_gen.runtime.layers.attention.causal_cache import CacheSize, CausalCache
-    from multimodal_gen.runtime.managers.forward_context import set_forward_context
-
-    frames, height, width = 2, 8, 6
-    grid = (frames, height, width)
-    qkv = method.inputs(grid, batch=1)
-    layer = method.layer(strict=True, tail=tail)
-    size = CacheSize(
-        num_layers=1,
-        batch=1,
-        num_kv_heads=qkv.key.shape[2],
-        head_size=qkv.key.shape[3],
-        chunk_tokens=qkv.key.shape[1],
-        window=2,
-        sink=0,
-        dtype=qkv.key.dtype,
-        grid=(height, width),
-        tile=(2, 2),
-    )
-    cache = CausalCache(size)
-    for chunk in range(3):
-        cache.begin(chunk * size.chunk_tokens, size.chunk_tokens)
-        with torch.no_grad(), set_forward_context(0, latent_grid=grid, num_steps=1):
-            out = layer(*qkv, cache=cache.layers[0])
+def test_it_chooses_among_all_that_a_cache_shows(method: SparseMethod, tail: str) -> None:
+    chunk, window = (2, 4, 6), 2
+    size = cache_size(chunk, window=window, heads=method.heads, head_size=method.head_size)
+    cache, attention = CausalCache(size), method.layer(strict=True, tail=tail)
+    video = method.inputs((3 * chunk[0], *chunk[1:]))
+    for number in range(3):
+        own = slice(number * size.chunk_tokens, (number + 1) * size.chunk_tokens)
+        cache.begin(own.start, size.chunk_tokens)
+        with torch.no_grad(), set_forward_context(0, latent_grid=chunk, num_steps=1):
+            out = attention(*(x[:, own] for x in video), cache=cache.layers[0])
         cache.commit()
-        if not chunk:
-            want = run_sparse(method.layer(strict=True, tail=tail), qkv, grid)
-            torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
-    assert layer.report().detours == ()
-    assert 0 < dict(layer.report().entries[0].densities)[0] < 0.7
+        # As if the visible chunks were one video, of which the last rows are computed.
+        first = max(0, own.stop - window * size.chunk_tokens)
+        seen = QKV(*(x[:, first : own.stop] for x in video))
+        grid = (seen.query.shape[1] // math.prod(chunk[1:]), *chunk[1:])
+        mask, tiles = definition(seen, grid=grid), tokens_of_tiles(grid, TILE)
+        want, _ = reference_attention(*seen, scale=method.scale, mask=mask)
+        if tail == "pooled":
+            want = pooled_attention(*seen, mask, tiles, scale=method.scale)
+        want = want[:, -size.chunk_tokens :]
+        torch.testing.assert_close(out.double(), want.double(), rtol=1e-4, atol=1e-5)
+    assert attention.report().detours == ()
+    assert 0 < dict(attention.report().entries[0].densities)[0] < 0.7
+
+
+def tiny_model() -> torch.nn.Module:
+    torch.manual_seed(3)
+    RANDOM.manual_seed(5)
+    return wan().eval()
+
+
+def output(model: torch.nn.Module) -> torch.Tensor:
+    RANDOM.manual_seed(5)
+    return model(**wan_inputs(), return_dict=False)[0]
+
+
+def asking(**settings: object) -> dict[str, object]:
+    given = {"tile_size": list(TILE), "topk": TOPK, "decay": DECAY, **settings}
+    return {"attention_backend": NAME, "attention_backend_config": given, "strict": True}
+
+
+@pytest.mark.usefixtures("method")
+def test_apply_runs_it_in_every_self_attention_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, forward = [], SparseMethodImpl.forward
+
+    def noted(self, query, key, value, *rest, **more):
+        out = forward(self, query, key, value, *rest, **more)
+        calls.append((out.clone(), QKV(query, key, value), self.softmax_scale))
+        return out
+
+    monkeypatch.setattr(SparseMethodImpl, "forward", noted)
+    model = tiny_model()
+    with torch.no_grad(), apply(model, **asking()) as handle:
+        found = output(model)
+        report = handle.report()
+    assert len(calls) == len(model.blocks)
+    for out, qkv, scale in calls:
+        mask = definition(qkv, grid=(3, 3, 5))
+        assert_within_error_budget(out, *qkv, scale=scale, mask=mask)
+    ran = {layer.name: e for layer in report.layers for e in layer.entries if e.calls}
+    ours = [e for name, e in ran.items() if "attn1" in name]
+    assert [str(e.selection.backend) for e in ours] == [NAME] * len(model.blocks)
+    assert all(0 < e.density < 0.7 for e in ours)
+    with torch.no_grad():
+        stock = output(model)
+        assert not torch.allclose(found, stock, rtol=1e-3, atol=1e-4)
+        with apply(model, **asking(topk=99)):
+            torch.testing.assert_close(output(model), stock, rtol=1e-4, atol=1e-5)
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    output(model).square().mean().backward()
+    return {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
+
+
+@pytest.mark.usefixtures("method")
+@pytest.mark.parametrize("tail", ["none", "pooled"])
+def test_a_model_trains_under_apply(tail: str) -> None:
+    model = tiny_model()
+    stock = gradients(model)
+    with apply(model, **asking(tail=tail)) as handle:
+        plain = gradients(model)
+        model.enable_gradient_checkpointing()
+        again = gradients(model)
+        model.disable_gradient_checkpointing()
+        layers = handle.report().layers
+    ran = {str(e.selection.backend) for x in layers for e in x.entries if "attn1" in x.name}
+    assert ran == {NAME}
+    with apply(model, **asking(topk=99)):
+        all_tiles = gradients(model)
+    name = "blocks.0.attn1.to_q.weight"
+    assert plain.keys() == again.keys() == all_tiles.keys() == stock.keys()
+    assert not torch.allclose(plain[name], stock[name], rtol=1e-2, atol=0)
+    for name, wanted in stock.items():
+        torch.testing.assert_close(again[name], plain[name])
+        torch.testing.assert_close(all_tiles[name], wanted, rtol=1e-3, atol=1e-6)
+
+
+def check_applied_on_rank(folder: Path, tail: str) -> None:
+    groups = parallel_groups()
+    with installed(folder / str(groups.rank)), torch.no_grad():
+        model = tiny_model()
+        with use_parallel_groups(None), apply(model, **asking(tail=tail)):
+            want = output(model)
+        with apply(model, **asking(tail=tail)) as handle:
+            torch.testing.assert_close(output(model), want, rtol=1e-4, atol=1e-5)
+            notes = handle.report().notes
+    assert notes[-1].startswith("transformer: 2 ranks share the sequence")
+
+
+@pytest.mark.parametrize("tail", ["none", "pooled"])
+def test_ranks_share_a_model_under_apply(two_ranks, tmp_path, tail: str) -> None:
+    two_ranks.run(Mesh(ring=2), check_applied_on_rank, tmp_path, tail)

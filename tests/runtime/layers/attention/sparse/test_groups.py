@@ -7,11 +7,10 @@ from typing import ClassVar
 import pytest
 import torch
 
-from multimodal_gen.kernels.block_sparse.slots import KeptChunks
 from multimodal_gen.kernels.kmeans.api import Clusters
 from multimodal_gen.runtime.layers.attention.config import SparseConfig, option
 from multimodal_gen.runtime.layers.attention.sparse.base import Tail, tail_option
-from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import told_pairs
+from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import recorded_pairs
 from multimodal_gen.runtime.layers.attention.sparse.method import SparseBackend
 from multimodal_gen.runtime.layers.attention.sparse.router import Budget, Cut, Router
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
@@ -158,7 +157,7 @@ def test_groups_that_are_not_kept_count_by_their_means(where):
 def test_what_rows_keep_is_told_in_the_order_of_the_sequence():
     text = TEXTS["text first"]
     qkv = inputs(text, 2)
-    with told_pairs() as told:
+    with recorded_pairs() as told:
         run(impl_of(2), qkv, text)
     (pairs,) = told
     rows = torch.arange(qkv.query.shape[1])
@@ -184,6 +183,5 @@ def test_too_much_that_is_kept_makes_the_next_steps_dense():
 
 def test_groups_have_no_size_in_plans_and_are_of_one_call_and_one_process():
     assert SignBackend.block_sizes(None) == (0, 0)
-    chunks = KeptChunks(tokens=105, frames=3, tile=None)
-    assert impl_of().cut_of_cache(chunks, None) == "its groups are of the keys of one call"
-    assert impl_of().ring_reason() == "its groups are of all tokens of a head"
+    assert impl_of().limits.cache == "its groups are of the keys of one call"
+    assert impl_of().limits.ring == "its groups are of all tokens of a head"

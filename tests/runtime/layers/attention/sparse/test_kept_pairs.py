@@ -7,7 +7,7 @@ from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.rules import scope_from
 from multimodal_gen.runtime.layers.attention.scope import LayerSite
-from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import tell_plan, told_pairs
+from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import record_plan, recorded_pairs
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 
 GRID, TEXT, HEADS, SIZE = (3, 5, 6), 4, 4, 32
@@ -53,7 +53,7 @@ def test_what_is_told_is_what_rows_attend_to(text: str, masked: bool, text_first
     span = TextSpan(start=0 if text_first else TOKENS - TEXT, length=TEXT)
     layer, parts = layer_of(text), []
     with set_forward_context(0, num_steps=1, latent_grid=GRID, text_span=span):
-        with told_pairs() as told:
+        with recorded_pairs() as told:
             layer(q, k, torch.zeros_like(k), attn_mask=mask)
         for first in range(0, TOKENS, SIZE):  # values that name their key
             count = min(SIZE, TOKENS - first)
@@ -78,9 +78,9 @@ def test_what_is_told_is_what_rows_attend_to(text: str, masked: bool, text_first
 def test_nothing_is_told_where_nobody_asks() -> None:
     blocks = Blocks.regular(8, 4)
     plan = BlockPlan.dense(blocks, blocks, "cpu")
-    tell_plan(slice(0, 1), plan, (8, 8))
-    with told_pairs() as told:
-        tell_plan(slice(0, 1), plan, (8, 8))
-    tell_plan(slice(0, 1), plan, (8, 8))
+    record_plan(slice(0, 1), plan, (8, 8))
+    with recorded_pairs() as told:
+        record_plan(slice(0, 1), plan, (8, 8))
+    record_plan(slice(0, 1), plan, (8, 8))
     assert len(told) == 1
     assert told[0].of_rows(torch.tensor([1, 6]), slice(0, 1)).all()

@@ -7,11 +7,13 @@ import torch
 from torch import nn
 
 from multimodal_gen.errors import UnsupportedBackendError, UsageError
+from multimodal_gen.kernels.tile_order.api import gather_tokens
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.backends.registry import backends_of
 from multimodal_gen.runtime.layers.attention.config import build_config
 from multimodal_gen.runtime.layers.attention.rules import scope_from_args
 from multimodal_gen.runtime.layers.attention.scope import LayerSite
+from multimodal_gen.runtime.layers.attention.sparse import tiles
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.runtime.server_args import ServerArgs
@@ -74,6 +76,19 @@ def test_autocast_changes_the_inputs_and_nothing_else(method: str, dtype: torch.
         out = attend(method, *qkv)
     assert out.dtype == torch.bfloat16
     assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("method", ["sliding_tile_attn", "video_sparse_attn"])
+def test_queries_keys_and_values_move_into_tiles_at_once(method: str, monkeypatch) -> None:
+    moved = []
+
+    def gather(tensors: tuple[torch.Tensor, ...], index: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        moved.append(len(tensors))
+        return gather_tokens(tensors, index)
+
+    monkeypatch.setattr(tiles, "gather_tokens", gather)
+    attend(method, *make_qkv(1, math.prod(GRID), 2, 32))
+    assert set(moved) == {3}
 
 
 @pytest.mark.parametrize("method", METHODS)

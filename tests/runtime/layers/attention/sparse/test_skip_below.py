@@ -52,7 +52,7 @@ def test_a_layer_leaves_out_what_hardly_counts_and_reports_the_share(method, tex
     assert torch.equal(attend(none, qkv, text), exact)
     assert none.report().entries[0].skipped == 0
     assert make_layer(method, given).report().entries[0].skipped is None
-    assert "skip_below" in str(low.attn_impl.ring_reason())
+    assert "skip_below" in str(low.attn_impl.limits.ring)
 
 
 def test_a_package_that_leaves_nothing_out_is_refused():

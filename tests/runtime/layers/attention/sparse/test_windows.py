@@ -13,9 +13,9 @@ from multimodal_gen.runtime.layers.attention.sparse.windows import (
     pair_density,
     tile_count,
     tile_density,
-    tile_lists,
     tiles_of,
 )
+from multimodal_gen.testing.block_plans import tile_lists
 
 SIZES = st.tuples(*[st.integers(1, 6)] * 3)
 WINDOWS = st.tuples(*[st.integers(1, 8)] * 3)

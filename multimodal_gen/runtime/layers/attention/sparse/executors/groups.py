@@ -14,21 +14,22 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from multimodal_gen.kernels.block_sparse.plan import Blocks
 from multimodal_gen.kernels.cluster_attention.api import cluster_attention, query_pieces
 from multimodal_gen.kernels.cluster_attention.plan import Groups, cluster_plan, kept_pairs
 from multimodal_gen.kernels.kmeans.api import Clusters
-from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import pairs_are_told, tell_plan
+from multimodal_gen.runtime.layers.attention.sparse.density import density_of_pairs
+from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import LISTENER, record_plan
 from multimodal_gen.runtime.layers.attention.sparse.router import BlockStats, GroupMap, Router
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SequenceLayout,
     SparseCall,
     attend_text,
     head_slices,
+    kept_first,
     run_on_two_streams,
 )
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
-
-__all__ = ["attend_groups"]
 
 # Of the heads at a time where there is a tail, whose many small operations take the host long.
 _SHARE_WITH_TAIL = 0.1
@@ -41,7 +42,7 @@ def attend_groups(
     query, layer = call.query, router.layer
     with torch.no_grad():
         groups = _chosen(router, settings, call, context)
-        share = _density(groups, call.layout, call.keep)
+        share = _share(groups, call)
     if call.first_head == 0:  # the first heads of a call stand for all of it
         layer.dense_above.learn(share, 0, context)
     layer.note(context, share, query.shape[2])
@@ -130,26 +131,18 @@ def _text(
     end = layout.start + layout.num_video
     before = torch.arange(layout.start, dtype=torch.int32, device=device)
     behind = torch.arange(end, layout.num_keys, dtype=torch.int32, device=device)
-    text = torch.cat((before, behind)).unsqueeze(0)
+    text = torch.cat((before, behind))
     if keep is None:
-        return text, torch.full((1, 1), text.shape[1], dtype=torch.int32, device=device)
-    kept = torch.cat((keep[:, : layout.start], keep[:, end:]), 1)
-    first = torch.argsort(~kept, dim=1, stable=True)
-    count = kept.sum(1, keepdim=True, dtype=torch.int32)
-    return text.expand_as(first).gather(1, first), count
+        return text.unsqueeze(0), torch.full((1, 1), len(text), dtype=torch.int32, device=device)
+    text, block = kept_first(text, Blocks.regular(len(text), len(text)), keep)
+    return text, block.bounds(device)[1][:, 0]
 
 
-def _density(groups: GroupMap, layout: SequenceLayout, keep: torch.Tensor | None) -> torch.Tensor:
+def _share(groups: GroupMap, call: SparseCall) -> torch.Tensor:
     """Return the share of pairs attended to, []."""
+    pairs = kept_pairs(groups.keep, groups.queries.counts, groups.keys.counts)
     batch, heads = groups.keep.shape[:2]
-    kept = kept_pairs(groups.keep, groups.queries.counts, groups.keys.counts)
-    # Filled on the device: a copy would wait for it.
-    keys = torch.full_like(kept, layout.num_keys * batch)
-    if keep is not None:
-        keys = keep.sum().double()
-    others = layout.num_queries - layout.num_video
-    pairs = kept / heads + others * keys
-    return pairs / (layout.num_queries * keys).clamp_min(1.0)
+    return density_of_pairs(pairs / (batch * heads), call.layout, call.keep)
 
 
 def _attend(call: SparseCall, groups: GroupMap, out: torch.Tensor) -> None:
@@ -160,8 +153,8 @@ def _attend(call: SparseCall, groups: GroupMap, out: torch.Tensor) -> None:
     query, kv_heads = call.query, call.key.shape[2]
     group = query.shape[2] // kv_heads
     pieces = query_pieces(groups.queries)
-    if pairs_are_told():
-        _tell(call, groups)
+    if LISTENER.get() is not None:
+        _record(call, groups)
     text = call.layout.num_keys > call.layout.num_video
     num_pooled = groups.keys.counts.shape[2] - text  # the last group is text
 
@@ -187,9 +180,9 @@ def _attend(call: SparseCall, groups: GroupMap, out: torch.Tensor) -> None:
     run_on_two_streams([partial(attend, kv) for kv in slices], query.device)
 
 
-def _tell(call: SparseCall, groups: GroupMap) -> None:
+def _record(call: SparseCall, groups: GroupMap) -> None:
     heads = call.query.shape[2]
-    tell_plan(
+    record_plan(
         slice(0, heads),
         cluster_plan(groups.queries, groups.keys, groups.keep),
         (call.layout.num_queries, call.layout.num_keys),

@@ -1,6 +1,6 @@
 """Runs a router over blocks of raster order where they lie, and adds what a linear branch finds.
 
-It is an executor of its own beside `local`: there, tokens move into tiles, a share of the heads at
+It is an executor apart from `local`: there, tokens move into tiles, a share of the heads at
 a time, and means are made for the choice alone. Here nothing moves, blocks of queries and of keys
 have sizes of their own, and one pass over the keys gives their means and the state of the linear
 branch, which is a sum over all tokens; in a ring ranks add up what they hold.
@@ -24,13 +24,13 @@ from multimodal_gen.kernels.linear_attention.api import (
     key_means,
     key_state,
 )
+from multimodal_gen.kernels.select.api import pool_tiles
 from multimodal_gen.kernels.tile_order.api import gather_tokens
-from multimodal_gen.kernels.tile_pool.api import pool_tiles
-from multimodal_gen.runtime.distributed.collectives import all_gather_tokens
 from multimodal_gen.runtime.distributed.ring import RingInputs
-from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import tell_plan
+from multimodal_gen.runtime.layers.attention.sparse.density import density_of_plan
+from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import record_plan
 from multimodal_gen.runtime.layers.attention.sparse.raster import RasterBlocks, raster_blocks
-from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import Shard, text_shard
+from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import sum_over_ring, text_shard
 from multimodal_gen.runtime.layers.attention.sparse.router import (
     BlockStats,
     Budget,
@@ -41,13 +41,12 @@ from multimodal_gen.runtime.layers.attention.sparse.router import (
 )
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SequenceLayout,
+    Shard,
     SparseCall,
     attend_text,
     kept_first,
 )
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
-
-__all__ = ["FEW_BLOCKS", "add_linear_in_ring", "attend_in_place", "plan_of_blocks"]
 
 FEW_BLOCKS = 256  # of more, one that is cut short changes the density by less than a point
 
@@ -64,18 +63,18 @@ def attend_in_place(
     assert budget is not None, "only lists of equal length lie in place"
     layer.warn_of(layout, budget)
     router.check_call(settings, budget, projected=call.projection is not None)
-    is_operated = call.kernel.name in router.operators
+    upstream = router.attend_upstream(settings, call, blocks.tiles)
     # Blocks that are cut short, of which there are few in long sequences, or by a mask.
     is_cut = call.keep is not None or blocks.num_video <= FEW_BLOCKS
-    by_pairs = is_cut and budget.kept < budget.blocks and not is_operated
+    by_pairs = is_cut and budget.kept < budget.blocks and upstream is None
     if not by_pairs:
         layer.note(context, layout.density(budget.share), heads)
-    if is_operated:
-        return router.operate(settings, call, budget)
+    if upstream is not None:
+        return upstream
 
     def note(plan: BlockPlan) -> None:
         if by_pairs:
-            layer.note(context, _density(plan, call), heads)
+            layer.note(context, density_of_plan(plan, layout, call.keep), heads)
 
     return _attend_both(router, settings, call, blocks, budget, note)
 
@@ -108,7 +107,7 @@ def _attend_both(
     else:
         plan = plan_of_blocks(choose, q, means, keys, blocks, scale=call.scale, keep=call.keep)
     note(plan)
-    tell_plan(slice(0, q.shape[2]), plan, (q.shape[1], k.shape[1]), keys=index)
+    record_plan(slice(0, q.shape[2]), plan, (q.shape[1], k.shape[1]), keys=index)
     out = _attend(router.engine(settings), call, (q, k, v), plan, means, blocks.num_video)
     if layout.text and out.requires_grad:
         out = out.clone()  # the backward pass of the sparse branch reads what it gave
@@ -147,9 +146,9 @@ def plan_of_blocks(
     """
     if keep is not None:  # the video lies at the same positions on both sides
         query = query[:, : keep.shape[1]]
-    size, tiles = blocks.queries.size, blocks.tiles
-    bounds = blocks.starts, blocks.lengths
-    (pooled,) = pool_tiles((query.detach(),), *bounds, size=size, keep=keep)
+    starts, of_queries = (bound[0, 0] for bound in blocks.queries.bounds(query.device))
+    size = blocks.queries.size
+    (pooled,) = pool_tiles((query.detach(),), starts, of_queries, size=size, keep=keep)
     lengths = keys.bounds(query.device)[1][:, 0, : blocks.num_video]
     # A block whose keys are all masked has no mean, and attending to it would be for nothing.
     real = None if keys is blocks.keys else lengths > 0
@@ -157,7 +156,7 @@ def plan_of_blocks(
         query=pooled,
         key=means[:, :, : blocks.num_video],
         real=(None, real),
-        order=tiles,
+        order=blocks.tiles,
         scale=scale,
         counts=lengths,
         always=blocks.num_text,
@@ -174,17 +173,6 @@ def _look(
     if branch is None or branch.unselected:
         return key_means(key, keys), None
     return key_state(key, value, keys, feature_map=branch.feature_map)
-
-
-def _density(plan: BlockPlan, call: SparseCall) -> torch.Tensor:
-    """Return the share of the pairs of kept keys that a plan and text attend to, a tensor []."""
-    layout = call.layout
-    pairs = plan.pairs(full=True).double().mean()
-    others = layout.num_queries - layout.num_video
-    if call.keep is None:
-        return pairs / (layout.num_queries * layout.num_keys) + others / layout.num_queries
-    keys = call.keep.sum(1).double().mean()
-    return (pairs + others * keys) / (layout.num_queries * keys).clamp_min(1.0)
 
 
 def _attend(
@@ -253,8 +241,7 @@ def _ring_state(inputs: RingInputs, shards: Sequence[Shard | None], feature_map:
     own = key.new_zeros((batch, heads, size + 1, size), dtype=precise)
     if mine is not None:
         own = _shard_state(key, inputs.value, mine, call.keep_of(call.group.index), feature_map)
-    sizes = [own.numel()] * call.group.size
-    total = all_gather_tokens(own.flatten(), sizes, call.group).view(-1, *own.shape).sum(0)
+    total = sum_over_ring(own, call.group)
     if inputs.shared_key is not None and inputs.shared_value is not None:
         text = text_shard(inputs.shared_key.shape[1], key.device, _TEXT_BLOCK)
         shared = inputs.shared_key, inputs.shared_value

@@ -3,14 +3,14 @@
 A row of the video attends to the chunks that it chose and to all keys that are not of the video, or
 that have no chunk; other queries attend to everything. Rows are sorted by what they chose, one
 group of chunks at a time; each group attends for itself, and the parts of a row are merged. Why is
-in kernels/row_choice/README.md.
+in kernels/select/README.md.
 
 Shapes: B batch, S tokens, V rows (video tokens), Sk keys, H heads, D head size, N chunks, G groups
 of chunks; q/k suffix = query/key side.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,23 +22,26 @@ from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.slots import SeenTiles, pooled_seen
 from multimodal_gen.kernels.block_sparse.tail import PooledBlocks, add_tail
 from multimodal_gen.kernels.block_sparse.tuning import CHOICE_ROWS
-from multimodal_gen.kernels.chunk_select.api import ChunkMeans, chunk_means, pack_bits
-from multimodal_gen.kernels.row_choice.api import (
+from multimodal_gen.kernels.select.rows import (
     ChunkGroups,
+    ChunkMeans,
     SortedRows,
     chunk_groups,
+    chunk_means,
     lse_of_parts,
     merge_parts,
     move_rows,
+    pack_bits,
     sort_rows,
 )
 from multimodal_gen.kernels.static_cache import static_cache
-from multimodal_gen.kernels.tile_order.api import gather_tokens
-from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import bits_of, tell_pairs
-from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import Shard
+from multimodal_gen.kernels.tile_order.api import gather_tokens, tile_order
+from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import bits_of, record_pairs
+from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import ShardKeys
 from multimodal_gen.runtime.layers.attention.sparse.router import Router, RowStats, SparseLayer
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SequenceLayout,
+    Shard,
     SparseCall,
     TiledSequence,
     attend_densely,
@@ -49,19 +52,6 @@ from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     tiled_sequence,
 )
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
-
-__all__ = [
-    "RankRows",
-    "RowChunks",
-    "attend_by_rows",
-    "attend_choice",
-    "attend_seen_by_rows",
-    "choose_rows",
-    "key_blocks",
-    "row_chunks",
-    "row_stats",
-    "with_one_rest",
-]
 
 _Grid = tuple[int, int, int]
 
@@ -133,31 +123,11 @@ def row_chunks(layout: SequenceLayout, chunk: _Grid, device: torch.device) -> Ro
         chunk: tokens of a chunk along (time, height, width); those at the edges may be smaller.
         device: where the tensors lie.
     """
-    keys = tiled_sequence(layout, layout.num_keys, chunk, device)
-    order = keys.order
-    video, rest = layout.num_video, layout.num_keys - layout.num_video
+    keys = tiled_sequence(layout, layout.num_keys, chunk, device, one_rest=True)
+    order = tile_order(layout.grid, chunk, "cpu")
     with torch.inference_mode(False), torch.device("cpu"):
-        starts, lengths = order.starts.cpu(), order.lengths.cpu()
-        own = torch.empty(video, dtype=torch.int32)
-        chunks = torch.arange(len(starts), dtype=torch.int32)
-        own[order.order.cpu().long()] = chunks.repeat_interleave(lengths)
-        if rest:
-            starts, lengths = _with_rest(starts, lengths, video, rest)
-        blocks = Blocks.ragged(
-            starts.to(device),
-            lengths.to(device),
-            total=layout.num_keys,
-            size=max(order.largest, rest),
-        )
-        return RowChunks(keys=replace(keys, blocks=blocks), own=own.to(device))
-
-
-def _with_rest(
-    starts: torch.Tensor, lengths: torch.Tensor, first: int, rest: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return bounds on the CPU with a block more, of `rest` tokens from `first` on."""
-    more = torch.tensor([[first], [rest]], dtype=torch.int32)
-    return torch.cat((starts, more[0])), torch.cat((lengths, more[1]))
+        own = torch.repeat_interleave(order.lengths.long())[order.inverse.long()].int()
+        return RowChunks(keys=keys, own=own.to(device))
 
 
 def attend_by_rows(
@@ -243,7 +213,7 @@ def attend_choice(
         [B, Sq, H, D] in the order of the sequence, zero where a query sees no key.
     """
     heads, rows = slice(0, call.query.shape[2]), partial(_rows_of_bits, bits, chunks, call.layout)
-    tell_pairs(heads, rows)
+    record_pairs(heads, rows)
     pooled = pooled_video(call, chunks.keys) if call.tail else None
     return _attend_bits(call, chunks.keys, bits, groups=groups, pooled=pooled)
 
@@ -308,47 +278,41 @@ def _by_place(seen: ChunkMeans, places: int) -> ChunkMeans:
     return ChunkMeans(means=means.sum(2), counts=total, masked=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RankRows:
-    """What the rows of a rank in a ring chose of the chunks of all ranks.
+def attend_shard_by_rows(
+    layer: SparseLayer,
+    bits: torch.Tensor,
+    pooled: PooledBlocks | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    theirs: ShardKeys,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the attention of a rank's rows to a shard's part of their chunks; see `AttendShard`.
 
-    Attributes:
-        bits: int32 [B, H, V, words], for its rows in the order of the sequence.
-        mine: what this rank holds.
+    Args:
         layer: what computes.
+        bits: int32 [B, H, V, words], what the rows chose of the chunks of all ranks.
         pooled: means of all chunks, where those that a row did not choose count by them.
+        query: the rows, in the order of the sequence.
+        key: the shard's keys.
+        value: its values.
+        theirs: the shard.
     """
-
-    bits: torch.Tensor
-    mine: Shard
-    layer: SparseLayer
-    pooled: PooledBlocks | None = None
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        theirs: Shard,
-        blocks: Blocks,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows' attention to a shard's part of their chunks; see `AttendShard`."""
-        call = _call_of_rows(query, key, value, self.layer)
-        place, held = _held_chunks(theirs)
-        starts, lengths = (F.pad(x, (0, 1))[..., place] for x in blocks.bounds(key.device))
-        keys = TiledSequence(
-            order=theirs.keys.order,
-            index=theirs.keys.index,
-            blocks=Blocks.ragged(starts, lengths, total=blocks.total, size=blocks.size),
-            num_tiles=len(theirs.block_of),
-            in_order=True,
-        )
-        lse = _empty_lse(query)
-        out = _attend_bits(call, keys, self.bits & held, lse=lse)
-        if self.pooled is None or theirs is not self.mine:
-            return out, lse
-        scale, kernel = self.layer.scale, self.layer.kernel
-        return add_tail(out, lse, query, self.pooled, self.bits, None, scale=scale, kernel=kernel)
+    call, blocks = _call_of_rows(query, key, value, layer), theirs.blocks
+    place, held = _held_chunks(theirs.shard)
+    starts, lengths = (F.pad(x, (0, 1))[..., place] for x in blocks.bounds(key.device))
+    keys = TiledSequence(
+        order=theirs.shard.keys.order,
+        index=theirs.shard.keys.index,
+        blocks=Blocks.ragged(starts, lengths, total=blocks.total, size=blocks.size),
+        num_tiles=len(theirs.shard.block_of),
+        in_order=True,
+    )
+    lse = _empty_lse(query)
+    out = _attend_bits(call, keys, bits & held, lse=lse)
+    if pooled is None or not theirs.is_own:
+        return out, lse
+    return add_tail(out, lse, query, pooled, bits, None, scale=layer.scale, kernel=layer.kernel)
 
 
 @static_cache(maxsize=256)
@@ -364,21 +328,6 @@ def _held_chunks(shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:
         rest = torch.arange(shard.keys.num_tiles, blocks)
         place = torch.cat((torch.where(held, block, blocks), rest))
         return place.to(shard.block_of.device), pack_bits(held).to(shard.block_of.device)
-
-
-@static_cache(maxsize=256)
-def with_one_rest(shard: Shard) -> Shard:
-    """Return a shard whose tokens that are not of the video are one block."""
-    if shard.keys.num_text_blocks < 2:
-        return shard
-    total, device = len(shard.keys.index), shard.keys.index.device
-    rest = total - shard.num_video
-    with torch.inference_mode(False), torch.device("cpu"):
-        bounds = _with_rest(shard.starts.cpu(), shard.lengths.cpu(), shard.num_video, rest)
-        starts, lengths = (bound.to(device) for bound in bounds)
-        size = max(shard.keys.order.largest, rest)
-        blocks = Blocks.ragged(starts, lengths, total=total, size=size)
-        return replace(shard, keys=replace(shard.keys, blocks=blocks))
 
 
 def _call_of_rows(

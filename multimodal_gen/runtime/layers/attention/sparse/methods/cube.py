@@ -18,11 +18,14 @@ from multimodal_gen.runtime.layers.attention.config import (
     Axis,
     DensePart,
     IndexSelector,
+    Ratio,
     SparseConfig,
+    StepSet,
+    first_of,
     option,
+    ratio_now,
 )
 from multimodal_gen.runtime.layers.attention.request import Feature
-from multimodal_gen.runtime.layers.attention.selectors import Ratio, first_of, ratio_now
 from multimodal_gen.runtime.layers.attention.sparse.base import Tail, tail_option
 from multimodal_gen.runtime.layers.attention.sparse.method import SparseBackend
 from multimodal_gen.runtime.layers.attention.sparse.router import BlockStats, Budget, Cut, Router
@@ -81,7 +84,7 @@ class CubeConfig(SparseConfig):
         dense = tuple((i, i) for i, ratio in ratios if ratio == 1 and axis == "steps")
         if not dense:
             return parts
-        return (*parts, DensePart("topk_ratio_list of 1", IndexSelector(dense)))
+        return (*parts, DensePart("topk_ratio_list of 1", StepSet(indices=IndexSelector(dense))))
 
 
 class CubeRouter(Router[CubeConfig]):

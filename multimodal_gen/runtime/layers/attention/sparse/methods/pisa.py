@@ -15,9 +15,14 @@ import torch
 from multimodal_gen.kernels.engine import BLOCK_SPARSE
 from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.backends.engine import engine_variants
-from multimodal_gen.runtime.layers.attention.config import SparseConfig, option
+from multimodal_gen.runtime.layers.attention.config import (
+    Ratio,
+    SparseConfig,
+    first_of,
+    option,
+    ratio_now,
+)
 from multimodal_gen.runtime.layers.attention.request import Feature
-from multimodal_gen.runtime.layers.attention.selectors import Ratio, first_of, ratio_now
 from multimodal_gen.runtime.layers.attention.sparse.base import Tail, tail_option
 from multimodal_gen.runtime.layers.attention.sparse.method import SparseBackend
 from multimodal_gen.runtime.layers.attention.sparse.router import (
@@ -78,8 +83,10 @@ class PisaRouter(Router[PisaConfig]):
 
     def limits(self, settings: PisaConfig) -> Limits:
         """One matrix per head is of all keys of a call, and has no gradient over ranks."""
+        if not settings.first_order:
+            return Limits()
         slope = "its first-order term is a sum over all keys of one call"
-        return Limits(cache=slope, ring_gradients=slope if settings.first_order else None)
+        return Limits(cache=slope, ring_gradients=slope)
 
 
 class PisaBackend(SparseBackend):

@@ -8,18 +8,19 @@ attention finds, projected by the layer's trained `proj_l`; without one that bra
 Shapes: B batch, S tokens, H heads, D head size, N blocks; q/k suffix = query/key side.
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
+from typing_extensions import override
 
 from multimodal_gen.errors import UnsupportedBackendError, UsageError
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.engine import BLOCK_SPARSE, QUANTIZED, TRITON
 from multimodal_gen.kernels.quantized_attention.api import quantized_attention
-from multimodal_gen.kernels.requirements import Capability, PackageProbe
+from multimodal_gen.kernels.requirements import Capability
+from multimodal_gen.kernels.tile_order.api import TileOrder
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import DenseLimits
 from multimodal_gen.runtime.layers.attention.backends.common import refuse_grad
 from multimodal_gen.runtime.layers.attention.backends.declaration import HALF_DTYPES, Variant
@@ -30,16 +31,21 @@ from multimodal_gen.runtime.layers.attention.backends.engine import (
     upstream_variant,
     values_option,
 )
+from multimodal_gen.runtime.layers.attention.backends.packages import SLA
 from multimodal_gen.runtime.layers.attention.backends.sage_attn import (
     SPAS_SAGE,
     SPAS_SAGE_VARIANT,
-    SpasCall,
     attend_spas_sage,
     mask_blocks,
 )
-from multimodal_gen.runtime.layers.attention.config import SparseConfig, first_of, option
+from multimodal_gen.runtime.layers.attention.config import (
+    Ratio,
+    SparseConfig,
+    first_of,
+    option,
+    ratio_now,
+)
 from multimodal_gen.runtime.layers.attention.request import Feature
-from multimodal_gen.runtime.layers.attention.selectors import Ratio, ratio_now
 from multimodal_gen.runtime.layers.attention.sparse.base import (
     Tail,
     refuse_foreign_tail,
@@ -60,15 +66,8 @@ from multimodal_gen.runtime.layers.attention.sparse.router import (
     Router,
     SparseEngine,
 )
-from multimodal_gen.runtime.layers.attention.sparse.tiles import SparseCall
-from multimodal_gen.runtime.layers.attention.sparse.upstream import lists_as_map
+from multimodal_gen.runtime.layers.attention.sparse.tiles import SparseCall, lists_as_map
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-
-_SLA = PackageProbe(
-    module="sparse_linear_attention",
-    distribution="sparse_linear_attention",
-    install="pip install git+https://github.com/thu-ml/SLA.git",
-)
 
 _FEATURES = frozenset({Feature.GQA, Feature.KEY_MASK, Feature.RING})
 
@@ -205,7 +204,7 @@ class _BothRouter(Router[_SettingsT]):
         return torch.bfloat16 if settings.use_bf16 else torch.float16
 
     def check_call(self, settings: _SettingsT, budget: Budget | None, *, projected: bool) -> None:
-        """Refuse a tail beside a trained branch; say what the lack of both means."""
+        """Refuse a tail with a trained branch; say what the lack of both means."""
         layer = self.layer
         where = layer.component
         if projected and layer.pools_tail:
@@ -241,10 +240,12 @@ class _BothRouter(Router[_SettingsT]):
 class SLARouter(_BothRouter[SLAConfig]):
     """Sparse-Linear Attention in the precision of the inputs."""
 
-    operators: ClassVar[Collection[str]] = (UPSTREAM,)
-
-    def operate(self, settings: SLAConfig, call: SparseCall, budget: Budget) -> torch.Tensor:
-        """Return both branches as the authors' package computes them."""
+    @override
+    def attend_upstream(
+        self, settings: SLAConfig, call: SparseCall, order: TileOrder
+    ) -> torch.Tensor | None:
+        if self.layer.kernel.name != UPSTREAM:
+            return None
         ratio = ratio_now(settings.topk_ratio)
         module = upstream_module(
             self.layer.head_size,
@@ -258,7 +259,7 @@ class SLARouter(_BothRouter[SLAConfig]):
         return attend_upstream(
             call,
             module,
-            num_blocks=budget.blocks,
+            num_blocks=-(-call.layout.num_video // settings.BLKK),
             topk_ratio=ratio,
             linear_branch=settings.linear_branch,
             backend=self.layer.label,
@@ -307,18 +308,12 @@ class SageSLARouter(_BothRouter[SageSLAConfig]):
                 f"kernel {SPAS_SAGE} of {self.layer.label} needs BLKQ={wanted[0]} and "
                 f"BLKK={wanted[1]} on this GPU, got {plan.q.size} and {plan.kv.size}"
             )
-        call = SpasCall(
-            label=self.layer.label,
-            queries=query.shape[1],
-            keys=key.shape[1],
-            heads=query.shape[2],
-            kv_heads=key.shape[2],
-            masked=not (plan.q.is_regular and plan.kv.is_regular),
-        )
         # Every row keeps as many.
         indices = plan.indices.expand(query.shape[0], query.shape[2], -1, -1)
         keep = lists_as_map(indices, plan.kv.num)
-        return attend_spas_sage(query, key, value, keep, scale=self.layer.scale, call=call)
+        masked = not (plan.q.is_regular and plan.kv.is_regular)
+        scale, label = self.layer.scale, self.layer.label
+        return attend_spas_sage(query, key, value, keep, scale=scale, label=label, masked=masked)
 
 
 class SLABackend(SparseBackend):
@@ -336,7 +331,7 @@ class SLABackend(SparseBackend):
     )
     variants: ClassVar[tuple[Variant, ...]] = (
         *engine_variants(BLOCK_SPARSE, _FEATURES),
-        upstream_variant(UPSTREAM, _SLA, TRITON, capability=Capability(minimum=(8, 0))),
+        upstream_variant(UPSTREAM, SLA, TRITON, capability=Capability(minimum=(8, 0))),
     )
 
 

@@ -15,8 +15,6 @@ from torch import nn
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SparseCall
 from multimodal_gen.runtime.layers.attention.sparse.upstream import call_reasons, refuse_upstream
 
-__all__ = ["UPSTREAM", "attend_upstream", "upstream_module"]
-
 UPSTREAM = "sparse_linear_attention"
 
 

@@ -8,23 +8,22 @@ Shapes: B batch, S tokens, H heads, D head size, N blocks.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import ClassVar, Literal
 
 import torch
 
 from multimodal_gen.errors import ConfigError
 from multimodal_gen.kernels.engine import BLOCK_SPARSE
-from multimodal_gen.kernels.tile_order.api import tile_order
 from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.backends.engine import engine_variants
 from multimodal_gen.runtime.layers.attention.config import (
     IndexSelector,
+    Ratio,
     SparseConfig,
     option,
+    ratio_now,
 )
 from multimodal_gen.runtime.layers.attention.request import Feature
-from multimodal_gen.runtime.layers.attention.selectors import Ratio, ratio_now
 from multimodal_gen.runtime.layers.attention.sparse.base import Tail, tail_option
 from multimodal_gen.runtime.layers.attention.sparse.method import SparseBackend
 from multimodal_gen.runtime.layers.attention.sparse.router import (
@@ -34,6 +33,7 @@ from multimodal_gen.runtime.layers.attention.sparse.router import (
     Limits,
     Router,
 )
+from multimodal_gen.runtime.layers.attention.sparse.tiles import by_heads, shard_of
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 _CELLS = 4  # of a block, where they rank blocks
@@ -174,8 +174,11 @@ def _sink(config: SolConfig, stats: BlockStats) -> torch.Tensor:
     assert layout is not None, "a cache is refused"
     if start is None:
         start = max(layout.num_keys - config.sink_tokens, 0)
-    span = (max(start - layout.start, 0), start + config.sink_tokens - layout.start)
-    return blocks_of_span(order.grid, order.tile, *span, stats.key.device)
+    first, stop = max(start - layout.start, 0), start + config.sink_tokens - layout.start
+    if stop <= first:  # the sink is text
+        return stats.key.new_zeros(stats.num, dtype=torch.bool)
+    device = stats.key.device
+    return shard_of(order.grid, 0, first, stop, order.tile, device, 1, False).block_of >= 0
 
 
 # Scores that are held at a time: 128 MiB in fp32.
@@ -204,13 +207,13 @@ def outstanding(
     """
     batch, heads, num, _ = query.shape
     group = heads // key.shape[1]
-    at_once = max(1, _SCORES_AT_ONCE // max(1, batch * num * key.shape[2]))
-    parts = []
-    for first in range(0, heads, at_once):
-        rows = query[:, first : first + at_once].float()
-        used = torch.arange(first, first + rows.shape[1], device=key.device) // group
-        parts.append(_above(rows, key[:, used].float(), real, scale, tau, kind))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def above(some: slice) -> torch.Tensor:
+        used = torch.arange(some.start, some.stop, device=key.device) // group
+        keys = key[:, used].float()
+        return _above(query[:, some].float(), keys, real, scale, tau, kind)
+
+    return by_heads(heads, batch * num * key.shape[2], _SCORES_AT_ONCE, above)
 
 
 def _above(
@@ -235,31 +238,6 @@ def _above(
         of_channel = ((key - mean).square() * weight).sum(2, keepdim=True) / count
         variance = (query.square() @ of_channel.mT) * scale**2
     return scores > middle + tau * (variance + _LEAST_VARIANCE).sqrt()
-
-
-@lru_cache(maxsize=64)
-def blocks_of_span(
-    grid: tuple[int, int, int],
-    tile: tuple[int, int, int],
-    start: int,
-    stop: int,
-    device: torch.device,
-) -> torch.Tensor:
-    """Return the blocks that hold a token of the video in [start, stop): bool [N].
-
-    Args:
-        grid: (T, H, W) of the video.
-        tile: tokens of a block along (time, height, width).
-        start: position of the first token among those of the video, in raster order.
-        stop: position behind the last one.
-        device: where the tensor is to lie.
-    """
-    order = tile_order(grid, tile, "cpu")
-    with torch.inference_mode(False), torch.device("cpu"):
-        inside = (order.order >= start) & (order.order < stop)
-        block = torch.repeat_interleave(torch.arange(len(order.starts)), order.lengths)
-        found = torch.bincount(block[inside], minlength=len(order.starts)) > 0
-        return found.to(device)
 
 
 class SolBackend(SparseBackend):

@@ -26,13 +26,17 @@ from multimodal_gen.runtime.layers.attention.backends.engine import engine_varia
 from multimodal_gen.runtime.layers.attention.backends.sage_attn import (
     SPAS_SAGE,
     SPAS_SAGE_VARIANT,
-    SpasCall,
     attend_spas_sage,
     mask_blocks,
 )
-from multimodal_gen.runtime.layers.attention.config import SparseConfig, option
+from multimodal_gen.runtime.layers.attention.config import (
+    Ratio,
+    SparseConfig,
+    first_of,
+    option,
+    ratio_now,
+)
 from multimodal_gen.runtime.layers.attention.request import Feature
-from multimodal_gen.runtime.layers.attention.selectors import Ratio, first_of, ratio_now
 from multimodal_gen.runtime.layers.attention.sparse.base import (
     Tail,
     refuse_foreign_tail,
@@ -48,7 +52,7 @@ from multimodal_gen.runtime.layers.attention.sparse.router import (
     TokenMap,
     UpstreamKernel,
 )
-from multimodal_gen.runtime.layers.attention.sparse.tiles import SparseCall, TiledSequence
+from multimodal_gen.runtime.layers.attention.sparse.tiles import SparseCall, TiledSequence, by_heads
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 _UNIT = 64  # tokens that are pooled; blocks are one or two of them
@@ -101,16 +105,9 @@ def attend_upstream(
     backend: str,
 ) -> torch.Tensor:
     """Return attention by the authors' kernel, or refuse the call; see `UpstreamKernel`."""
-    asked = SpasCall(
-        label=backend,
-        queries=call.query.shape[1],
-        keys=call.key.shape[1],
-        heads=call.query.shape[2],
-        kv_heads=call.key.shape[2],
-        masked=call.keep is not None or bool(call.layout.text),
-    )
+    masked = call.keep is not None or bool(call.layout.text)
     parts = (call.query, call.key, call.value)
-    return attend_spas_sage(*parts, select(), scale=call.scale, call=asked)
+    return attend_spas_sage(*parts, select(), scale=call.scale, label=backend, masked=masked)
 
 
 class SpargeRouter(Router[SpargeConfig]):
@@ -192,15 +189,15 @@ def _chosen(
         q_mean, k_mean = (_merged(x, *side)[0] for x, side in zip(stats.more, sides, strict=True))
         alike = tuple(x.square().sum(-1) > config.simthreshd1 for x in (q_mean, k_mean))
     heads, group = query.shape[1], query.shape[1] // key.shape[1]
-    at_once = max(1, _SCORES_AT_ONCE // max(1, query[:, 0, :, 0].numel() * key.shape[2]))
-    parts = []
-    for first in range(0, heads, at_once):
-        some = torch.arange(first, min(first + at_once, heads), device=key.device)
-        scores = query[:, some].float() @ key[:, some // group].float().mT
+
+    def best(some: slice) -> torch.Tensor:
+        used = torch.arange(some.start, some.stop, device=key.device) // group
+        scores = query[:, some].float() @ key[:, used].float().mT
         scores = (scores * stats.scale).masked_fill(counts[:, None, None] == 0, -torch.inf)
-        of_some = None if alike is None else (alike[0][:, some], alike[1][:, some // group])
-        parts.append(_best(config, budget, scores, of_some))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        of_some = None if alike is None else (alike[0][:, some], alike[1][:, used])
+        return _best(config, budget, scores, of_some)
+
+    return by_heads(heads, query[:, 0, :, 0].numel() * key.shape[2], _SCORES_AT_ONCE, best)
 
 
 def _best(

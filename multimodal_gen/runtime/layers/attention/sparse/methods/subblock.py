@@ -17,9 +17,8 @@ import torch
 from multimodal_gen.kernels.engine import BLOCK_SPARSE
 from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.backends.engine import engine_variants
-from multimodal_gen.runtime.layers.attention.config import SparseConfig, option
+from multimodal_gen.runtime.layers.attention.config import Ratio, SparseConfig, option, ratio_now
 from multimodal_gen.runtime.layers.attention.request import Feature
-from multimodal_gen.runtime.layers.attention.selectors import Ratio, ratio_now
 from multimodal_gen.runtime.layers.attention.sparse.base import Tail, tail_option
 from multimodal_gen.runtime.layers.attention.sparse.method import SparseBackend
 from multimodal_gen.runtime.layers.attention.sparse.router import BlockStats, Budget, Cut, Router
@@ -35,7 +34,8 @@ class SubblockConfig(SparseConfig):
 
     Attributes:
         sparsity: share of the blocks of keys that a block of queries skips; what is kept is rounded
-            up to a multiple of eight blocks. It may change over the steps: {0: 0.5, 0.4: 0.75}.
+            up to a multiple of eight blocks, eight at least, or all where there are fewer. It may
+            change over the steps: {0: 0.5, 0.4: 0.75}.
         n_q: cells of a block of queries.
         n_k: cells of a block of keys.
         skip_first_steps: first denoising steps that stay dense.
@@ -97,7 +97,7 @@ class SubblockRouter(Router[SubblockConfig]):
 
 
 def kept_blocks(sparsity: float, num_blocks: int) -> int:
-    """Return how many key blocks a query block keeps: rounded up to a multiple of eight."""
+    """Return how many key blocks a query block keeps: a multiple of eight, or all of fewer."""
     kept = max(math.ceil((1 - Fraction(repr(float(sparsity)))) * num_blocks), 1)
     return min(-(-kept // _MULTIPLE) * _MULTIPLE, num_blocks)
 

@@ -33,14 +33,16 @@ from multimodal_gen.runtime.layers.attention.backends.engine import (
     engine_variants,
     upstream_variant,
 )
+from multimodal_gen.runtime.layers.attention.backends.packages import SVG
 from multimodal_gen.runtime.layers.attention.config import (
     BackendConfig,
+    Ratio,
     SparseConfig,
     first_of,
     option,
+    ratio_now,
 )
 from multimodal_gen.runtime.layers.attention.request import AttentionRequest, Feature
-from multimodal_gen.runtime.layers.attention.selectors import Ratio, ratio_now
 from multimodal_gen.runtime.layers.attention.sparse.base import (
     Tail,
     refuse_foreign_tail,
@@ -76,12 +78,6 @@ _MAX_BRANCHES = 8
 
 _Run = tuple[str, str | None]
 _Branch = tuple[str, str | None, Hashable]
-
-_SVG = PackageProbe(
-    module=UPSTREAM,
-    distribution="svg",
-    install="see https://github.com/svg-project/Sparse-VideoGen",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -380,7 +376,7 @@ class SVG2Backend(SparseBackend):
             BLOCK_SPARSE, (Feature.GQA, Feature.KEY_MASK), plans=("ragged",), trains=False
         ),
         upstream_variant(
-            UPSTREAM, _SVG, head_sizes=(64, 128, 256), capability=Capability(minimum=(8, 0))
+            UPSTREAM, SVG, head_sizes=(64, 128, 256), capability=Capability(minimum=(8, 0))
         ),
     )
 

@@ -17,8 +17,6 @@ from multimodal_gen.runtime.layers.attention.sparse.upstream import (
     text_reasons,
 )
 
-__all__ = ["UPSTREAM", "attend_upstream", "refuse_layer"]
-
 UPSTREAM = "svg"
 
 

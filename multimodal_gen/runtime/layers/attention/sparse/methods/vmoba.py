@@ -15,20 +15,27 @@ import torch
 
 from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.kernels.block_sparse.slots import CacheCut, KeptChunks
-from multimodal_gen.kernels.chunk_select.api import Rule, select_chunks
 from multimodal_gen.kernels.engine import BLOCK_SPARSE
-from multimodal_gen.kernels.requirements import PackageProbe
+from multimodal_gen.kernels.select.rows import Rule, select_chunks
 from multimodal_gen.kernels.tile_order.api import TileOrder
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import DenseLimits
 from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.backends.engine import (
-    FASTVIDEO_KERNEL,
     engine_variants,
     upstream_variant,
 )
-from multimodal_gen.runtime.layers.attention.config import BackendConfig, SparseConfig, option
+from multimodal_gen.runtime.layers.attention.backends.packages import (
+    FASTVIDEO_KERNEL,
+    FLASH_ATTN_ANY,
+)
+from multimodal_gen.runtime.layers.attention.config import (
+    BackendConfig,
+    Ratio,
+    SparseConfig,
+    option,
+    ratio_now,
+)
 from multimodal_gen.runtime.layers.attention.request import Feature
-from multimodal_gen.runtime.layers.attention.selectors import Ratio, ratio_now
 from multimodal_gen.runtime.layers.attention.sparse.base import (
     Tail,
     refuse_foreign_tail,
@@ -49,13 +56,6 @@ from multimodal_gen.runtime.layers.attention.sparse.router import (
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SparseCall
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-
-_FLASH_ATTN = PackageProbe(
-    module="flash_attn.flash_attn_interface",
-    distribution="flash-attn",
-    install="pip install flash-attn --no-build-isolation",
-)
-
 
 _Kind = Literal["temporal", "spatial", "st"]
 
@@ -305,7 +305,7 @@ class VMoBABackend(SparseBackend):
         *engine_variants(
             BLOCK_SPARSE, (Feature.GQA, Feature.KEY_MASK, Feature.RING), plans=("row_bits",)
         ),
-        upstream_variant(UPSTREAM, FASTVIDEO_KERNEL, _FLASH_ATTN),
+        upstream_variant(UPSTREAM, FASTVIDEO_KERNEL, FLASH_ATTN_ANY),
     )
 
     @classmethod

@@ -13,12 +13,10 @@ from typing import Any, cast
 
 import torch
 
-from multimodal_gen.kernels.chunk_select.api import Rule
+from multimodal_gen.kernels.select.rows import Rule
 from multimodal_gen.kernels.tile_order.api import TileOrder
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SparseCall
 from multimodal_gen.runtime.layers.attention.sparse.upstream import call_reasons, refuse_upstream
-
-__all__ = ["UPSTREAM", "attend_upstream"]
 
 UPSTREAM = "fastvideo_kernel"
 

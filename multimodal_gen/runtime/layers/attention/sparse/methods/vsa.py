@@ -20,17 +20,15 @@ import torch.nn.functional as F
 
 from multimodal_gen.errors import ConfigError
 from multimodal_gen.kernels.engine import BLOCK_SPARSE
-from multimodal_gen.kernels.requirements import PackageProbe
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import DenseLimits
 from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.backends.engine import (
-    FASTVIDEO_KERNEL,
     engine_variants,
     upstream_variant,
 )
-from multimodal_gen.runtime.layers.attention.config import SparseConfig, option
+from multimodal_gen.runtime.layers.attention.backends.packages import FASTVIDEO_KERNEL, VSA
+from multimodal_gen.runtime.layers.attention.config import Ratio, SparseConfig, option, ratio_now
 from multimodal_gen.runtime.layers.attention.request import Feature
-from multimodal_gen.runtime.layers.attention.selectors import Ratio, ratio_now
 from multimodal_gen.runtime.layers.attention.sparse.base import (
     Tail,
     refuse_foreign_tail,
@@ -49,9 +47,6 @@ from multimodal_gen.runtime.layers.attention.sparse.router import (
     UpstreamKernel,
 )
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-
-# Looked for on disk only: importing it needs a GPU.
-_VSA = PackageProbe(module="vsa", distribution="vsa", install="pip install vsa")
 
 _CELLS = 4  # of a tile, where they rank tiles
 _TILE_SIZES = ((4, 4, 4), (4, 8, 4), (4, 8, 8))
@@ -202,6 +197,6 @@ class VideoSparseBackend(SparseBackend):
     router: ClassVar[type[VideoSparseRouter]] = VideoSparseRouter
     variants: ClassVar[tuple[Variant, ...]] = (
         *engine_variants(BLOCK_SPARSE, (Feature.GQA, Feature.KEY_MASK, Feature.RING)),
-        upstream_variant("vsa", _VSA),
+        upstream_variant("vsa", VSA),
         upstream_variant("fastvideo_kernel", FASTVIDEO_KERNEL),
     )

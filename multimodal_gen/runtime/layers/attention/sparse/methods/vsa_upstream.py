@@ -15,14 +15,15 @@ from typing import Any, cast
 import torch
 
 from multimodal_gen.kernels.tile_order.api import TileOrder
-from multimodal_gen.runtime.layers.attention.sparse.tiles import SparseCall, TiledSequence
+from multimodal_gen.runtime.layers.attention.sparse.tiles import (
+    SparseCall,
+    TiledSequence,
+    lists_as_map,
+)
 from multimodal_gen.runtime.layers.attention.sparse.upstream import (
     call_reasons,
-    lists_as_map,
     refuse_upstream,
 )
-
-__all__ = ["UPSTREAM", "attend_upstream", "upstream_reasons"]
 
 UPSTREAM = ("vsa", "fastvideo_kernel")
 

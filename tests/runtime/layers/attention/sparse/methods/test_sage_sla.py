@@ -12,7 +12,6 @@ from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageErr
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.block_sparse.reference import attention_reference
 from multimodal_gen.runtime.layers.attention.backends import sage_attn as _spas_sage
-from multimodal_gen.runtime.layers.attention.config_text import read_mapping
 from multimodal_gen.runtime.layers.attention.request import AttentionRequest
 from multimodal_gen.runtime.layers.attention.sparse.methods.sla import (
     SageSLABackend,
@@ -21,6 +20,7 @@ from multimodal_gen.runtime.layers.attention.sparse.methods.sla import (
 )
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
+from multimodal_gen.settings import read_mapping
 from multimodal_gen.testing.fakes import FakeDevice, simulated_environment
 from multimodal_gen.testing.inputs import QKV
 from multimodal_gen.testing.sparse import SparseMethod, block_inputs, run_sparse, text_places

@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageError
 from multimodal_gen.runtime.layers.attention import warn_once
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
-from multimodal_gen.runtime.layers.attention.config_text import read_mapping
 from multimodal_gen.runtime.layers.attention.sparse.executors import linear as linear_executor
 from multimodal_gen.runtime.layers.attention.sparse.methods.sla import (
     SLABackend,
@@ -27,6 +26,7 @@ from multimodal_gen.runtime.layers.attention.sparse.methods.sla import (
 )
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, current_platform
+from multimodal_gen.settings import read_mapping
 from multimodal_gen.testing.inputs import QKV
 from multimodal_gen.testing.reference import reference_attention
 from multimodal_gen.testing.sparse import (
@@ -485,9 +485,9 @@ def test_a_projection_of_another_size_is_refused():
 def test_only_methods_with_a_projection_take_one():
     platform = current_platform().name
     for name in (AttentionBackendEnum.SLA_ATTN, AttentionBackendEnum.SAGE_SLA_ATTN):
-        assert find_backend(name, platform).get_impl_cls().takes_projection
+        assert "projection" in find_backend(name, platform).get_impl_cls().takes
     dense = find_backend(AttentionBackendEnum.TORCH_SDPA, platform)
-    assert not dense.get_impl_cls().takes_projection
+    assert "projection" not in dense.get_impl_cls().takes
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from multimodal_gen.errors import ConfigError
-from multimodal_gen.runtime.layers.attention.config_text import read_mapping
 from multimodal_gen.runtime.layers.attention.sparse.methods.sol import SolConfig
 from multimodal_gen.runtime.managers.forward_context import TextSpan
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
+from multimodal_gen.settings import read_mapping
 from multimodal_gen.testing.reference import reference_attention
 from multimodal_gen.testing.sparse import (
     SparseMethod,

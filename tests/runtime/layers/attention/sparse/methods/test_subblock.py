@@ -180,7 +180,7 @@ def test_cells_rank_the_tiles_of_vsa_and_the_blocks_of_sol(router_of, where):
     else:
         want, _ = reference_attention(*qkv, scale=SCALE, mask=mask)
     torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-5)
-    assert attention.attn_impl.ring_reason() is None
+    assert attention.attn_impl.limits.ring is None
 
 
 def test_cells_rank_nothing_where_nothing_is_ranked():

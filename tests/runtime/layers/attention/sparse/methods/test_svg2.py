@@ -13,7 +13,6 @@ from multimodal_gen.kernels.kmeans.api import initial_centroids
 from multimodal_gen.runtime.layers.attention import LocalAttention, warn_once
 from multimodal_gen.runtime.layers.attention.backends import registry
 from multimodal_gen.runtime.layers.attention.call import AttentionCall
-from multimodal_gen.runtime.layers.attention.config_text import read_mapping
 from multimodal_gen.runtime.layers.attention.request import AttentionRequest
 from multimodal_gen.runtime.layers.attention.scope import (
     BackendPreference,
@@ -30,6 +29,7 @@ from multimodal_gen.runtime.layers.attention.sparse.methods.svg2 import (
 )
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
+from multimodal_gen.settings import read_mapping
 from multimodal_gen.testing.fakes import FakeDevice, simulated_environment
 from multimodal_gen.testing.inputs import QKV
 from multimodal_gen.testing.sparse import (

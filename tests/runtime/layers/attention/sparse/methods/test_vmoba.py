@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageError
-from multimodal_gen.kernels.chunk_select.reference import Rule
-from multimodal_gen.kernels.row_choice.api import chunk_groups
+from multimodal_gen.kernels.select.row_reference import Rule
+from multimodal_gen.kernels.select.rows import chunk_groups
 from multimodal_gen.runtime.layers.attention import warn_once
 from multimodal_gen.runtime.layers.attention.config import build_config
-from multimodal_gen.runtime.layers.attention.config_text import read_mapping
 from multimodal_gen.runtime.layers.attention.scope import (
     LayerSite,
 )
@@ -26,6 +25,7 @@ from multimodal_gen.runtime.layers.attention.sparse.methods.vmoba import (
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout, SparseCall
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
+from multimodal_gen.settings import read_mapping
 from multimodal_gen.testing.inputs import QKV
 from multimodal_gen.testing.reference import reference_attention
 from multimodal_gen.testing.sparse import (
@@ -38,7 +38,7 @@ from multimodal_gen.testing.sparse import (
     video_tokens,
 )
 from multimodal_gen.testing.tolerance import assert_within_error_budget
-from tests.kernels.chunk_select.naive import naive_choice, naive_means
+from tests.kernels.select_chunks.naive import naive_choice, naive_means
 
 SIZES = {"temporal_chunk_size": 2, "spatial_chunk_size": [3, 4], "st_chunk_size": [2, 3, 4]}
 TOPK = {"moba_select_mode": "topk", "temporal_topk": 2, "spatial_topk": 2, "st_topk": 3}
@@ -393,15 +393,22 @@ def test_gradients_are_those_of_attention_under_the_choice():
 def test_what_ranks_over_tokens_or_heads_says_where_these_must_be(scope):
     settings = config(moba_threshold_type=scope)
     impl = VMoBAImpl(HEADS, HEAD_SIZE, SCALE, config=settings, site=LayerSite(layer=0))
-    ring, ulysses = impl.ring_reason(), impl.ulysses_reason()
+    ring, ulysses = impl.limits.ring, impl.limits.ulysses
     if scope == "query_head":
         assert ring is None
     else:
         assert ring.startswith(f"`moba_threshold_type` {scope} ranks the chunks of all queries")
     if scope in ("query_head", "head_global"):
         assert ulysses is None
+
     else:
         assert ulysses.startswith(f"`moba_threshold_type` {scope} ranks the chunks of all heads")
+
+
+def test_settings_for_one_resolution_can_be_part_of_a_ring():
+    settings = config(patch_resolution=(5, 5, 9))
+    impl = VMoBAImpl(HEADS, HEAD_SIZE, SCALE, config=settings, site=LayerSite(layer=0))
+    assert impl.limits.ring is None
 
 
 def test_the_report_has_the_density_of_every_step():

@@ -112,10 +112,7 @@ def test_a_package_computes_what_the_engine_does(package, gated):
     for kernel in (package, "reference"):
         with set_forward_context(0, latent_grid=GRID) as context:
             impl = implementation(kernel)
-            if gated:
-                outs.append(impl.forward_gated(*qkv, gate, context))
-            else:
-                outs.append(impl.forward(*qkv, context))
+            outs.append(impl.forward(*qkv, context, gate=gate if gated else None))
     torch.testing.assert_close(*outs)
 
 

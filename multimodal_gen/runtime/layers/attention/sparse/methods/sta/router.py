@@ -6,49 +6,50 @@ Shapes: B batch, S tokens, H heads, D head size.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, cast
 
 import torch
 
 from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.kernels.block_sparse.slots import CacheCut, KeptChunks
 from multimodal_gen.kernels.engine import BLOCK_SPARSE
-from multimodal_gen.kernels.requirements import PackageProbe
 from multimodal_gen.kernels.static_cache import static_cache
 from multimodal_gen.kernels.tile_order.api import TileOrder
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import DenseLimits
 from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.backends.engine import (
-    FASTVIDEO_KERNEL,
     engine_variants,
     upstream_variant,
 )
+from multimodal_gen.runtime.layers.attention.backends.packages import FASTVIDEO_KERNEL, ST_ATTN
 from multimodal_gen.runtime.layers.attention.config import (
     Axis,
     BackendConfig,
     DensePart,
     SparseConfig,
-    option,
-)
-from multimodal_gen.runtime.layers.attention.request import Feature
-from multimodal_gen.runtime.layers.attention.sparse.base import (
     Tail,
+    option,
     refuse_foreign_tail,
     tail_option,
 )
+from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.layers.attention.sparse.method import SparseBackend
 from multimodal_gen.runtime.layers.attention.sparse.methods.sta.search import (
-    branch_parts,
+    NEGATIVE,
+    POSITIVE,
+    branch_rows,
+    find_searches,
     head_losses,
-    session_for,
+    recorder_for,
 )
 from multimodal_gen.runtime.layers.attention.sparse.methods.sta.strategy import (
     Strategy,
-    WindowSource,
+    fitted,
     load_strategy,
 )
-from multimodal_gen.runtime.layers.attention.sparse.methods.sta.tuning import tuned_strategy
+from multimodal_gen.runtime.layers.attention.sparse.methods.sta.tuning import tune_into
 from multimodal_gen.runtime.layers.attention.sparse.methods.sta.upstream import (
     UPSTREAM,
     attend_upstream,
@@ -77,7 +78,8 @@ from multimodal_gen.runtime.layers.attention.sparse.windows import (
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
-_ST_ATTN = PackageProbe(module="st_attn", distribution="st-attn", install="pip install st-attn")
+# A search tries every step and layer, with candidates of its own.
+_NOT_SEARCHED = ("mask_strategy_file_path", "dense_steps", "dense_sigma", "dense_layers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,18 +174,11 @@ class SlidingTileConfig(SparseConfig):
                 "`target_density` of sliding_tile_attn must be given only with sta_mode STA_tuning "
                 f"or STA_tuning_cfg, got sta_mode {mode}"
             )
-        self._check_searching()
-
-    def _check_searching(self) -> None:
-        """A search tries every step and layer, with candidates of its own."""
-        if self.sta_mode != "STA_searching":
-            return
-        for name in ("mask_strategy_file_path", "dense_steps", "dense_sigma", "dense_layers"):
-            value = getattr(self, name)
-            if value is not None:
+        for name in _NOT_SEARCHED if mode == "STA_searching" else ():
+            if getattr(self, name) is not None:
                 raise ConfigError(
                     f"`{name}` of sliding_tile_attn must not be given with sta_mode "
-                    f"STA_searching, which tries every step and layer, got {value}"
+                    f"STA_searching, which tries every step and layer, got {getattr(self, name)}"
                 )
 
     def dense_parts(self, axis: Axis) -> tuple[DensePart, ...]:
@@ -207,9 +202,8 @@ class WindowPattern(Pattern):
 @static_cache(maxsize=1024)
 def _pattern(window: Window, tiles: Window) -> WindowPattern:
     with torch.inference_mode(False), torch.device("cpu"):
-        lists = kept_indices(window, tiles)
-        counts = torch.full((len(lists),), lists.shape[1], dtype=torch.int32)
-    return WindowPattern(indices=lists, counts=counts, window=window)
+        kept = Pattern.of_lists(kept_indices(window, tiles))
+    return WindowPattern(indices=kept.indices, counts=kept.counts, window=window)
 
 
 def window_patterns(windows: tuple[Window, ...], tiles: Window) -> Patterns:
@@ -234,7 +228,8 @@ class SlidingTileRouter(Router[SlidingTileConfig]):
     chooses = "pattern"
     upstream: ClassVar[Mapping[str, UpstreamKernel]] = dict.fromkeys(UPSTREAM, _upstream)
 
-    _source: WindowSource | None = None
+    _strategy: Strategy | None = None
+    _layer: int = 0
 
     def prepare(self, settings: SlidingTileConfig) -> None:
         """Read the strategy, and check that it has the layer.
@@ -245,17 +240,17 @@ class SlidingTileRouter(Router[SlidingTileConfig]):
         """
         if settings.sta_mode == "STA_searching":
             self.search = self._search
-            return
-        window, site = settings.window, self.layer.site
-        self._source = WindowSource(
-            strategy=_strategy(settings) if window is None else None,
-            window=None if window is None else (window[0], window[1], window[2]),
-            retarget=settings.retarget,
-            layer=None if site is None else site.layer,
-            num_layers=None if site is None else site.num_layers,
-            num_heads=self.layer.num_heads,
-            tile_size=(settings.tile_size[0], settings.tile_size[1], settings.tile_size[2]),
-        )
+        elif settings.window is None:
+            self._strategy, site = _strategy(settings), self.layer.site
+            if site is None or site.layer is None:
+                raise UsageError(
+                    "a mask strategy must know the layer's index, got a layer without one; "
+                    "construct it with a `prefix` such as 'blocks.3.attn', or use `window`"
+                )
+            self._layer = site.layer
+            self._strategy.check_sizes(
+                num_heads=self.layer.num_heads, num_layers=site.num_layers, layer=site.layer
+            )
 
     def cut(self, settings: SlidingTileConfig, grid: tuple[int, int, int]) -> Cut:
         """Return the tiles."""
@@ -273,23 +268,40 @@ class SlidingTileRouter(Router[SlidingTileConfig]):
         context: ForwardContext,
     ) -> Patterns:
         """Return the windows of a step."""
-        assert self._source is not None, "a search tries windows of its own"
-        tiles = tiles_of(grid, fit_tile(settings.tile_size, grid))
-        windows = self._source.windows(
-            tiles,
-            step=context.current_timestep,
-            num_steps=context.num_steps,
-            first_head=heads.start,
-            num_heads=heads.stop - heads.start,
-        )
-        return window_patterns(windows, tiles)
+        strategy, step = self._fitted(settings, grid, context), context.current_timestep
+        if strategy is None:
+            assert settings.window is not None, "a search tries windows of its own"
+            windows = (cast("Window", settings.window),) * (heads.stop - heads.start)
+        elif step < strategy.num_steps:
+            windows = strategy.windows[step][self._layer][heads]
+        else:
+            raise UsageError(
+                f"{strategy.name} must have every step of the run, it has {strategy.num_steps} and "
+                f"this is step {step}"
+            )
+        return window_patterns(windows, tiles_of(grid, fit_tile(settings.tile_size, grid)))
 
     def check_run(self, settings: SlidingTileConfig, context: ForwardContext) -> None:
         """Refuse a strategy for other steps or another grid, as a call would."""
-        grid = context.latent_grid
-        if self._source is not None and grid is not None:
-            tiles = tiles_of(grid, fit_tile(settings.tile_size, grid))
-            self._source.check(tiles, context.num_steps)
+        if context.latent_grid is not None:
+            self._fitted(settings, context.latent_grid, context)
+
+    def _fitted(
+        self, settings: SlidingTileConfig, grid: Window, context: ForwardContext
+    ) -> Strategy | None:
+        """Return the strategy for a run, where there is one; warn of what was rescaled."""
+        if self._strategy is None:
+            return None
+        strategy, notes = fitted(
+            self._strategy,
+            tiles=tiles_of(grid, fit_tile(settings.tile_size, grid)),
+            tile_size=cast("Window", settings.tile_size),
+            num_steps=context.num_steps,
+            retarget=settings.retarget,
+        )
+        for note in notes:
+            self.layer.warnings.warn(note)
+        return strategy
 
     def limits(self, settings: SlidingTileConfig) -> Limits:
         """Windows by head and step are of one grid, and a search sees whole heads."""
@@ -337,35 +349,34 @@ class SlidingTileRouter(Router[SlidingTileConfig]):
                 "with a `prefix` such as 'blocks.3.attn', or run `sglang attention sta search`"
             )
         assert settings.search_path is not None, "the configuration checks that"
-        session = session_for(settings.search_path, context.request_id)
+        recorder = recorder_for(settings.search_path, context.request_id)
         tile = fit_tile(settings.tile_size, grid)
         tiles = tiles_of(grid, tile)
         full = attend(window_patterns((tiles,) * heads, tiles))
-        losses: dict[str, list[torch.Tensor]] = {}
-        for window in session.recorder.candidates(tiles):
+        rows = branch_rows(context.cfg_branch, len(full))
+        losses: dict[str, list[torch.Tensor]] = {branch: [] for branch in rows}
+        for window in recorder.candidates(tiles):
             out = attend(window_patterns((window,) * heads, tiles))
-            for branch, part, whole in branch_parts(context.cfg_branch, out, full):
-                losses.setdefault(branch, []).append(head_losses(part, whole))
+            for branch, part in rows.items():
+                losses[branch].append(head_losses(out[part], full[part]))
         step = context.current_timestep
         for branch, found in losses.items():
-            session.recorder.add(torch.stack(found), step=step, layer=site.layer, branch=branch)
-            session.finish(branch, context.num_steps, grid, tile)
+            recorder.add(torch.stack(found), step=step, layer=site.layer, branch=branch)
+            recorder.finish(branch, context.num_steps, grid, tile)
         return full
 
 
 def _strategy(config: SlidingTileConfig) -> Strategy:
-    path = config.mask_strategy_file_path
-    assert path is not None, "the configuration checks that"
-    if config.sta_mode == "STA_inference":
-        return load_strategy(path)
-    assert config.search_path is not None, "the configuration checks that"
-    return tuned_strategy(
-        config.search_path,
-        path,
-        both=config.sta_mode == "STA_tuning_cfg",
-        skip_time_steps=config.skip_time_steps,
-        target_density=config.target_density,
-    )
+    """Read the strategy, which the tuning modes make first."""
+    assert config.mask_strategy_file_path is not None, "the configuration checks that"
+    path = Path(config.mask_strategy_file_path).expanduser()
+    if config.sta_mode != "STA_inference":
+        assert config.search_path is not None, "the configuration checks that"
+        folder = Path(config.search_path).expanduser()
+        branches = (POSITIVE, NEGATIVE) if config.sta_mode == "STA_tuning_cfg" else (POSITIVE,)
+        files = [file for branch in branches for file in find_searches(folder, branch)]
+        tune_into(path, files, skip=config.skip_time_steps, target=config.target_density)
+    return load_strategy(path)
 
 
 class SlidingTileBackend(SparseBackend):
@@ -383,7 +394,7 @@ class SlidingTileBackend(SparseBackend):
     router: ClassVar[type[SlidingTileRouter]] = SlidingTileRouter
     variants: ClassVar[tuple[Variant, ...]] = (
         *engine_variants(BLOCK_SPARSE, (Feature.GQA, Feature.KEY_MASK, Feature.RING)),
-        upstream_variant("st_attn", _ST_ATTN, head_sizes=(128,)),
+        upstream_variant("st_attn", ST_ATTN, head_sizes=(128,)),
         upstream_variant("fastvideo_kernel", FASTVIDEO_KERNEL, head_sizes=(128,)),
     )
 

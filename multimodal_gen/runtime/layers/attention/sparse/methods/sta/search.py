@@ -14,11 +14,12 @@ import hashlib
 import json
 import math
 import re
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -26,38 +27,19 @@ from typing import Any
 import torch
 
 from multimodal_gen.errors import ConfigError, UsageError
+from multimodal_gen.files import read_text, save_text
 from multimodal_gen.runtime.layers.attention.sparse.methods.sta.strategy import (
+    as_window,
+    largest_of,
     parse_json,
-    read_text,
-    write_text,
 )
 from multimodal_gen.runtime.layers.attention.sparse.windows import (
     Window,
     effective_window,
     tile_count,
 )
-from multimodal_gen.runtime.managers.generation import Generation, current_generation
-from multimodal_gen.runtime.plain_values import short
-
-__all__ = [
-    "NEGATIVE",
-    "POSITIVE",
-    "SEARCH_STEM",
-    "BranchLosses",
-    "LossRecorder",
-    "SearchFile",
-    "SearchSession",
-    "branch_folder",
-    "branch_parts",
-    "current_recorder",
-    "default_candidates",
-    "distinct_candidates",
-    "find_searches",
-    "head_losses",
-    "record_into",
-    "search_name",
-    "session_for",
-]
+from multimodal_gen.runtime.managers.generation import current_generation
+from multimodal_gen.settings import by_axis, short
 
 # Sliding Tile Attention, arXiv 2502.04507: what its authors searched, by grid of tiles.
 _PUBLISHED: Mapping[Window, tuple[Window, ...]] = MappingProxyType(
@@ -68,15 +50,19 @@ _PUBLISHED: Mapping[Window, tuple[Window, ...]] = MappingProxyType(
 )
 
 
-def default_candidates(tiles: Window) -> tuple[Window, ...]:
-    """Return the windows to try on a grid of `tiles`, sparsest first.
+def candidates(tiles: Window, asked: Sequence[Window] = ()) -> tuple[Window, ...]:
+    """Return what the windows to try keep on a grid of `tiles`, each once, sparsest first.
 
     Heads look along few patterns: a small neighbourhood at all times, a larger one for a while,
     one moment in full, and one row or column at all times. Each is scaled to the grid; the
     windows published for a grid are added on it.
 
+    Args:
+        tiles: the grid.
+        asked: what to try instead.
+
     Raises:
-        UsageError: the grid is too small for a window that leaves something out.
+        UsageError: none is left, as full windows are none to try, or the grid is too small.
     """
     time, height, width = tiles
     patterns = (
@@ -86,20 +72,12 @@ def default_candidates(tiles: Window) -> tuple[Window, ...]:
         (time, height, 1),
         (time, 1, width),
     )
-    return distinct_candidates((*_PUBLISHED.get(tiles, ()), *patterns), tiles)
-
-
-def distinct_candidates(windows: Iterable[Window], tiles: Window) -> tuple[Window, ...]:
-    """Return what windows keep on a grid of `tiles`, each once, sparsest first.
-
-    Raises:
-        UsageError: none is left; full windows are none to try.
-    """
+    windows = asked or (*_PUBLISHED.get(tiles, ()), *patterns)
     kept = {effective_window(window, tiles) for window in windows} - {tiles}
     if not kept:
         raise UsageError(
-            f"a search must have a window smaller than the grid, which has "
-            f"{'x'.join(map(str, tiles))} tiles; use a smaller tile_size or a larger output"
+            f"a search must have a window smaller than the grid, which has {by_axis(tiles)} tiles; "
+            f"use a smaller tile_size or a larger output"
         )
     return tuple(sorted(kept, key=lambda window: (tile_count(window, tiles), window)))
 
@@ -132,145 +110,17 @@ def head_losses(out: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
     return torch.stack(losses, dim=1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BranchLosses:
-    """What a search found for one prompt in one branch.
-
-    Attributes:
-        windows: the candidates.
-        l2: fp64 [C, T, N, H], mean squared difference from full attention.
-        l1: fp64 [C, T, N, H], mean absolute difference.
-    """
-
-    windows: tuple[Window, ...]
-    l2: torch.Tensor
-    l1: torch.Tensor
-
-
-class LossRecorder:
-    """Gathers the losses of one generation; several calls of a layer at a step are averaged.
+def branch_rows(branch: str | None, batch: int) -> dict[str, slice]:
+    """Return which rows of a batch belong to which branch of guidance.
 
     Args:
-        windows: what to try; by default what suits the grid.
+        branch: "cond", "uncond", "both" (a batch of the negative half and the positive one), or
+            None, which counts as "cond".
+        batch: the number of rows.
     """
-
-    def __init__(self, windows: Sequence[Window] = ()) -> None:
-        self._asked = tuple(windows)
-        self._windows: tuple[Window, ...] = ()
-        self._tiles: Window | None = None
-        self._found: dict[str, dict[tuple[int, int], list[torch.Tensor]]] = {}
-
-    @property
-    def tiles(self) -> Window | None:
-        """The grid of tiles, once a layer asked for its candidates."""
-        return self._tiles
-
-    def candidates(self, tiles: Window) -> tuple[Window, ...]:
-        """Return the windows to try on a grid of `tiles`.
-
-        Raises:
-            UsageError: the grid changed, as it does between sizes of the output, or is too small.
-        """
-        if self._tiles is None:
-            asked = self._asked
-            self._windows = (
-                distinct_candidates(asked, tiles) if asked else default_candidates(tiles)
-            )
-            self._tiles = tiles
-        elif tiles != self._tiles:
-            raise UsageError(
-                f"a search must keep to one grid, got {tiles} tiles after {self._tiles}; search "
-                f"one size of output at a time"
-            )
-        return self._windows
-
-    def add(self, losses: torch.Tensor, *, step: int, layer: int, branch: str) -> None:
-        """Record the losses of one call.
-
-        Args:
-            losses: fp32 [C, 2, H], squared and absolute, of each of `candidates`.
-            step: denoising step.
-            layer: attention layer.
-            branch: `POSITIVE` or `NEGATIVE`.
-        """
-        self._found.setdefault(branch, {}).setdefault((step, layer), []).append(losses)
-
-    def complete(self, branch: str, num_steps: int) -> bool:
-        """Whether the last step has the losses of as many layers as the first one."""
-        found = self._found.get(branch, {})
-        of_step = [sum(step == wanted for step, _ in found) for wanted in (0, num_steps - 1)]
-        return of_step[0] == of_step[1] > 0
-
-    def ended(self, branch: str, num_steps: int) -> bool:
-        """Whether the last step also has as many calls as the first one: no more will come.
-
-        Unknown in a run of one step, where the answer is no.
-        """
-        found = self._found.get(branch, {})
-        calls = [
-            sum(len(losses) for (step, _), losses in found.items() if step == wanted)
-            for wanted in (0, num_steps - 1)
-        ]
-        return num_steps > 1 and calls[1] >= calls[0]
-
-    def discard(self, branch: str) -> None:
-        """Forget the losses of a branch."""
-        self._found.pop(branch, None)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no losses are held."""
-        return not self._found
-
-    def losses(self) -> dict[str, BranchLosses]:
-        """Return what was found, by branch; waits for the device.
-
-        Raises:
-            UsageError: nothing was recorded, or a layer ran at some steps only.
-        """
-        if not self._found:
-            raise UsageError(
-                "a search must reach at least one attention layer with a latent grid, got none"
-            )
-        return {branch: self._stacked(branch) for branch in self._found}
-
-    def _stacked(self, branch: str) -> BranchLosses:
-        found = self._found[branch]
-        steps, layers = (1 + max(key[axis] for key in found) for axis in (0, 1))
-        absent = [
-            (step, layer)
-            for step in range(steps)
-            for layer in range(layers)
-            if (step, layer) not in found
-        ]
-        if absent:
-            raise UsageError(
-                f"a search must see every layer at every step, it saw {len(found)} of "
-                f"{steps} steps x {layers} layers; first missing: step {absent[0][0]}, layer "
-                f"{absent[0][1]}; nothing may skip layers or steps while it runs"
-            )
-        means = [torch.stack(found[key]).mean(0) for key in sorted(found)]
-        stacked = torch.stack(means).double().cpu()  # [T * N, C, 2, H]
-        both = stacked.view(steps, layers, *stacked.shape[1:]).permute(3, 2, 0, 1, 4)
-        return BranchLosses(windows=self._windows, l2=both[0], l1=both[1])
-
-
-_RECORDER: ContextVar[LossRecorder | None] = ContextVar("multimodal_gen_sta_recorder", default=None)
-
-
-@contextmanager
-def record_into(recorder: LossRecorder) -> Iterator[None]:
-    """Let searching layers called inside the `with` block record into `recorder`."""
-    token = _RECORDER.set(recorder)
-    try:
-        yield
-    finally:
-        _RECORDER.reset(token)
-
-
-def current_recorder() -> LossRecorder | None:
-    """Return the recorder in use, or None."""
-    return _RECORDER.get()
+    if branch == "both":
+        return {NEGATIVE: slice(batch // 2), POSITIVE: slice(batch // 2, batch)}
+    return {NEGATIVE if branch == "uncond" else POSITIVE: slice(batch)}
 
 
 _FOLDERS: Mapping[str, str] = MappingProxyType(
@@ -280,22 +130,27 @@ SEARCH_STEM = "mask_search_"
 """How the names of search files begin."""
 
 _WHAT = "search file"
+_WINDOW = re.compile(r"\[([1-9]\d{0,5}),([1-9]\d{0,5}),([1-9]\d{0,5})\]", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchFile:
-    """One search file.
+    """What a search found for one prompt in one branch of guidance.
 
     Attributes:
-        losses: what was found.
+        windows: the candidates.
+        l2: fp64 [C, T, N, H], mean squared difference from full attention.
+        l1: fp64 [C, T, N, H], mean absolute difference.
         tiles: the grid of tiles.
         settings: what was searched, JSON data; empty for files of other programs.
         tile_size: tokens per tile, or None where nothing tells.
     """
 
-    losses: BranchLosses
+    windows: tuple[Window, ...]
+    l2: torch.Tensor
+    l1: torch.Tensor
     tiles: Window
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Any] = field(default_factory=dict)
     tile_size: Window | None = None
 
     @classmethod
@@ -317,8 +172,11 @@ class SearchFile:
         settings = settings if isinstance(settings, dict) else {}
         tiles, tile_size = settings.get("tiles"), settings.get("tile_size")
         return cls(
-            losses=BranchLosses(windows=windows, l2=l2, l1=l1),
-            tiles=_largest(windows) if tiles is None else _window(tiles, name),
+            windows=windows,
+            l2=l2,
+            l1=l1,
+            # Candidates of other programs span each axis at least once.
+            tiles=largest_of(windows) if tiles is None else _window(tiles, name),
             settings=settings,
             tile_size=None if tile_size is None else _window(tile_size, name),
         )
@@ -329,15 +187,50 @@ class SearchFile:
         Raises:
             ConfigError: the file cannot be written.
         """
-        grid: dict[str, Any] = {"tiles": list(self.tiles)}
+        settings = {**self.settings, "tiles": self.tiles}
         if self.tile_size is not None:
-            grid["tile_size"] = list(self.tile_size)
+            settings["tile_size"] = self.tile_size
+        names = [str(list(window)) for window in self.windows]
         content = {
-            "search": {**self.settings, **grid},
-            "L2_loss": _as_lists(self.losses.windows, self.losses.l2),
-            "L1_loss": _as_lists(self.losses.windows, self.losses.l1),
+            "search": settings,
+            "L2_loss": dict(zip(names, self.l2.tolist(), strict=True)),
+            "L1_loss": dict(zip(names, self.l1.tolist(), strict=True)),
         }
-        write_text(path, json.dumps(content), what=_WHAT)
+        save_text(path, json.dumps(content), what=_WHAT)
+
+
+def _losses(content: Mapping[str, Any], key: str, name: str) -> tuple[tuple[Window, ...], Any]:
+    by_window = content.get(key)
+    if not isinstance(by_window, dict) or not by_window:
+        raise ConfigError(
+            f"{name} must have losses by window under {key!r}, got {short(by_window)}"
+        )
+    windows = tuple(_window(text, name) for text in by_window)
+    if len(set(windows)) != len(windows):
+        raise ConfigError(f"{name} must have every window once under {key!r}")
+    try:
+        losses = torch.tensor(list(by_window.values()), dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        losses = torch.empty(0)
+    if losses.ndim != 4 or not losses.numel():
+        raise ConfigError(
+            f"{name} must have numbers by step, layer and head for every window under {key!r}, of "
+            f"the same sizes"
+        )
+    if not bool(((losses >= 0) & (losses < math.inf)).all()):
+        raise ConfigError(f"{name} must have finite losses >= 0 under {key!r}")
+    return windows, losses
+
+
+def _window(value: object, name: str) -> Window:
+    listed = value
+    if isinstance(value, str):
+        match = _WINDOW.fullmatch(value.replace(" ", ""))
+        listed = [int(size) for size in match.groups()] if match else None
+    window = as_window(listed)
+    if window is None:
+        raise ConfigError(f'{name} must have windows such as "[3, 1, 10]", got {short(value)}')
+    return window
 
 
 def search_name(prompt: str) -> str:
@@ -394,76 +287,83 @@ def find_searches(folder: Path, branch: str = POSITIVE) -> tuple[Path, ...]:
     return found
 
 
-def _losses(content: Mapping[str, Any], key: str, name: str) -> tuple[tuple[Window, ...], Any]:
-    by_window = content.get(key)
-    if not isinstance(by_window, dict) or not by_window:
-        raise ConfigError(
-            f"{name} must have losses by window under {key!r}, got {short(by_window)}"
-        )
-    windows = tuple(_window(text, name) for text in by_window)
-    if len(set(windows)) != len(windows):
-        raise ConfigError(f"{name} must have every window once under {key!r}")
-    try:
-        losses = torch.tensor(list(by_window.values()), dtype=torch.float64)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        losses = torch.empty(0)
-    if losses.ndim != 4 or not losses.numel():
-        raise ConfigError(
-            f"{name} must have numbers by step, layer and head for every window under {key!r}, of "
-            f"the same sizes"
-        )
-    if not bool(((losses >= 0) & (losses < math.inf)).all()):
-        raise ConfigError(f"{name} must have finite losses >= 0 under {key!r}")
-    return windows, losses
+@dataclass(eq=False)
+class LossRecorder:
+    """Gathers the losses of one generation; several calls of a layer at a step are averaged.
 
-
-def _window(value: object, name: str) -> Window:
-    sizes = value
-    if isinstance(value, str):
-        sizes = [int(size) for size in re.findall(r"\d{1,6}", value)]
-        sizes = sizes if value.replace(" ", "") == str(sizes).replace(" ", "") else None
-    listed = sizes if isinstance(sizes, list) else []
-    if len(listed) == 3 and all(type(size) is int and size >= 1 for size in listed):
-        return (listed[0], listed[1], listed[2])
-    raise ConfigError(f'{name} must have windows such as "[3, 1, 10]", got {short(value)}')
-
-
-def _largest(windows: tuple[Window, ...]) -> Window:
-    # Candidates of other programs span each axis at least once.
-    sizes = [max(window[axis] for window in windows) for axis in range(3)]
-    return (sizes[0], sizes[1], sizes[2])
-
-
-def _as_lists(windows: tuple[Window, ...], losses: torch.Tensor) -> dict[str, Any]:
-    return {str(list(w)): values for w, values in zip(windows, losses.tolist(), strict=True)}
-
-
-class SearchSession:
-    """The search over one generation.
-
-    Args:
-        recorder: gathers the losses.
+    Attributes:
+        asked: what to try; by default what suits the grid.
         folder: where the search files go when the last layer of the last step is done; None where
-            somebody else takes them from the recorder.
-        request: identifies the generation; names the files where the prompt is unknown.
-        generation: what is generated, or None where nobody said so. Its prompt names the files:
-            those of a prompt that is generated again replace the older ones.
+            they are made of `losses`.
+        request: identifies the generation; names the files where the prompt is unknown. Those of a
+            prompt that is generated again replace the older ones.
     """
 
-    def __init__(
-        self,
-        recorder: LossRecorder,
-        folder: Path | None = None,
-        request: str = "",
-        generation: Generation | None = None,
-    ) -> None:
-        self.recorder = recorder
-        self._folder = folder
-        self._request = request
-        self._generation = generation
+    asked: Sequence[Window] = ()
+    folder: Path | None = None
+    request: str = ""
+    _windows: tuple[Window, ...] = ()
+    _tiles: Window | None = None
+    # By branch, then by step and layer.
+    _found: dict[str, dict[tuple[int, int], list[torch.Tensor]]] = field(default_factory=dict)
+
+    def candidates(self, tiles: Window) -> tuple[Window, ...]:
+        """Return the windows to try on a grid of `tiles`.
+
+        Raises:
+            UsageError: the grid changed, as it does between sizes of the output, or is too small.
+        """
+        if self._tiles is None:
+            self._windows, self._tiles = candidates(tiles, self.asked), tiles
+        elif tiles != self._tiles:
+            raise UsageError(
+                f"a search must keep to one grid, got {tiles} tiles after {self._tiles}; search "
+                f"one size of output at a time"
+            )
+        return self._windows
+
+    def add(self, losses: torch.Tensor, *, step: int, layer: int, branch: str) -> None:
+        """Record the losses of one call.
+
+        Args:
+            losses: fp32 [C, 2, H], squared and absolute, of each of `candidates`.
+            step: denoising step.
+            layer: attention layer.
+            branch: `POSITIVE` or `NEGATIVE`.
+        """
+        self._found.setdefault(branch, {}).setdefault((step, layer), []).append(losses)
+
+    def losses(self) -> dict[str, SearchFile]:
+        """Return what was found, by branch; waits for the device.
+
+        Raises:
+            UsageError: nothing was recorded, or a layer ran at some steps only.
+        """
+        if not self._found:
+            raise UsageError(
+                "a search must reach at least one attention layer with a latent grid, got none"
+            )
+        return {branch: self._stacked(branch) for branch in self._found}
+
+    def _stacked(self, branch: str) -> SearchFile:
+        found = self._found[branch]
+        steps, layers = (1 + max(indices) for indices in zip(*found, strict=True))
+        places = list(product(range(steps), range(layers)))
+        absent = [place for place in places if place not in found]
+        if absent:
+            raise UsageError(
+                f"a search must see every layer at every step, it saw {len(found)} of "
+                f"{steps} steps x {layers} layers; first missing: step {absent[0][0]}, layer "
+                f"{absent[0][1]}; nothing may skip layers or steps while it runs"
+            )
+        means = torch.stack([torch.stack(found[place]).mean(0) for place in places])
+        by_place = means.double().cpu().view(steps, layers, *means.shape[1:])
+        l2, l1 = by_place.permute(3, 2, 0, 1, 4)
+        assert self._tiles is not None, "losses need a grid"
+        return SearchFile(windows=self._windows, l2=l2, l1=l1, tiles=self._tiles)
 
     def finish(self, branch: str, num_steps: int | None, grid: Window, tile: Window) -> None:
-        """Write the file of a branch once it is complete.
+        """Write the file of a branch once its last step has the losses of all layers.
 
         Args:
             branch: the branch that just recorded losses.
@@ -474,73 +374,61 @@ class SearchSession:
         Raises:
             UsageError: the number of steps is unknown.
         """
-        if self._folder is None:
+        if self.folder is None:
             return
         if num_steps is None:
             raise UsageError(
                 "STA_searching must run in a pipeline whose number of steps is known, got a model "
                 "alone; pass num_steps to set_forward_context"
             )
-        if not self.recorder.complete(branch, num_steps):
+        first, last = (self._calls(branch, step) for step in (0, num_steps - 1))
+        if not 0 < len(first) == len(last):
             return
-        tiles = self.recorder.tiles
-        assert tiles is not None, "a complete search had a grid"
-        settings = {"grid": list(grid), "num_steps": num_steps}
-        found = self.recorder.losses()[branch]
-        made = self._generation
-        if made is None:
-            folder = branch_folder(self._folder, branch, width=grid[2], height=f"{grid[1]}-tokens")
-            path = folder / f"mask_search_{self._request}.json"
-        else:
+        settings: dict[str, Any] = {"grid": grid, "num_steps": num_steps}
+        made, name = current_generation(), f"{SEARCH_STEM}{self.request}.json"
+        size: tuple[int | str, int | str] = (grid[2], f"{grid[1]}-tokens")
+        if made is not None:
             settings["prompt"] = made.prompt
-            folder = branch_folder(self._folder, branch, width=made.width, height=made.height)
-            path = folder / search_name(made.prompt)
-        SearchFile(losses=found, tiles=tiles, settings=settings, tile_size=tile).write(path)
-        if self.recorder.ended(branch, num_steps):
-            self.recorder.discard(branch)
-        if self.recorder.is_empty:
-            _SESSIONS.pop((self._folder, self._request), None)
+            name, size = search_name(made.prompt), (made.width, made.height)
+        found = replace(self._stacked(branch), settings=settings, tile_size=tile)
+        found.write(branch_folder(self.folder, branch, width=size[0], height=size[1]) / name)
+        # With as many calls as the first step has, no more will come; one step does not tell.
+        if num_steps > 1 and sum(last) >= sum(first):
+            del self._found[branch]
+        if not self._found:
+            self._tiles = None  # the next generation of that name may be of another size
+
+    def _calls(self, branch: str, step: int) -> list[int]:
+        """Return how often each layer was called at a step."""
+        found = self._found.get(branch, {})
+        return [len(losses) for (at, _), losses in found.items() if at == step]
 
 
-# Per process on purpose: the layers of a model share nothing but their configuration. A session
-# leaves when its search is complete; of those that never are, only the latest stay.
-_SESSIONS: OrderedDict[tuple[Path, str], SearchSession] = OrderedDict()
-_MOST_SESSIONS = 4
+_RECORDER: ContextVar[LossRecorder | None] = ContextVar("multimodal_gen_sta_recorder", default=None)
 
 
-def session_for(folder: str, request: str | None) -> SearchSession:
-    """Return the session of the running generation; all of its layers share it.
+@contextmanager
+def record_into(recorder: LossRecorder) -> Iterator[None]:
+    """Let searching layers called inside the `with` block record into `recorder`."""
+    token = _RECORDER.set(recorder)
+    try:
+        yield
+    finally:
+        _RECORDER.reset(token)
+
+
+def recorder_for(folder: str, request: str | None) -> LossRecorder:
+    """Return the recorder of the running generation; all of its layers share it.
 
     Args:
         folder: where search files go, unless a recorder is in use that gathers the losses.
         request: identifies the generation.
     """
-    recorder = current_recorder()
-    if recorder is not None:
-        return SearchSession(recorder)
-    key = (Path(folder).expanduser(), request or "unnamed")
-    if key not in _SESSIONS:
-        _SESSIONS[key] = SearchSession(LossRecorder(), *key, current_generation())
-        while len(_SESSIONS) > _MOST_SESSIONS:
-            _SESSIONS.popitem(last=False)
-    return _SESSIONS[key]
+    return _RECORDER.get() or _shared(Path(folder).expanduser(), request or "unnamed")
 
 
-def branch_parts(
-    branch: str | None, out: torch.Tensor, full: torch.Tensor
-) -> tuple[tuple[str, torch.Tensor, torch.Tensor], ...]:
-    """Split outputs by the branch of guidance they belong to.
-
-    Args:
-        branch: "cond", "uncond", "both" (a batch of the negative half and the positive one), or
-            None, which counts as "cond".
-        out: [B, S, H, D].
-        full: [B, S, H, D].
-
-    Returns:
-        (branch, its part of `out`, its part of `full`), for every branch.
-    """
-    if branch != "both":
-        return ((NEGATIVE if branch == "uncond" else POSITIVE, out, full),)
-    half = out.shape[0] // 2
-    return ((NEGATIVE, out[:half], full[:half]), (POSITIVE, out[half:], full[half:]))
+# Per process on purpose: the layers of a model share nothing but their configuration. A recorder
+# holds nothing when its search is complete; of those that never are, only the latest stay.
+@lru_cache(maxsize=4)
+def _shared(folder: Path, request: str) -> LossRecorder:
+    return LossRecorder((), folder, request)

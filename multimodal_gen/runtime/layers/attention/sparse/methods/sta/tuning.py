@@ -10,7 +10,7 @@ T steps, N layers, H heads, I items, C choices: candidates.
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -18,23 +18,17 @@ import torch
 
 from multimodal_gen.errors import ConfigError
 from multimodal_gen.runtime.layers.attention.sparse.methods.sta.search import (
-    NEGATIVE,
-    POSITIVE,
     SearchFile,
-    find_searches,
 )
 from multimodal_gen.runtime.layers.attention.sparse.methods.sta.strategy import (
     Strategy,
     StrategyRecord,
-    load_strategy,
 )
 from multimodal_gen.runtime.layers.attention.sparse.windows import (
     Window,
     is_full,
     tile_count,
 )
-
-__all__ = ["Assignment", "Tuned", "assign", "tune", "tune_files", "tuned_strategy"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,13 +40,11 @@ class Assignment:
     Attributes:
         choices: int64 [I].
         loss: their total loss.
-        cost: their total cost, at most the budget.
         bound: no assignment within the budget has a smaller loss.
     """
 
     choices: torch.Tensor
     loss: float
-    cost: int
     bound: float
 
 
@@ -64,17 +56,14 @@ def assign(losses: torch.Tensor, costs: Sequence[int], budget: int) -> Assignmen
 
     Args:
         losses: fp64 [I, C], loss of each choice for each item.
-        costs: cost of each choice, the same for all items.
+        costs: cost of each choice, the same for all items, ascending: ties go to the cheapest.
         budget: largest total cost, at least I times the smallest cost.
     """
-    # Ties go to the first, that is the cheapest, choice.
-    cheap_first = sorted(range(len(costs)), key=lambda choice: costs[choice])
-    ordered = losses[:, cheap_first]
-    cost = torch.tensor([costs[choice] for choice in cheap_first], dtype=torch.float64)
-    assert len(losses) * float(cost[0]) <= budget, "the caller checks that the budget can be kept"
+    cost = torch.tensor(costs, dtype=torch.float64)
+    assert len(losses) * costs[0] <= budget, "the caller checks that the budget can be kept"
 
     def at_price(price: float) -> torch.Tensor:
-        return (ordered + price * cost).argmin(1)
+        return (losses + price * cost).argmin(1)
 
     low, price = 0.0, 0.0
     if float(cost[at_price(price)].sum()) > budget:
@@ -84,17 +73,12 @@ def assign(losses: torch.Tensor, costs: Sequence[int], budget: int) -> Assignmen
                 low = middle
             else:
                 price = middle
-    choices = _spend_rest(at_price(price), ordered, cost, budget)
-    loss = float(ordered.gather(1, choices[:, None]).sum())
-    bound = float((ordered + price * cost).amin(1).sum()) - price * budget
+    choices = _spend_rest(at_price(price), losses, cost, budget)
+    loss = float(losses.gather(1, choices[:, None]).sum())
+    bound = float((losses + price * cost).amin(1).sum()) - price * budget
     if loss - bound <= 1e-12 * loss:  # but for the rounding of the sums
         bound = loss
-    return Assignment(
-        choices=torch.tensor(cheap_first)[choices],
-        loss=loss,
-        cost=int(cost[choices].sum()),
-        bound=bound,
-    )
+    return Assignment(choices=choices, loss=loss, bound=bound)
 
 
 def _spend_rest(
@@ -115,35 +99,10 @@ def _spend_rest(
         choices = choices.index_copy(0, items, best.indices[items])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tuned:
-    """A tuned strategy.
-
-    Attributes:
-        strategy: a window per step, layer and head.
-        tiles: the grid of tiles.
-        density: share of tiles kept over all steps, the dense ones included.
-        loss: the heads' mean squared differences from full attention, added up.
-        bound: no strategy of that density, from these windows, has a smaller loss; None without a
-            target density.
-    """
-
-    strategy: Strategy
-    tiles: Window
-    density: float
-    loss: float
-    bound: float | None = None
-
-
 def tune_files(
     paths: Sequence[Path], *, skip_time_steps: int, target_density: float | None = None
-) -> Tuned:
-    """Tune on search files; see `tune`.
-
-    Args:
-        paths: the files, of both branches of guidance where both are to count.
-        skip_time_steps: first denoising steps that stay dense.
-        target_density: see `tune`.
+) -> tuple[Strategy, Assignment]:
+    """Tune on search files, of both branches of guidance where both are to count; see `tune`.
 
     Raises:
         ConfigError: a file cannot be read, or files do not fit each other or the settings.
@@ -157,7 +116,7 @@ def tune(
     *,
     skip_time_steps: int,
     target_density: float | None = None,
-) -> Tuned:
+) -> tuple[Strategy, Assignment]:
     """Choose a window for every head, by its mean squared loss over all searches.
 
     Args:
@@ -168,150 +127,113 @@ def tune(
             total loss, or as near to it as `bound` tells. None: each head takes its best window
             that is not full.
 
+    Returns:
+        The strategy, and the assignment of windows to heads that it is made of: its loss is the
+        heads' mean squared differences from full attention, added up.
+
     Raises:
         ConfigError: searches do not fit each other, all steps would be dense, or the density
             cannot be reached.
     """
-    losses, windows, made_for = _mean(searches)
-    tiles = made_for.tiles
+    windows, losses, made_for = _mean(searches)
+    tiles, (num_steps, layers, heads) = made_for.tiles, losses.shape[1:]
     assert tiles is not None, "every search tells its grid"
-    num_steps = losses.shape[1]
     if skip_time_steps >= num_steps:
         raise ConfigError(
             f"`skip_time_steps` must be below the {num_steps} steps of the searches, got "
             f"{skip_time_steps}: every step would stay dense"
         )
-    sparse = losses[:, skip_time_steps:].flatten(1).T  # [(T - skip) * N * H, C]
-    if target_density is None:
-        windows, costs, sparse = _sorted_by_cost(windows, tiles, sparse)
-        least = sparse.min(1)
-        choices, loss, bound = least.indices, float(least.values.sum()), None
-    else:
+    if target_density is not None:
         windows = (*windows, tiles)
-        costs = [tile_count(window, tiles) for window in windows]
-        sparse = torch.cat((sparse, sparse.new_zeros(len(sparse), 1)), dim=1)
+        losses = torch.cat((losses, torch.zeros_like(losses[:1])))
+    costs = [tile_count(window, tiles) for window in windows]
+    items = losses[:, skip_time_steps:].flatten(1).T  # [(T - skip) * N * H, C]
+    budget = len(items) * costs[-1]
+    if target_density is not None:
         budget = _budget(losses, costs, skip_time_steps, target_density)
-        found = assign(sparse, costs, budget)
-        choices, loss, bound = found.choices, found.loss, found.bound
-    chosen = choices.view(num_steps - skip_time_steps, *losses.shape[2:])
-    strategy = replace(
-        _strategy(chosen, windows, tiles, skip_time_steps),
-        made_for=made_for,
+    found = assign(items, costs, budget)
+    chosen = found.choices.view(-1, layers, heads).tolist()
+    dense_steps = (((tiles,) * heads,) * layers,) * skip_time_steps
+    sparse_steps = tuple(
+        tuple(tuple(windows[choice] for choice in layer) for layer in step) for step in chosen
     )
-    shares = strategy.density(tiles)
-    density = sum(sum(step) / len(step) for step in shares) / len(shares)
-    return Tuned(strategy=strategy, tiles=tiles, density=density, loss=loss, bound=bound)
+    windows_by_step = (*dense_steps, *sparse_steps)
+    return Strategy(windows=windows_by_step, name="tuned mask strategy", made_for=made_for), found
 
 
 def _mean(
     searches: Mapping[str, SearchFile],
-) -> tuple[torch.Tensor, tuple[Window, ...], StrategyRecord]:
-    """Return the mean loss [C, T, N, H] of the windows that are not full, and the grid."""
-    (first_name, first), *others = searches.items()
-    for name, other in others:
-        for what, mine, its in (
-            ("tiles", first.tiles, other.tiles),
-            ("tile_size", first.tile_size, other.tile_size),
-            ("windows", set(first.losses.windows), set(other.losses.windows)),
-            (
-                "steps, layers and heads",
-                tuple(first.losses.l2.shape[1:]),
-                tuple(other.losses.l2.shape[1:]),
-            ),
-        ):
-            if mine != its:
+) -> tuple[tuple[Window, ...], torch.Tensor, StrategyRecord]:
+    """Return the windows that are not full, sparsest first, their mean loss and the grid."""
+    first_name, first = next(iter(searches.items()))
+    wanted = _kind(first)
+    for name, other in searches.items():
+        for what, its in _kind(other).items():
+            if its != wanted[what]:
                 raise ConfigError(
-                    f"searches must have the same {what}, got {_text(mine)} in {first_name} and "
-                    f"{_text(its)} in {name}"
+                    f"searches must have the same {what}, got {wanted[what]} in {first_name} and "
+                    f"{its} in {name}"
                 )
-    windows = tuple(w for w in first.losses.windows if not is_full(w, first.tiles))
+    sparse = (window for window in first.windows if not is_full(window, first.tiles))
+    windows = tuple(sorted(sparse, key=lambda window: tile_count(window, first.tiles)))
     if not windows:
         raise ConfigError(f"{first_name} must have losses of a window that is not full, got none")
-    total = torch.zeros(len(windows), *first.losses.l2.shape[1:], dtype=torch.float64)
-    for search in searches.values():
-        total += search.losses.l2[[search.losses.windows.index(window) for window in windows]]
+    each = [
+        search.l2[[search.windows.index(window) for window in windows]]
+        for search in searches.values()
+    ]
     made_for = StrategyRecord(tiles=first.tiles, tile_size=first.tile_size)
-    return total / len(searches), windows, made_for
+    return windows, torch.stack(each).mean(0), made_for
 
 
-def _sorted_by_cost(
-    windows: tuple[Window, ...], tiles: Window, losses: torch.Tensor
-) -> tuple[tuple[Window, ...], list[int], torch.Tensor]:
-    """Put sparse windows first, so that ties go to them."""
-    order = sorted(range(len(windows)), key=lambda i: tile_count(windows[i], tiles))
-    ordered = tuple(windows[i] for i in order)
-    return ordered, [tile_count(window, tiles) for window in ordered], losses[:, order]
+def _kind(search: SearchFile) -> dict[str, str]:
+    """Return what searches must agree in to be tuned on together."""
+    return {
+        "tiles": str(search.tiles),
+        "tile_size": str(search.tile_size),
+        "windows": ", ".join(map(str, sorted(search.windows))),
+        "steps, layers and heads": str(tuple(search.l2.shape[1:])),
+    }
 
 
 def _budget(losses: torch.Tensor, costs: list[int], skip: int, target: float) -> int:
     """Return how many tiles the steps after the dense ones may keep."""
-    _, num_steps, *rest = losses.shape
-    per_step = rest[0] * rest[1]
-    full = costs[-1]
-    dense = skip * per_step * full
+    num_steps, full = losses.shape[1], costs[-1]
+    total = losses[0].numel() * full
+    dense = total // num_steps * skip
     # The tolerance undoes the rounding of a target such as 0.1 + 0.2.
-    budget = int(target * num_steps * per_step * full * (1 + 1e-12)) - dense
-    least = (num_steps - skip) * per_step * min(costs)
+    budget = int(target * total * (1 + 1e-12)) - dense
+    least = (total - dense) // full * costs[0]
     if budget < least:
-        reachable = (dense + least) / (num_steps * per_step * full)
         raise ConfigError(
-            f"`target_density` must be at least {reachable:.4g}, which the sparsest window and "
-            f"{skip} dense steps of {num_steps} leave, got {target}; skip fewer steps or search "
-            f"sparser windows"
+            f"`target_density` must be at least {(dense + least) / total:.4g}, which the sparsest "
+            f"window and {skip} dense steps of {num_steps} leave, got {target}; skip fewer steps "
+            f"or search sparser windows"
         )
     return budget
 
 
-def _strategy(
-    chosen: torch.Tensor, windows: tuple[Window, ...], tiles: Window, skip: int
-) -> Strategy:
-    _, layers, heads = chosen.shape
-    dense = (((tiles,) * heads,) * layers,) * skip
-    sparse = tuple(
-        tuple(tuple(windows[choice] for choice in layer) for layer in step)
-        for step in chosen.tolist()
-    )
-    return Strategy(windows=(*dense, *sparse), name="tuned mask strategy")
-
-
-def _text(value: object) -> str:
-    return ", ".join(map(str, sorted(value))) if isinstance(value, set) else str(value)
-
-
-def tuned_strategy(
-    searches: str, path: str, *, both: bool, skip_time_steps: int, target_density: float | None
-) -> Strategy:
-    """Tune on the searches in a folder, write the strategy and return it as read back.
-
-    However many layers ask, it is done once, until a search changes.
+def tune_into(path: Path, files: Sequence[Path], *, skip: int, target: float | None) -> None:
+    """Tune on search files and write the strategy; once, until one changes.
 
     Args:
-        searches: folder of the searches.
         path: the strategy file to write.
-        both: whether to tune on both branches of guidance.
-        skip_time_steps: first denoising steps that stay dense.
-        target_density: see `tune`.
+        files: the search files.
+        skip: first denoising steps that stay dense.
+        target: the target density of `tune`.
 
     Raises:
         ConfigError: see `tune_files`, or the file cannot be written.
     """
-    folder = Path(searches).expanduser()
-    branches = (POSITIVE, NEGATIVE) if both else (POSITIVE,)
-    files = tuple(file for branch in branches for file in find_searches(folder, branch))
-    versions = tuple(file.stat().st_mtime_ns for file in files)
-    _tuned(files, versions, Path(path).expanduser(), skip_time_steps, target_density)
-    return load_strategy(path)
+    _tune_into(path, tuple((file, file.stat().st_mtime_ns) for file in files), skip, target)
 
 
 @lru_cache(maxsize=4)
-def _tuned(
-    files: tuple[Path, ...],
-    versions: tuple[int, ...],
-    path: Path,
-    skip_time_steps: int,
-    target_density: float | None,
+def _tune_into(
+    path: Path, versions: tuple[tuple[Path, int], ...], skip: int, target: float | None
 ) -> None:
-    del versions
-    tuned = tune_files(files, skip_time_steps=skip_time_steps, target_density=target_density)
-    tuned.strategy.write(path)
-    logger.info("tuned %s to a density of %.3f of %d searches", path, tuned.density, len(files))
+    files = [file for file, _ in versions]
+    strategy, _ = tune_files(files, skip_time_steps=skip, target_density=target)
+    strategy.write(path)
+    density = strategy.mean_density(strategy.grid)
+    logger.info("tuned %s to a density of %.3f of %d searches", path, density, len(files))

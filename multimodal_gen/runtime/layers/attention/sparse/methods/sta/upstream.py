@@ -15,12 +15,8 @@ import torch
 from multimodal_gen.kernels.tile_order.api import TileOrder
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SparseCall, TiledSequence
 from multimodal_gen.runtime.layers.attention.sparse.upstream import call_reasons, refuse_upstream
-from multimodal_gen.runtime.layers.attention.sparse.windows import (
-    Window,
-    effective_window,
-)
-
-__all__ = ["UPSTREAM", "attend_upstream", "upstream_reasons", "upstream_windows"]
+from multimodal_gen.runtime.layers.attention.sparse.windows import Window
+from multimodal_gen.settings import by_axis
 
 # Package, and what it calls the argument that names the grid.
 UPSTREAM: Mapping[str, str] = MappingProxyType(
@@ -54,11 +50,6 @@ _WINDOWS: Mapping[Window, frozenset[Window]] = MappingProxyType(
 )
 
 
-def upstream_windows(windows: Sequence[Window], order: TileOrder) -> list[Window]:
-    """Return windows, one per head, in the kernels' spelling."""
-    return [effective_window(window, order.tiles) for window in windows]
-
-
 def upstream_reasons(
     call: SparseCall, order: TileOrder, windows: Sequence[Window]
 ) -> tuple[str, ...]:
@@ -67,14 +58,14 @@ def upstream_reasons(
     Args:
         call: the call.
         order: how its video is cut into tiles.
-        windows: one per query head.
+        windows: one per query head, as what they keep on the grid.
     """
     found = []
     if order.grid not in _WINDOWS:
-        grids = ", ".join(map(_by_axis, _WINDOWS))
-        found.append(f"needs a latent grid of {grids}, got {_by_axis(order.grid)}")
+        grids = ", ".join(map(by_axis, _WINDOWS))
+        found.append(f"needs a latent grid of {grids}, got {by_axis(order.grid)}")
     if order.tile != _TILE:
-        found.append(f"needs tiles of {_by_axis(_TILE)} tokens, got {_by_axis(order.tile)}")
+        found.append(f"needs tiles of {by_axis(_TILE)} tokens, got {by_axis(order.tile)}")
     if not found:
         found += _reasons_on_grid(call, order, windows)
     if call.query.shape[3] != _HEAD_SIZE:
@@ -84,10 +75,10 @@ def upstream_reasons(
 
 def _reasons_on_grid(call: SparseCall, order: TileOrder, windows: Sequence[Window]) -> list[str]:
     found, layout = [], call.layout
-    unknown = sorted({*upstream_windows(windows, order)} - _WINDOWS[order.grid])
+    unknown = sorted({*windows} - _WINDOWS[order.grid])
     if unknown:
-        known = ", ".join(map(_by_axis, sorted(_WINDOWS[order.grid])))
-        found.append(f"needs windows among {known}, got {', '.join(map(_by_axis, unknown))}")
+        known = ", ".join(map(by_axis, sorted(_WINDOWS[order.grid])))
+        found.append(f"needs windows among {known}, got {', '.join(map(by_axis, unknown))}")
     text = (layout.num_queries - layout.num_video, layout.num_keys - layout.num_video)
     if order.grid == _TEXT_GRID:
         if text[0] != text[1] or not 1 <= text[0] <= _MOST_TEXT:
@@ -108,7 +99,7 @@ def attend_upstream(
     Args:
         call: the call.
         keys: its keys in tiles.
-        windows: one per query head.
+        windows: one per query head, as what they keep on the grid.
         backend: the method, for messages.
 
     Returns:
@@ -123,16 +114,12 @@ def attend_upstream(
     function = importlib.import_module(package).sliding_tile_attention
     order = keys.index.long()  # that of the queries too, where the kernels serve the call
     text = call.layout.num_queries - call.layout.num_video
-    options = {UPSTREAM[package]: _by_axis(keys.order.grid), "has_text": text > 0}
+    options = {UPSTREAM[package]: by_axis(keys.order.grid), "has_text": text > 0}
     out = torch.empty_like(call.query)
     # One by one: some releases take slices of heads for contiguous, which they are not in a batch.
     for b in range(out.shape[0]):
         parts = (call.query, call.key, call.value)
         q, k, v = (x[b, order].transpose(0, 1).contiguous()[None] for x in parts)
-        tiled = function(q, k, v, upstream_windows(windows, keys.order), text, **options)
+        tiled = function(q, k, v, list(windows), text, **options)
         out[b, order] = tiled[0].transpose(0, 1)
     return out
-
-
-def _by_axis(sizes: Window) -> str:
-    return "x".join(map(str, sizes))

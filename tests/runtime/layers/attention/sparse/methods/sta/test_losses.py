@@ -6,10 +6,10 @@ from multimodal_gen.runtime.layers.attention.sparse.methods.sta.search import (
     NEGATIVE,
     POSITIVE,
     LossRecorder,
-    current_recorder,
-    default_candidates,
+    candidates,
     head_losses,
     record_into,
+    recorder_for,
 )
 
 WINDOWS = ((1, 1, 1), (3, 1, 1))
@@ -54,15 +54,17 @@ def test_branches_are_kept_apart_and_repeated_calls_averaged() -> None:
     assert found[NEGATIVE].l1.unique().tolist() == [5.0]
 
 
-def test_a_search_is_complete_when_the_last_step_has_all_layers() -> None:
-    recorder = recorder_of()
+def test_a_search_is_complete_when_the_last_step_has_all_layers(tmp_path) -> None:
+    recorder = LossRecorder(WINDOWS, tmp_path)
+    recorder.candidates((5, 1, 1))
     seen = []
     for step in range(2):
         for layer in range(2):
             recorder.add(torch.zeros(2, 2, 1), step=step, layer=layer, branch=POSITIVE)
-            seen.append(recorder.complete(POSITIVE, 2))
-    assert seen == [False, False, False, True]
-    assert not recorder.complete(NEGATIVE, 2)
+            for branch in (POSITIVE, NEGATIVE):
+                recorder.finish(branch, 2, (5, 1, 1), (1, 1, 1))
+            seen.append(len(list(tmp_path.iterdir())))
+    assert seen == [0, 0, 0, 1]
 
 
 def test_a_layer_that_was_skipped_is_named() -> None:
@@ -84,11 +86,11 @@ def test_another_grid_within_a_search_is_refused() -> None:
 
 
 def test_candidates_suit_the_grid_unless_given() -> None:
-    assert LossRecorder().candidates((5, 6, 10)) == default_candidates((5, 6, 10))
+    assert LossRecorder().candidates((5, 6, 10)) == candidates((5, 6, 10))
 
 
 def test_a_recorder_is_current_inside_its_block_only() -> None:
     recorder = LossRecorder()
     with record_into(recorder):
-        assert current_recorder() is recorder
-    assert current_recorder() is None
+        assert recorder_for("searches", "a") is recorder
+    assert recorder_for("searches", "a") is not recorder

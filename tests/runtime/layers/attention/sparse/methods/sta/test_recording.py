@@ -11,11 +11,11 @@ from multimodal_gen.runtime.layers.attention.sparse.methods.sta.search import (
     POSITIVE,
     LossRecorder,
     SearchFile,
-    branch_parts,
+    branch_rows,
     find_searches,
     record_into,
+    recorder_for,
     search_name,
-    session_for,
 )
 from multimodal_gen.runtime.managers.generation import Generation, describe_generation
 
@@ -23,19 +23,19 @@ TILES = (3, 2, 4)
 
 
 @pytest.fixture(autouse=True)
-def _no_sessions() -> None:
-    search_module._SESSIONS.clear()
+def _no_recorders() -> None:
+    search_module._shared.cache_clear()
 
 
 def _run(folder, request: str, branch: str, steps: int = 2, layers: int = 2) -> None:
-    """Record a generation as its layers do, each asking for the session by itself."""
+    """Record a generation as its layers do, each asking for the recorder by itself."""
     for step in range(steps):
         for layer in range(layers):
-            session = session_for(str(folder), request)
-            windows = session.recorder.candidates(TILES)
+            recorder = recorder_for(str(folder), request)
+            windows = recorder.candidates(TILES)
             losses = torch.full((len(windows), 2, 3), float(step))
-            session.recorder.add(losses, step=step, layer=layer, branch=branch)
-            session.finish(branch, steps, (6, 8, 16), (2, 4, 4))
+            recorder.add(losses, step=step, layer=layer, branch=branch)
+            recorder.finish(branch, steps, (6, 8, 16), (2, 4, 4))
 
 
 def test_a_generation_writes_its_file_when_its_last_layer_is_done(tmp_path) -> None:
@@ -51,7 +51,7 @@ def test_a_generation_writes_its_file_when_its_last_layer_is_done(tmp_path) -> N
     assert len(find_searches(tmp_path, NEGATIVE)) == 1
     found = SearchFile.read(files[0])
     assert (found.tiles, found.tile_size) == (TILES, (2, 4, 4))
-    assert found.losses.l2[0, :, 1, 2].tolist() == [0.0, 1.0]
+    assert found.l2[0, :, 1, 2].tolist() == [0.0, 1.0]
 
 
 def test_files_are_named_by_the_prompt_and_one_generated_again_replaces_its_own(tmp_path) -> None:
@@ -64,36 +64,36 @@ def test_files_are_named_by_the_prompt_and_one_generated_again_replaces_its_own(
     assert SearchFile.read(file).settings["prompt"] == "a fox"
 
 
-def test_a_session_leaves_when_all_its_branches_are_complete(tmp_path) -> None:
+def test_a_recorder_is_empty_when_all_its_branches_are_complete(tmp_path) -> None:
     losses = [weakref.ref(loss) for loss in _run_both(tmp_path, "request-a", last=(POSITIVE,))]
     assert any(ref() is not None for ref in losses)  # the negative branch goes on
     _call(tmp_path, "request-a", 1, NEGATIVE)
     gc.collect()
     assert all(ref() is None for ref in losses)
-    assert list(search_module._SESSIONS) == []
+    assert not recorder_for(str(tmp_path), "request-a")._found
 
 
 def test_a_second_call_of_the_last_step_counts_too(tmp_path) -> None:
     for step, value in ((0, 1.0), (0, 3.0), (1, 1.0), (1, 5.0)):
         _call(tmp_path, "request-a", step, POSITIVE, value)
     (file,) = find_searches(tmp_path, POSITIVE)
-    assert SearchFile.read(file).losses.l2[0, :, 0, 0].tolist() == [2.0, 3.0]
-    assert list(search_module._SESSIONS) == []
+    assert SearchFile.read(file).l2[0, :, 0, 0].tolist() == [2.0, 3.0]
+    assert not recorder_for(str(tmp_path), "request-a")._found
 
 
-def test_of_unfinished_sessions_only_the_latest_stay(tmp_path) -> None:
-    for i in range(9):
-        _call(tmp_path, f"request-{i}", 0, POSITIVE)
-    kept = [request for _, request in search_module._SESSIONS]
-    assert kept == [f"request-{i}" for i in range(9 - search_module._MOST_SESSIONS, 9)]
+def test_of_unfinished_recorders_only_the_latest_stay(tmp_path) -> None:
+    losses = [weakref.ref(_call(tmp_path, f"request-{i}", 0, POSITIVE)) for i in range(9)]
+    gc.collect()
+    most = search_module._shared.cache_info().maxsize
+    assert [ref() is not None for ref in losses] == [False] * (9 - most) + [True] * most
 
 
 def _call(folder, request: str, step: int, branch: str, value: float = 1.0) -> torch.Tensor:
     """Record a call of the only layer in a run of two steps."""
-    session = session_for(str(folder), request)
-    losses = torch.full((len(session.recorder.candidates(TILES)), 2, 3), value)
-    session.recorder.add(losses, step=step, layer=0, branch=branch)
-    session.finish(branch, 2, (6, 8, 16), (2, 4, 4))
+    recorder = recorder_for(str(folder), request)
+    losses = torch.full((len(recorder.candidates(TILES)), 2, 3), value)
+    recorder.add(losses, step=step, layer=0, branch=branch)
+    recorder.finish(branch, 2, (6, 8, 16), (2, 4, 4))
     return losses
 
 
@@ -103,10 +103,10 @@ def _run_both(folder, request: str, *, last: tuple[str, ...]) -> list[torch.Tens
 
 
 def test_an_unfinished_generation_leaves_no_file(tmp_path) -> None:
-    session = session_for(str(tmp_path), "unfinished")
-    losses = torch.zeros(len(session.recorder.candidates(TILES)), 2, 3)
-    session.recorder.add(losses, step=0, layer=0, branch=POSITIVE)
-    session.finish(POSITIVE, 2, (6, 8, 16), (2, 4, 4))
+    recorder = recorder_for(str(tmp_path), "unfinished")
+    losses = torch.zeros(len(recorder.candidates(TILES)), 2, 3)
+    recorder.add(losses, step=0, layer=0, branch=POSITIVE)
+    recorder.finish(POSITIVE, 2, (6, 8, 16), (2, 4, 4))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -120,7 +120,7 @@ def test_a_recorder_in_use_gathers_and_nothing_is_written(tmp_path) -> None:
 
 def test_a_model_alone_cannot_tell_when_it_is_done(tmp_path) -> None:
     with pytest.raises(UsageError, match="whose number of steps is known, got a model alone"):
-        session_for(str(tmp_path), None).finish(POSITIVE, None, TILES, TILES)
+        recorder_for(str(tmp_path), None).finish(POSITIVE, None, TILES, TILES)
 
 
 @pytest.mark.parametrize(
@@ -128,16 +128,14 @@ def test_a_model_alone_cannot_tell_when_it_is_done(tmp_path) -> None:
     [("cond", [POSITIVE]), ("uncond", [NEGATIVE]), (None, [POSITIVE])],
 )
 def test_a_call_of_one_branch_belongs_to_it(name, branches) -> None:
-    out, full = torch.rand(2, 3, 4, 5, 6)
-    ((branch, part, whole),) = branch_parts(name, out, full)
+    out = torch.rand(3, 4, 5, 6)
+    ((branch, rows),) = branch_rows(name, 3).items()
     assert [branch] == branches
-    assert part is out
-    assert whole is full
+    assert torch.equal(out[rows], out)
 
 
 def test_a_batch_of_both_branches_has_the_negative_half_first() -> None:
-    out, full = torch.rand(2, 4, 4, 5, 6)
-    parts = branch_parts("both", out, full)
-    assert [branch for branch, _, _ in parts] == [NEGATIVE, POSITIVE]
-    assert torch.equal(torch.cat([part for _, part, _ in parts]), out)
-    assert torch.equal(torch.cat([whole for _, _, whole in parts]), full)
+    out = torch.rand(4, 4, 5, 6)
+    rows = branch_rows("both", 4)
+    assert list(rows) == [NEGATIVE, POSITIVE]
+    assert torch.equal(torch.cat([out[part] for part in rows.values()]), out)

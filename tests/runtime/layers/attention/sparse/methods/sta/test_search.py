@@ -11,11 +11,9 @@ from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.runtime.layers.attention.sparse.methods.sta.search import (
     NEGATIVE,
     POSITIVE,
-    BranchLosses,
     SearchFile,
     branch_folder,
-    default_candidates,
-    distinct_candidates,
+    candidates,
     find_searches,
     search_name,
 )
@@ -26,7 +24,7 @@ from multimodal_gen.runtime.layers.attention.sparse.windows import (
 
 
 def test_the_patterns_scaled_to_the_published_grid_are_the_published_windows() -> None:
-    assert set(default_candidates((5, 6, 10))) == {
+    assert set(candidates((5, 6, 10))) == {
         (5, 3, 3),
         (3, 3, 5),
         (1, 6, 10),
@@ -37,12 +35,12 @@ def test_the_patterns_scaled_to_the_published_grid_are_the_published_windows() -
 
 def test_the_windows_published_for_a_grid_are_among_its_candidates() -> None:
     published = {(3, 1, 10), (1, 5, 7), (3, 3, 3), (1, 6, 5), (1, 3, 10), (3, 6, 1)}
-    assert published <= set(default_candidates((3, 6, 10)))
+    assert published <= set(candidates((3, 6, 10)))
 
 
 @given(tiles=st.tuples(*[st.integers(1, 12)] * 3).filter(lambda tiles: max(tiles) > 1))
 def test_candidates_of_any_grid_are_distinct_sparse_and_sorted(tiles) -> None:
-    found = default_candidates(tiles)
+    found = candidates(tiles)
     kept = [effective_window(window, tiles) for window in found]
     assert found
     assert len(set(kept)) == len(kept)
@@ -53,7 +51,7 @@ def test_candidates_of_any_grid_are_distinct_sparse_and_sorted(tiles) -> None:
 
 
 def test_windows_that_keep_the_same_tiles_count_once_as_what_they_keep() -> None:
-    assert distinct_candidates([(3, 1, 1), (2, 1, 1), (9, 1, 1)], (5, 2, 1)) == (
+    assert candidates((5, 2, 1), [(3, 1, 1), (2, 1, 1), (9, 1, 1)]) == (
         (3, 1, 1),
         (5, 1, 1),
     )
@@ -61,7 +59,7 @@ def test_windows_that_keep_the_same_tiles_count_once_as_what_they_keep() -> None
 
 def test_a_grid_of_one_tile_has_nothing_to_search() -> None:
     with pytest.raises(UsageError, match="smaller than the grid, which has 1x1x1 tiles; use a"):
-        default_candidates((1, 1, 1))
+        candidates((1, 1, 1))
 
 
 GOOD = {"[3, 1, 10]": [[[0.5, 0.25]]], "[1, 6, 5]": [[[0.125, 1]]]}
@@ -69,22 +67,23 @@ GOOD = {"[3, 1, 10]": [[[0.5, 0.25]]], "[1, 6, 5]": [[[0.125, 1]]]}
 
 def test_a_written_search_reads_back(tmp_path) -> None:
     torch.manual_seed(0)
-    losses = BranchLosses(
+    written = SearchFile(
         windows=((3, 1, 2), (1, 1, 5)),
         l2=torch.rand(2, 3, 4, 5, dtype=torch.float64),
         l1=torch.rand(2, 3, 4, 5, dtype=torch.float64),
+        tiles=(5, 6, 10),
+        settings={"prompt": "a fox"},
     )
-    written = SearchFile(losses=losses, tiles=(5, 6, 10), settings={"prompt": "a fox"})
     path = branch_folder(tmp_path, POSITIVE, width=96, height=64) / search_name("a fox")
     written.write(path)
     assert path.parent.name == "mask_search_result_pos_96x64"
     content = json.loads(path.read_text())
-    assert content["L2_loss"]["[3, 1, 2]"] == losses.l2[0].tolist()
+    assert content["L2_loss"]["[3, 1, 2]"] == written.l2[0].tolist()
 
     read = SearchFile.read(path)
-    assert torch.equal(read.losses.l2, losses.l2)
-    assert torch.equal(read.losses.l1, losses.l1)
-    assert (read.losses.windows, read.tiles) == (losses.windows, (5, 6, 10))
+    assert torch.equal(read.l2, written.l2)
+    assert torch.equal(read.l1, written.l1)
+    assert (read.windows, read.tiles) == (written.windows, (5, 6, 10))
     assert read.settings["prompt"] == "a fox"
 
 
@@ -93,7 +92,7 @@ def test_a_search_of_another_program_tells_its_grid_by_its_windows(tmp_path) -> 
     path.write_text(json.dumps({"L2_loss": GOOD, "L1_loss": GOOD}))
     found = SearchFile.read(path)
     assert found.tiles == (3, 6, 10)
-    assert found.losses.l2[:, 0, 0, 1].tolist() == [0.25, 1.0]
+    assert found.l2[:, 0, 0, 1].tolist() == [0.25, 1.0]
 
 
 @pytest.mark.parametrize(

@@ -11,25 +11,10 @@ from multimodal_gen.errors import ConfigError
 from multimodal_gen.runtime.layers.attention.sparse.methods.sta.strategy import (
     Strategy,
     StrategyRecord,
+    fitted,
     load_strategy,
     record_path,
-    write_text,
 )
-
-
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch) -> None:
-    path = tmp_path / "a.json"
-    path.write_text("old")
-
-    def interrupted(*args: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("os.replace", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        write_text(path, "new", what="file")
-    assert [file.name for file in tmp_path.iterdir()] == ["a.json"]
-    assert path.read_text() == "old"
-
 
 SMALL = '{"0_0_0": [5, 6, 10], "0_0_1": [5, 6, 10], "1_0_0": [3, 3, 3], "1_0_1": [1, 6, 10]}'
 TILES = (5, 6, 10)
@@ -44,8 +29,8 @@ def by_step(*windows, made_for=None, tile_size=None) -> Strategy:
 def test_a_file_holds_a_window_per_step_layer_and_head() -> None:
     strategy = Strategy.parse(SMALL)
     assert (strategy.num_steps, strategy.num_layers, strategy.num_heads) == (2, 1, 2)
-    assert strategy.head_windows(0, 0) == ((5, 6, 10), (5, 6, 10))
-    assert strategy.head_windows(1, 0) == ((3, 3, 3), (1, 6, 10))
+    assert strategy.windows[0][0] == ((5, 6, 10), (5, 6, 10))
+    assert strategy.windows[1][0] == ((3, 3, 3), (1, 6, 10))
 
 
 @settings(max_examples=25, deadline=None)
@@ -71,9 +56,9 @@ def test_a_written_strategy_reads_back(data, tmp_path_factory) -> None:
 def test_a_rewritten_file_is_read_again(tmp_path) -> None:
     path = tmp_path / "s.json"
     path.write_text('{"0_0_0": [1, 1, 1]}')
-    assert load_strategy(path).head_windows(0, 0) == ((1, 1, 1),)
+    assert load_strategy(path).windows[0][0] == ((1, 1, 1),)
     path.write_text('{"0_0_0": [3, 3, 11]}')
-    assert load_strategy(path).head_windows(0, 0) == ((3, 3, 11),)
+    assert load_strategy(path).windows[0][0] == ((3, 3, 11),)
 
 
 @pytest.mark.parametrize(
@@ -133,16 +118,9 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path) -> None:
         by_step((1, 1, 1)).write(tmp_path / "file" / "s.json")
 
 
-def test_heads_of_another_process_are_found_by_their_offset() -> None:
-    heads = tuple((1, 1, width) for width in (1, 3, 5, 7))
-    strategy = Strategy(windows=((heads,),))
-    assert strategy.head_windows(0, 0, first_head=2, num_heads=2) == heads[2:]
-    assert strategy.head_windows(0, 0, num_heads=2) == heads[:2]
-
-
 def test_a_fitting_strategy_stays_as_it_is() -> None:
     strategy = Strategy.parse(SMALL)
-    assert strategy.fitted(tiles=TILES, num_steps=2) == (strategy, ())
+    assert fitted(strategy, tiles=TILES, num_steps=2) == (strategy, ())
     strategy.check_sizes(num_heads=2, num_layers=1)
 
 
@@ -173,36 +151,36 @@ def test_other_steps_or_another_grid_are_refused_with_both_numbers(run, message)
     with pytest.raises(
         ConfigError, match=f"{re.escape(message)}; give retarget=true .* sta search"
     ):
-        Strategy.parse(SMALL).fitted(**run)
+        fitted(Strategy.parse(SMALL), **run)
 
 
 def test_a_uniform_window_fits_every_grid_that_holds_it() -> None:
-    strategy = Strategy.uniform((3, 3, 3), num_steps=2, num_layers=1, num_heads=2)
-    assert strategy.fitted(tiles=(3, 6, 10), num_steps=2) == (strategy, ())
+    strategy = Strategy(windows=((((3, 3, 3),) * 2,),) * 2)
+    assert fitted(strategy, tiles=(3, 6, 10), num_steps=2) == (strategy, ())
     with pytest.raises(ConfigError, match="windows of up to 3x3x3 tiles, the run has 2x6x10"):
-        strategy.fitted(tiles=(2, 6, 10))
+        fitted(strategy, tiles=(2, 6, 10))
 
 
 def test_steps_are_rescaled_by_relative_position() -> None:
     dense, late = (5, 6, 10), (3, 3, 3)
     strategy = by_step(*[dense] * 15, *[late] * 35)
-    fitted, notes = strategy.fitted(tiles=TILES, num_steps=30, retarget=True)
-    assert [step[0][0] for step in fitted.windows] == [dense] * 9 + [late] * 21
+    found, notes = fitted(strategy, tiles=TILES, num_steps=30, retarget=True)
+    assert [step[0][0] for step in found.windows] == [dense] * 9 + [late] * 21
     assert notes == ("mask strategy is for 50 steps and was rescaled to 30 by relative position",)
-    longer, _ = strategy.fitted(tiles=TILES, num_steps=100, retarget=True)
+    longer, _ = fitted(strategy, tiles=TILES, num_steps=100, retarget=True)
     assert [step[0][0] for step in longer.windows] == [dense] * 30 + [late] * 70
 
 
 def test_one_step_takes_the_middle_of_many() -> None:
     strategy = by_step((5, 6, 10), (3, 3, 3), (1, 1, 1))
-    fitted, _ = strategy.fitted(tiles=TILES, num_steps=1, retarget=True)
-    assert fitted.windows == ((((3, 3, 3),),),)
+    found, _ = fitted(strategy, tiles=TILES, num_steps=1, retarget=True)
+    assert found.windows == ((((3, 3, 3),),),)
 
 
 def test_windows_are_rescaled_by_grid_and_full_axes_stay_full() -> None:
     strategy = by_step((5, 6, 10), (5, 3, 3), (1, 6, 10), (3, 3, 5), made_for=TILES)
-    fitted, notes = strategy.fitted(tiles=(10, 6, 20), num_steps=4, retarget=True)
-    assert [step[0][0] for step in fitted.windows] == [
+    found, notes = fitted(strategy, tiles=(10, 6, 20), num_steps=4, retarget=True)
+    assert [step[0][0] for step in found.windows] == [
         (10, 6, 20),
         (10, 3, 7),
         (3, 6, 20),
@@ -211,7 +189,7 @@ def test_windows_are_rescaled_by_grid_and_full_axes_stay_full() -> None:
     assert notes == (
         "mask strategy is for 5x6x10 tiles, the run has 10x6x20; its windows were rescaled",
     )
-    smaller, _ = strategy.fitted(tiles=(1, 3, 5), retarget=True)
+    smaller, _ = fitted(strategy, tiles=(1, 3, 5), retarget=True)
     assert [step[0][0] for step in smaller.windows] == [
         (1, 3, 5),
         (1, 1, 1),
@@ -228,8 +206,8 @@ def test_windows_are_rescaled_by_grid_and_full_axes_stay_full() -> None:
 )
 def test_rescaled_windows_are_odd_or_full_and_within_the_grid(old, new, sizes) -> None:
     window = tuple(min(pair) for pair in zip(sizes, old, strict=True))
-    fitted, _ = by_step(old, window, made_for=old).fitted(tiles=new, retarget=True)
-    rescaled = fitted.head_windows(1, 0)[0]
+    found, _ = fitted(by_step(old, window, made_for=old), tiles=new, retarget=True)
+    rescaled = found.windows[1][0][0]
     if old == new:
         assert rescaled == window
         return
@@ -251,10 +229,10 @@ def test_no_grid_is_made_out_of_windows_that_fit_the_run(tmp_path) -> None:
     by_step(*windows).write(path)
     strategy = load_strategy(path)
     for retarget in (False, True):
-        fitted, notes = strategy.fitted(
-            tiles=(3, 2, 3), tile_size=(1, 2, 2), num_steps=3, retarget=retarget
+        found, notes = fitted(
+            strategy, tiles=(3, 2, 3), tile_size=(1, 2, 2), num_steps=3, retarget=retarget
         )
-        assert fitted.windows == strategy.windows
+        assert found.windows == strategy.windows
         (note,) = notes
         assert "does not say which grid it is for; its first step has windows of 1x1x3" in note
         assert 'with .meta.json appended, {"tiles": [1, 1, 3]}, says so' in note
@@ -267,30 +245,30 @@ def test_a_recorded_grid_is_refused_with_numbers_unless_retargeted(tmp_path) -> 
     run = {"tiles": (3, 2, 6), "tile_size": (1, 2, 1), "num_steps": 2}
     message = "it is for 3x2x3 tiles of 1x2x2 tokens, the run has 3x2x6 of 1x2x1; give retarget"
     with pytest.raises(ConfigError, match=message):
-        strategy.fitted(**run)
-    fitted, notes = strategy.fitted(**run, retarget=True)
-    assert [step[0][0] for step in fitted.windows] == [(3, 2, 6), (1, 1, 3)]
+        fitted(strategy, **run)
+    found, notes = fitted(strategy, **run, retarget=True)
+    assert [step[0][0] for step in found.windows] == [(3, 2, 6), (1, 1, 3)]
     assert len(notes) == 1
-    assert strategy.fitted(tiles=(3, 2, 3), tile_size=(1, 2, 2)) == (strategy, ())
+    assert fitted(strategy, tiles=(3, 2, 3), tile_size=(1, 2, 2)) == (strategy, ())
 
 
 def test_as_many_tiles_of_another_size_are_another_grid() -> None:
     strategy = by_step((3, 3, 1), made_for=(3, 3, 3), tile_size=(2, 2, 2))
     with pytest.raises(ConfigError, match="3x3x3 tiles of 2x2x2 tokens, the run has 3x3x3 of 2x2x"):
-        strategy.fitted(tiles=(3, 3, 3), tile_size=(2, 2, 4))
-    fitted, _ = strategy.fitted(tiles=(3, 3, 3), tile_size=(2, 2, 4), retarget=True)
-    assert fitted.windows == strategy.windows
+        fitted(strategy, tiles=(3, 3, 3), tile_size=(2, 2, 4))
+    found, _ = fitted(strategy, tiles=(3, 3, 3), tile_size=(2, 2, 4), retarget=True)
+    assert found.windows == strategy.windows
 
 
 def test_the_size_of_a_tile_that_spans_its_axis_does_not_matter() -> None:
     strategy = by_step((1, 3, 1), made_for=(1, 3, 3), tile_size=(6, 8, 8))
-    assert strategy.fitted(tiles=(1, 3, 3), tile_size=(1, 8, 8)) == (strategy, ())
+    assert fitted(strategy, tiles=(1, 3, 3), tile_size=(1, 8, 8)) == (strategy, ())
 
 
 def test_retargeted_steps_do_not_hide_the_grid_of_windows_left_out() -> None:
     strategy = by_step((3, 2, 6), (1, 1, 3), (1, 1, 3))
-    fitted, notes = strategy.fitted(tiles=(3, 2, 3), num_steps=1, retarget=True)
-    assert fitted.windows == ((((1, 1, 1),),),)
+    found, notes = fitted(strategy, tiles=(3, 2, 3), num_steps=1, retarget=True)
+    assert found.windows == ((((1, 1, 1),),),)
     assert len(notes) == 2
 
 
@@ -312,7 +290,7 @@ def test_a_record_by_hand_needs_the_tiles_only(tmp_path) -> None:
     assert load_strategy(path).made_for.tiles is None
     record_path(path).write_text('{"tiles": [5, 6, 10]}')
     with pytest.raises(ConfigError, match="it is for 5x6x10 tiles, the run has 5x6x12"):
-        load_strategy(path).fitted(tiles=(5, 6, 12), tile_size=(6, 8, 8))
+        fitted(load_strategy(path), tiles=(5, 6, 12), tile_size=(6, 8, 8))
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ import torch
 from multimodal_gen.errors import UnsupportedBackendError
 from multimodal_gen.kernels.engine import SelectedKernel
 from multimodal_gen.kernels.tile_order.api import tile_order
+from multimodal_gen.runtime.layers.attention.sparse.methods.sta.router import window_patterns
 from multimodal_gen.runtime.layers.attention.sparse.methods.sta.upstream import (
     attend_upstream,
     upstream_reasons,
-    upstream_windows,
 )
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SequenceLayout,
@@ -53,9 +53,10 @@ def test_published_grids_and_windows_fit() -> None:
 
 
 def test_windows_are_spelled_as_what_they_keep() -> None:
-    windows = ((2, 2, 2), (99, 99, 99))
-    order = tile_order(WAN["grid"], WAN["tile"])
-    assert upstream_windows(windows, order) == [(3, 3, 3), (3, 6, 10)]
+    tiles = tile_order(WAN["grid"], WAN["tile"]).tiles
+    patterns = window_patterns(((2, 2, 2), (99, 99, 99)), tiles)
+    windows = tuple(pattern.window for pattern in patterns)
+    assert windows == ((3, 3, 3), (3, 6, 10))
     assert reasons(**{**WAN, "windows": windows}) == ()
 
 

@@ -1,0 +1,215 @@
+"""Means of tiles, of their cells and of long chunks, and the gated sum, in Triton."""
+
+from types import MappingProxyType
+
+import torch
+import triton
+import triton.language as tl
+
+from multimodal_gen.kernels.launch.launcher import Launcher
+from multimodal_gen.kernels.select.reference import Tiles
+from multimodal_gen.kernels.shared_kernel import next_power_of_2
+
+READ_BYTES = 2**13  # of a tile, that a warp reads at once
+FEW_TOKENS = 128  # of a tile, for which one warp is enough
+SPAN = 512  # keys of a chunk that one program adds up
+KEYS = 64  # of it, that are read at once
+
+
+@triton.jit
+def _owner(pid, heads, num_tiles, HEADS_FIRST: tl.constexpr):
+    """Return batch, head and tile of a program; those that are close in memory run together."""
+    if HEADS_FIRST:
+        h = pid % heads
+        tile = pid // heads % num_tiles
+    else:
+        tile = pid % num_tiles
+        h = pid // num_tiles % heads
+    b = pid // heads // num_tiles
+    return b.to(tl.int64), h.to(tl.int64), tile.to(tl.int64)
+
+
+@triton.jit
+def _tokens(start, length, index_ptr, first, INDEXED: tl.constexpr, T: tl.constexpr):
+    """Return the positions of T tokens of a tile, and which of them exist."""
+    i = first + tl.arange(0, T)
+    real = i < length
+    position = (start + i).to(tl.int64)
+    if INDEXED:
+        position = tl.load(index_ptr + position, mask=real, other=0).to(tl.int64)
+    return position, real
+
+
+@triton.jit
+def _add_tokens(
+    total, count, x_ptr, index_ptr, keep_ptr, x_s, x_d, keep_s, start, length, first, d,
+    D: tl.constexpr, T: tl.constexpr, INDEXED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Add T tokens of a tile to `total`, and take those that do not count from `count`."""
+    position, real = _tokens(start, length, index_ptr, first, INDEXED, T)
+    if MASKED:
+        kept = tl.load(keep_ptr + position * keep_s, mask=real, other=0) != 0
+        count -= tl.sum((real & (kept == 0)).to(tl.int32), 0)
+        real = real & kept
+    mask = real[:, None] & (d < D)[None, :]
+    x = tl.load(x_ptr + position[:, None] * x_s + d[None, :] * x_d, mask=mask, other=0.0)
+    return total + tl.sum(x.to(tl.float32), 0), count
+
+
+@triton.jit(do_not_specialize=["heads", "num_tiles"])
+def _pool_kernel(
+    x_ptr, out_ptr, start_ptr, length_ptr, index_ptr, keep_ptr, x_b, x_s, x_h, x_d, keep_b, keep_s,
+    heads, num_tiles,
+    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, CELLS: tl.constexpr, WIDTH: tl.constexpr,
+    SPAN: tl.constexpr, INDEXED: tl.constexpr, MASKED: tl.constexpr, HEADS_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Grid [B * H * N, spans]: [B, H, N, CELLS, D] means, or [B, H, N, spans, D] sums.
+
+    Cells have WIDTH tokens each, whose loads overlap; 0 for a tile that is not cut. Spans have SPAN
+    tokens, and are added up; 0 for means.
+    """
+    b, h, tile = _owner(tl.program_id(0), heads, num_tiles, HEADS_FIRST)
+    start = tl.load(start_ptr + tile)
+    length = tl.load(length_ptr + tile)
+    begin = 0
+    if SPAN:
+        begin = tl.program_id(1) * SPAN
+        length = tl.minimum(length, begin + SPAN)
+    d = tl.arange(0, DP).to(tl.int64)
+    x_ptr += b * x_b + h * x_h
+    keep_ptr += b * keep_b
+    for cell in tl.static_range(CELLS):
+        total = tl.zeros([DP], tl.float32)
+        count = length
+        if WIDTH:
+            held = tl.minimum(tl.maximum(length - cell * WIDTH, 0), WIDTH)
+            count = held
+            for first in tl.static_range(0, WIDTH, T):
+                total, count = _add_tokens(
+                    total, count, x_ptr, index_ptr, keep_ptr, x_s, x_d, keep_s,
+                    start + cell * WIDTH, held, first, d, D, T, INDEXED, MASKED,
+                )  # fmt: skip
+        else:
+            for first in range(begin, length, T):
+                total, count = _add_tokens(
+                    total, count, x_ptr, index_ptr, keep_ptr, x_s, x_d, keep_s,
+                    start, length, first, d, D, T, INDEXED, MASKED,
+                )  # fmt: skip
+        part = ((b * heads + h) * num_tiles + tile) * CELLS + cell
+        if SPAN:
+            part = part * tl.num_programs(1) + tl.program_id(1)
+        else:
+            total /= tl.maximum(count, 1).to(tl.float32)
+        tl.store(out_ptr + part * D + d, total.to(out_ptr.dtype.element_ty), mask=d < D)
+
+
+@triton.jit(do_not_specialize=["heads", "num_tiles"])
+def _add_gated_kernel(
+    out_ptr, gate_ptr, coarse_ptr, start_ptr, length_ptr, index_ptr,
+    out_b, out_s, out_h, out_d, gate_b, gate_s, gate_h, gate_d, coarse_b, coarse_h, coarse_n,
+    coarse_d, heads, num_tiles,
+    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, INDEXED: tl.constexpr,
+    HEADS_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Grid [B * H * N]; `out` is changed in place."""
+    b, h, tile = _owner(tl.program_id(0), heads, num_tiles, HEADS_FIRST)
+    start = tl.load(start_ptr + tile)
+    length = tl.load(length_ptr + tile)
+    d = tl.arange(0, DP).to(tl.int64)
+    at = coarse_ptr + b * coarse_b + h * coarse_h + tile * coarse_n
+    value = tl.load(at + d * coarse_d, mask=d < D, other=0.0).to(tl.float32)
+    out_ptr += b * out_b + h * out_h
+    gate_ptr += b * gate_b + h * gate_h
+    for first in range(0, length, T):
+        position, real = _tokens(start, length, index_ptr, first, INDEXED, T)
+        mask = real[:, None] & (d < D)[None, :]
+        gate = tl.load(
+            gate_ptr + position[:, None] * gate_s + d[None, :] * gate_d, mask=mask, other=0.0
+        )
+        outs = out_ptr + position[:, None] * out_s + d[None, :] * out_d
+        out = tl.load(outs, mask=mask, other=0.0).to(tl.float32)
+        out += gate.to(tl.float32) * value[None, :]
+        tl.store(outs, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+_launch_pool, _launch_add_gated = Launcher(_pool_kernel), Launcher(_add_gated_kernel)
+_WHOLE = MappingProxyType({"CELLS": 1, "WIDTH": 0, "SPAN": 0})
+
+
+def pool_tiles(
+    tensor: torch.Tensor,
+    tiles: Tiles,
+    keep: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Launch the means over the tiles of one tensor, [B, H, N, D]; see `api.pool_tiles`."""
+    warps = 1 if tensor.shape[1] <= FEW_TOKENS * len(tiles.starts) else 4
+    at_once = _tokens_at_once(tensor, READ_BYTES * warps)
+    return _pool(tensor, tiles, keep, dtype, T=at_once, num_warps=warps)
+
+
+def pool_cells(
+    tensor: torch.Tensor, tiles: Tiles, cells: int, keep: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Launch the means of the cells of tiles, [B, H, N * cells, D]; see `api.pool_cells`."""
+    width = -(-tiles.size // cells)
+    at_once = min(next_power_of_2(width), _tokens_at_once(tensor, READ_BYTES))
+    return _pool(tensor, tiles, keep, CELLS=cells, WIDTH=width, T=at_once, num_warps=1)
+
+
+def sum_chunks(key: torch.Tensor, tiles: Tiles, keep: torch.Tensor | None = None) -> torch.Tensor:
+    """Launch the sums of long tiles, fp32 [B, H, N, D]."""
+    spans = -(-tiles.size // SPAN)
+    options = {"SPAN": SPAN, "T": KEYS, "HEADS_FIRST": True, "num_warps": 4}
+    sums = _pool(key, tiles, keep, torch.float32, spans, **options)
+    return sums.unflatten(2, (-1, spans)).sum(3)
+
+
+def _pool(
+    tensor: torch.Tensor,
+    tiles: Tiles,
+    keep: torch.Tensor | None,
+    dtype: torch.dtype | None = None,
+    spans: int = 1,
+    **options: int,
+) -> torch.Tensor:
+    """Launch the kernel; returns [B, H, N * cells or spans, D]."""
+    batch, _, heads, head_size = tensor.shape
+    num_tiles, index = len(tiles.starts), tiles.tokens
+    options = {**_WHOLE, "HEADS_FIRST": tensor.stride(2) < tensor.stride(1), **options}
+    shape = (batch, heads, num_tiles * options["CELLS"] * spans, head_size)
+    out = tensor.new_empty(shape, dtype=dtype)
+    _launch_pool(
+        (batch * heads * num_tiles, spans),
+        tensor, out, tiles.starts, tiles.lengths, tiles.starts if index is None else index,
+        tiles.starts if keep is None else keep.view(torch.uint8),
+        *tensor.stride(), *((0, 0) if keep is None else keep.stride()), heads, num_tiles,
+        D=head_size, DP=_channels(head_size), INDEXED=index is not None, MASKED=keep is not None,
+        **options,
+    )  # fmt: skip
+    return out
+
+
+def add_gated(
+    out: torch.Tensor, gate: torch.Tensor, coarse: torch.Tensor, tiles: Tiles
+) -> torch.Tensor:
+    """Launch the gated sum, which changes `out`; see `api.add_gated`."""
+    batch, _, heads, head_size = out.shape
+    num_tiles, index = len(tiles.starts), tiles.tokens
+    _launch_add_gated(
+        (batch * heads * num_tiles,),
+        out, gate, coarse, tiles.starts, tiles.lengths, tiles.starts if index is None else index,
+        *out.stride(), *gate.stride(), *coarse.stride(), heads, num_tiles,
+        D=head_size, DP=_channels(head_size), T=_tokens_at_once(out, READ_BYTES),
+        INDEXED=index is not None, HEADS_FIRST=out.stride(2) < out.stride(1), num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def _channels(head_size: int) -> int:
+    return next_power_of_2(max(head_size, 16))
+
+
+def _tokens_at_once(tensor: torch.Tensor, limit: int) -> int:
+    """Return the tokens of one head of [B, S, H, D] that `limit` bytes hold."""
+    return min(max(limit // (_channels(tensor.shape[3]) * tensor.element_size()), 8), 64)

@@ -1,0 +1,46 @@
+"""Benchmarks that no other test runs: a run on tiny cases, and whether the others import."""
+
+import csv
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
+NEED_TRITON = ("shared_loads", "tile_order", "tile_pool")
+
+
+def test_layers_of_every_method_run(run_bench, tmp_path):
+    result = run_bench("by_triton", "--smoke", "--rounds", "1", "--out", tmp_path)
+    assert result.code == 0, result.out + result.err
+    with (tmp_path / "by_triton.csv").open() as file:
+        rows = {row["contender"]: row["label"] for row in csv.DictReader(file)}
+    assert rows["vsa 0.9"] == "video_sparse_attn (reference)"
+    assert len(rows) == 11, "all but sage_attn's kernel, which needs a GPU"
+
+
+def test_the_host_time_of_layers_is_measured(run_bench, tmp_path, monkeypatch, bench):
+    monkeypatch.setattr(bench("layer_overhead"), "GRID", (4, 8, 8))
+    result = run_bench("layer_overhead", "--smoke", "--rounds", "1", "--out", tmp_path)
+    assert result.code == 0, result.out + result.err
+    with (tmp_path / "layer_overhead.csv").open() as file:
+        rows = [row["contender"] for row in csv.DictReader(file)]
+    assert rows[:2] == ["torch_sdpa direct", "torch_sdpa layer"]
+    assert rows[2:] == [
+        f"{name} (reference)"
+        for name in (
+            "sliding_tile_attn",
+            "video_sparse_attn",
+            "sla_attn",
+            "sage_sla_attn",
+            "vmoba_attn",
+        )
+    ]
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in BENCH.glob("*.py")))
+def test_benchmarks_import(bench, name):
+    for package in ("diffusers", "matplotlib"):
+        pytest.importorskip(package)
+    if name in NEED_TRITON:
+        pytest.importorskip("triton")
+    assert bench(name).__doc__
