@@ -1,5 +1,7 @@
 """A cache of chunks and masks of blocks on a GPU: against float64, in graphs, what they copy."""
 
+import gc
+
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
@@ -332,6 +334,7 @@ def test_an_eviction_runs_the_same_few_kernels_whatever_is_kept():
 
 
 def test_a_thousand_chunks_take_no_memory():
+    gc.collect()  # what an earlier test left would be freed in between
     cache, layer = cache_of(), LocalAttention(HEADS, SIZE, KV_HEADS)
     q, k, v = draw(TOKENS, 0)
     held = {}
