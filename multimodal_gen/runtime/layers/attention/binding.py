@@ -21,7 +21,6 @@ from multimodal_gen.runtime.layers.attention.auto_table import AutoTable, CallSh
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionImpl,
 )
-from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
 from multimodal_gen.runtime.layers.attention.call import AttentionCall, LayerGeometry
 from multimodal_gen.runtime.layers.attention.report import ReportEntry, SigmaSteps
@@ -34,6 +33,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
 from multimodal_gen.runtime.layers.attention.selector import (
     Selection,
     after_self_checks,
+    declared,
     resolve,
     trainable,
     warn_of_fallback,
@@ -240,17 +240,17 @@ class Binding:
         missing = needs - self.features
         if not missing:
             return _construct(selection, demand, own=self.own)
-        if Feature.BACKWARD in missing and _was_named(selection):
+        if Feature.BACKWARD in missing and selection.named:
             trained = after_self_checks(
                 lambda known: trainable(selection, known, *needs), demand.request
             )
             return _construct(trained, demand, own=False)
         lacks = f"has no {' and no '.join(sorted(str(f) for f in missing))} unless it is named"
-        if not missing & _declared(selection, demand.request).features:
+        if not missing & declared(selection, demand.request)[1].features:
             lacks = lacks.removesuffix(" unless it is named")
         reason, where = f"{selection.label} {lacks}", demand.where
         demand = demand.dense(reason, *needs)
-        if not (_was_named(selection) and self.is_sparse):
+        if not (selection.named and self.is_sparse):
             logger.info("%s; such calls run on another dense backend", reason)
             return bind(demand, own=False)
         return _instead(
@@ -383,11 +383,10 @@ def bind(demand: Demand, *, own: bool = True) -> Binding:
 
 
 def _construct(selection: Selection, demand: Demand, *, own: bool) -> Binding:
-    cls = find_backend(selection.backend, demand.request.environment.platform)
-    geometry, features = demand.geometry, _declared(selection, demand.request).features
-    same_backend = selection.asked.backend is selection.backend
+    cls, variant = declared(selection, demand.request)
+    geometry, features = demand.geometry, variant.features
     training = demand.request.with_needs(Feature.BACKWARD)
-    if not _was_named(selection) and cls.reasons_against_auto(training):
+    if not selection.named and cls.reasons_against_auto(training):
         features -= {Feature.BACKWARD}  # others train faster
     impl = cls.get_impl_cls()(
         geometry.num_heads,
@@ -395,7 +394,7 @@ def _construct(selection: Selection, demand: Demand, *, own: bool) -> Binding:
         geometry.softmax_scale,
         geometry.causal,
         geometry.num_kv_heads,
-        config=selection.asked.config if same_backend else None,
+        config=selection.config,
         variant=selection.variant,
         site=geometry.site,
         warnings=geometry.warnings,
@@ -403,24 +402,14 @@ def _construct(selection: Selection, demand: Demand, *, own: bool) -> Binding:
     return Binding(demand, selection, features, impl, own=own, head_groups=cls.head_groups)
 
 
-def _declared(selection: Selection, request: AttentionRequest) -> Variant:
-    cls = find_backend(selection.backend, request.environment.platform)
-    return next(v for v in cls.variants if v.name == selection.variant)
-
-
 def _note_broken(selection: Selection, request: AttentionRequest, error: Exception) -> bool:
     """Remember which packages of a selection do not import; whether that says anything new."""
-    packages = _declared(selection, request).packages
-    modules = {probe.module for probe in packages} - _BROKEN.keys()
+    _, variant = declared(selection, request)
+    modules = {probe.module for probe in variant.packages} - _BROKEN.keys()
     for module in modules:
         _BROKEN[module] = f"{_NOT_IMPORTED}: {error}; reinstall it for this torch"
         logger.warning("%s %s", module, _BROKEN[module])
     return bool(modules)
-
-
-def _was_named(selection: Selection) -> bool:
-    """Whether a user asked for the very backend that runs."""
-    return selection.source.explicit and selection.asked.backend is selection.backend
 
 
 def report_entries(

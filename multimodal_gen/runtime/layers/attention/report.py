@@ -217,12 +217,13 @@ class AttentionReport:
 
 def selection_as_dict(selection: Selection) -> dict[str, Json]:
     """Return a selection as JSON data; its "config" is None where no parameter was settled."""
+    config = selection.config
     return {
         "backend": str(selection.backend),
         "variant": selection.variant,
         "source": str(selection.source),
         "detail": selection.asked.detail,
-        "config": _config_in_use(selection),
+        "config": cast("Json", config and (config_as_dict(config) or None)),
         "asked": str(selection.asked.backend) if selection.asked.backend else None,
         "reason": selection.reason,
         "fallback": selection.fallback,
@@ -235,14 +236,6 @@ def selection_as_dict(selection: Selection) -> dict[str, Json]:
 
 def _times(times: TimeTaken | None) -> dict[str, Json]:
     return {} if times is None else {"times": {**times.as_dict()}}
-
-
-def _config_in_use(selection: Selection) -> Json:
-    """Return the parameters that run; those asked for belong to the backend asked for."""
-    asked = selection.asked
-    if asked.config is None or selection.backend is not asked.backend:
-        return None
-    return cast("Json", config_as_dict(asked.config) or None)
 
 
 _WORTH_A_REFERENCE = 24  # characters of a reason

@@ -53,6 +53,7 @@ __all__ = [
     "after_self_checks",
     "component_attn_backend_context_manager",
     "condensed",
+    "declared",
     "fallback_warning",
     "get_attn_backend",
     "global_force_attn_backend",
@@ -140,6 +141,16 @@ class Selection:
         """The backend with its variant, e.g. "fa (fa3)"."""
         name = str(self.backend)
         return name if self.variant in ("", name) else f"{name} ({self.variant})"
+
+    @property
+    def named(self) -> bool:
+        """Whether a user asked for the very backend that runs."""
+        return self.source.explicit and self.asked.backend is self.backend
+
+    @property
+    def config(self) -> BackendConfig | None:
+        """The parameters that run: those asked for belong to the backend asked for."""
+        return self.asked.config if self.asked.backend is self.backend else None
 
 
 def resolve(
@@ -359,14 +370,19 @@ def after_self_checks(
         selection = choose(request)
         if request.environment.platform is not PlatformEnum.CUDA:
             return selection  # nothing is checked elsewhere
-        asked = selection.asked
-        config = asked.config if asked.backend is selection.backend else None
-        cls = find_backend(selection.backend, request.environment.platform)
-        variant = next(each for each in cls.variants if each.name == selection.variant)
-        checked = variant.after_self_checks(request, tail=_pools_tail(cls, config))
+        cls, variant = declared(selection, request)
+        checked = variant.after_self_checks(request, tail=_pools_tail(cls, selection.config))
         if checked == request:
             return selection
         request = checked
+
+
+def declared(
+    selection: Selection, request: AttentionRequest
+) -> tuple[type[AttentionBackend], Variant]:
+    """Return the declarations of what was chosen: the backend's, and its kernel library's."""
+    cls = find_backend(selection.backend, request.environment.platform)
+    return cls, next(each for each in cls.variants if each.name == selection.variant)
 
 
 def _pools_tail(cls: type[AttentionBackend], config: BackendConfig | None) -> bool:

@@ -92,8 +92,8 @@ def _check_schedule(layer: AttentionLayer, num_ranks: int) -> None:
 
 def _reason_against(bound: Binding) -> str | None:
     """Return why a backend that was asked for cannot be part of a ring, or None."""
-    selection, reason = bound.selection, bound.impl.limits.ring
-    if not (selection.source.explicit and selection.asked.backend is selection.backend):
+    reason = bound.impl.limits.ring
+    if not bound.selection.named:
         return None
     if reason is not None or Feature.RING in bound.features:
         return reason
