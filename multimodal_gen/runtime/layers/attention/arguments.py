@@ -13,7 +13,8 @@ import torch
 from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.runtime.layers.attention.call import AttentionCall, LayerGeometry, autocasts
 from multimodal_gen.runtime.layers.attention.masks import VarlenMaskMeta
-from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
+from multimodal_gen.runtime.layers.attention.request import LayerSite
+from multimodal_gen.runtime.layers.attention.scope import SelectionScope
 from multimodal_gen.settings import short
 
 __all__ = [

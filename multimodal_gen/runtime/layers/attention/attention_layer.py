@@ -26,7 +26,14 @@ from multimodal_gen.runtime.layers.attention.backends.registry import (
     current_environment,
     environment_for,
 )
-from multimodal_gen.runtime.layers.attention.binding import Binding, Demand, plannable_dtype
+from multimodal_gen.runtime.layers.attention.binding import (
+    Binding,
+    Demand,
+    ScheduleEntry,
+    bind_schedule,
+    entry_at,
+    plannable_dtype,
+)
 from multimodal_gen.runtime.layers.attention.call import (
     AttentionCall,
     LayerGeometry,
@@ -47,16 +54,10 @@ from multimodal_gen.runtime.layers.attention.request import (
     AttentionRole,
     Environment,
     Feature,
-)
-from multimodal_gen.runtime.layers.attention.schedule import (
-    ScheduleEntry,
-    bind_schedule,
-    entry_at,
-    with_dense_parts,
+    LayerSite,
 )
 from multimodal_gen.runtime.layers.attention.scope import (
     FORCED,
-    LayerSite,
     PreferenceSchedule,
     SelectionScope,
     as_backend,
@@ -66,6 +67,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
     decide,
     forced_backend,
     layer_of,
+    with_dense_parts,
 )
 from multimodal_gen.runtime.layers.attention.selector import prefer_supported
 from multimodal_gen.runtime.managers.forward_context import (

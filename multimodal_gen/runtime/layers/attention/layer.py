@@ -19,8 +19,8 @@ from multimodal_gen.runtime.layers.attention.masks import (
     build_varlen_mask_meta_from_lengths,
     build_varlen_mask_meta_from_ranges,
 )
-from multimodal_gen.runtime.layers.attention.request import AttentionRole
-from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
+from multimodal_gen.runtime.layers.attention.request import AttentionRole, LayerSite
+from multimodal_gen.runtime.layers.attention.scope import SelectionScope
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 if TYPE_CHECKING:

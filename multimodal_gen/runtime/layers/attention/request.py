@@ -39,6 +39,26 @@ class Feature(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSite:
+    """Where a layer sits in a pipeline.
+
+    Attributes:
+        name: dotted path of the attention module within its component.
+        component: key of `model_index.json`, e.g. "transformer_2", or None outside a pipeline.
+        role: what the layer attends to.
+        layer: index of the layer among those of its role in its component, or None. Layers built
+            with a `prefix` and no site have the first number of that path: 2 in `blocks.2.attn1`.
+        num_layers: how many layers of its role its component has, or None when unknown.
+    """
+
+    name: str = ""
+    component: str | None = None
+    role: AttentionRole = AttentionRole.SELF
+    layer: int | None = None
+    num_layers: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
     """A device and the optional packages that are installed.
 

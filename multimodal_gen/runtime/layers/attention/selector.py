@@ -26,10 +26,10 @@ from multimodal_gen.runtime.layers.attention.request import (
     AttentionRole,
     Environment,
     Feature,
+    LayerSite,
 )
 from multimodal_gen.runtime.layers.attention.scope import (
     BackendPreference,
-    LayerSite,
     Source,
     as_backend,
     claim_component_override,

@@ -58,8 +58,8 @@ from multimodal_gen.runtime.layers.attention.causal_cache import LayerCache
 from multimodal_gen.runtime.layers.attention.config import settings_text
 from multimodal_gen.runtime.layers.attention.masks import VarlenMaskMeta, zero_masked_rows
 from multimodal_gen.runtime.layers.attention.report import LayerReport
-from multimodal_gen.runtime.layers.attention.request import AttentionRole
-from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
+from multimodal_gen.runtime.layers.attention.request import AttentionRole, LayerSite
+from multimodal_gen.runtime.layers.attention.scope import SelectionScope
 from multimodal_gen.runtime.layers.attention.sequence_parallel.ring import ring_forward
 from multimodal_gen.runtime.managers.forward_context import ForwardContext, current_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
