@@ -15,7 +15,7 @@ from multimodal_gen.kernels.tile_order.api import TileOrder, tile_order
 from multimodal_gen.runtime.distributed.collectives import partition_heads
 from multimodal_gen.runtime.distributed.groups import parallel_groups
 
-__all__ = ["CacheSize", "Pair", "key_heads_of_rank", "refuse_what_does_not_fit"]
+__all__ = ["CacheSize", "Pair", "is_pair", "key_heads_of_rank", "refuse_what_does_not_fit"]
 
 Pair: TypeAlias = tuple[int, int]
 """Height and width, in tokens or in tiles."""
@@ -83,9 +83,7 @@ class CacheSize:
 
     def _check_tiles(self) -> None:
         for name, pair in (("grid", self.grid), ("tile", self.tile)):
-            if pair is not None and not (
-                isinstance(pair, tuple) and len(pair) == 2 and all(type(n) is int for n in pair)
-            ):
+            if pair is not None and not is_pair(pair):
                 raise ConfigError(f"{name} must be (height, width) or None, got {pair!r}")
         if (self.grid is None) != (self.tile is None):
             raise ConfigError(
@@ -157,6 +155,11 @@ class CacheSize:
             return (*bytes_and_scales, ("values of one layer that is read", 2 * layer, width))
         rotated = (("rotated keys", every, width),) if self.before_rope else ()
         return (("keys and values", 2 * every, width), *rotated)
+
+
+def is_pair(value: object) -> bool:
+    """Whether a value is two whole numbers."""
+    return isinstance(value, tuple) and len(value) == 2 and all(type(n) is int for n in value)
 
 
 def key_heads_of_rank(num_heads: int, num_kv_heads: int) -> int:

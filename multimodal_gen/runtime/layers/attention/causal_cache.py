@@ -16,7 +16,7 @@ Shapes: B batch, S tokens, H key heads, D head size; L layers, N slots, C tokens
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
@@ -33,6 +33,7 @@ from multimodal_gen.runtime.distributed.collectives import Span
 from multimodal_gen.runtime.layers.attention.cache_size import (
     CacheSize,
     Pair,
+    is_pair,
     key_heads_of_rank,
     refuse_what_does_not_fit,
 )
@@ -340,11 +341,11 @@ class CausalCache:
         return number if number < sink else sink + (number - sink) % self.size.window
 
     def _seen(self, sink: int, window: int) -> dict[int, _Chunk]:
-        """Return what the running chunk sees of the slots, by slot."""
+        """Return what the running chunk sees of the slots, by slot, in the order of time."""
         now = self.running.number
         return {
             slot: chunk
-            for slot, chunk in self._slots.items()
+            for slot, chunk in sorted(self._slots.items(), key=lambda item: item[1])
             if chunk.number <= now and (chunk.number < sink or chunk.number > now - window)
         }
 
@@ -378,9 +379,9 @@ class CausalCache:
         return TileLists(slots, rows, pieces, kept, self.device, in_order=True)
 
     def _tokens_seen(self, view: _View) -> dict[int, int]:
-        """Return the tokens of the slots of a view, in the order of time."""
-        seen = sorted(self._seen(view.sink, view.window).items(), key=lambda item: item[1])
-        return {slot: chunk.tokens for slot, chunk in seen}
+        """Return the tokens of the slots of a view."""
+        seen = self._seen(view.sink, view.window)
+        return {slot: chunk.tokens for slot, chunk in seen.items()}
 
     def _places(self) -> dict[int, int]:
         """Return the position of every slot that the running chunk sees."""
@@ -388,7 +389,7 @@ class CausalCache:
         if self._positions == "start":
             return {slot: chunk.start for slot, chunk in seen.items()}
         places, before = {}, 0
-        for slot, chunk in sorted(seen.items(), key=lambda item: item[1]):
+        for slot, chunk in seen.items():
             places[slot] = before
             before += chunk.tokens
         return places
@@ -491,18 +492,13 @@ class LayerCache:
                     f"{name} must be a whole number in [{least}, {most}], what the cache keeps, "
                     f"got {value!r}"
                 )
-        pair = isinstance(space, tuple) and len(space) == 2 and all(type(x) is int for x in space)
-        if space is not None and (size.tile is None or not pair or min(space) < 1):
+        if space is not None and (size.tile is None or not is_pair(space) or min(space) < 1):
             raise UsageError(
                 f"space must be two ints of at least 1, in tiles of a cache that has some, got "
                 f"{space} with tiles {size.tile}; give CacheSize a grid and a tile"
             )
-        return replace(
-            self,
-            sink=self.sink if sink is None else sink,
-            window=self.window if window is None else window,
-            cut=self.cut if space is None else CacheCut(window=space),
-        )
+        cut = None if space is None else CacheCut(window=space)
+        return self._with(sink=sink, window=window, cut=cut)
 
     def part(self, *, samples: Span | None = None, heads: Span | None = None) -> "LayerCache":
         """Return the same, for calls that have some samples of the batch, or some key heads.
@@ -519,21 +515,16 @@ class LayerCache:
             ("samples", samples, size.batch),
             ("heads", heads, size.num_kv_heads),
         ):
-            if span is not None and not (
-                isinstance(span, tuple)
-                and len(span) == 2
-                and all(type(x) is int for x in span)
-                and 0 <= span[0] < span[1] <= most
-            ):
+            if span is not None and not (is_pair(span) and 0 <= span[0] < span[1] <= most):
                 raise UsageError(
                     f"{name} must be two whole numbers, first and last + 1, in [0, {most}], got "
                     f"{span!r}"
                 )
-        return replace(
-            self,
-            samples=self.samples if samples is None else samples,
-            heads=self.heads if heads is None else heads,
-        )
+        return self._with(samples=samples, heads=heads)
+
+    def _with(self, **changes: Any) -> "LayerCache":
+        """Return the same with what is given; None leaves a part as it is."""
+        return replace(self, **{name: x for name, x in changes.items() if x is not None})
 
     def append(self, key: torch.Tensor, value: torch.Tensor, start: int | None = None) -> None:
         """Write the running chunk, over what an earlier denoising step wrote.

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
@@ -96,13 +97,11 @@ class IndexSelector:
     def __and__(self, other: "IndexSelector") -> "IndexSelector | None":
         """Return the indices in both, or None where there are none."""
         shared = []
-        for first, last in self.ranges:
-            for start, stop in other.ranges:
-                low = max(first, start)
-                ends = [end for end in (last, stop) if end is not None]
-                high = min(ends) if ends else None
-                if high is None or low <= high:
-                    shared.append((low, high))
+        for (first, last), (start, stop) in product(self.ranges, other.ranges):
+            low = max(first, start)
+            high = min((end for end in (last, stop) if end is not None), default=None)
+            if high is None or low <= high:
+                shared.append((low, high))
         return IndexSelector(tuple(shared)) if shared else None
 
     def __str__(self) -> str:
@@ -195,12 +194,11 @@ class SigmaSelector:
     def __and__(self, other: "SigmaSelector") -> "SigmaSelector | None":
         """Return the noise levels in both, or None where there are none."""
         shared = []
-        for low, low_held, high, high_held in self.ranges:
-            for start, start_held, stop, stop_held in other.ranges:
-                lowest, lowest_open = max((low, not low_held), (start, not start_held))
-                highest, highest_held = min((high, high_held), (stop, stop_held))
-                if lowest < highest or (lowest == highest and highest_held and not lowest_open):
-                    shared.append((lowest, not lowest_open, highest, highest_held))
+        for one, two in product(self.ranges, other.ranges):
+            low, low_open = max((held[0], not held[1]) for held in (one, two))
+            high, high_held = min(held[2:] for held in (one, two))
+            if low < high or (low == high and high_held and not low_open):
+                shared.append((low, not low_open, high, high_held))
         return SigmaSelector(tuple(shared)) if shared else None
 
     def __str__(self) -> str:
@@ -278,12 +276,10 @@ class StepSet:
         indices, sigma = self.indices or other.indices, self.sigma or other.sigma
         if self.indices and other.indices:
             indices = self.indices & other.indices
-            if indices is None:
-                return None
         if self.sigma and other.sigma:
             sigma = self.sigma & other.sigma
-            if sigma is None:
-                return None
+        if (self.indices and indices is None) or (self.sigma and sigma is None):
+            return None
         shares = [one.first for one in (self, other) if one.first is not None]
         return StepSet(indices=indices, first=min(shares, default=None), sigma=sigma)
 

@@ -4,11 +4,10 @@
 before it, in `scope.py`; what a backend can do is declared in `backends/`.
 """
 
-import logging
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from types import MappingProxyType
 
 import torch
@@ -41,6 +40,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
     global_force_attn_backend,
     global_force_attn_backend_context_manager,
 )
+from multimodal_gen.runtime.layers.attention.warn_once import PROCESS
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 
 __all__ = [
@@ -63,8 +63,6 @@ __all__ = [
     "trainable",
     "warn_of_fallback",
 ]
-
-logger = logging.getLogger(__name__)
 
 # The documented fallbacks of explicit requests. `Platform.dense_fallback` goes before them, but
 # for the platforms below, where it only adds to them.
@@ -419,15 +417,10 @@ def _describe(request: AttentionRequest) -> str:
     )
 
 
-@cache
-def _warn_once(message: str) -> None:
-    logger.warning(message)
-
-
 def warn_of_fallback(selection: Selection) -> None:
     """Log one warning per distinct fallback in the life of the process."""
     if selection.fallback:
-        _warn_once(fallback_warning(selection))
+        PROCESS.warn(fallback_warning(selection))
 
 
 def fallback_warning(selection: Selection) -> str:

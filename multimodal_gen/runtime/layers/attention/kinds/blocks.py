@@ -90,22 +90,19 @@ def attend_blocks(bound: Binding, call: AttentionCall, geometry: LayerGeometry) 
 
     Sparse methods choose their keys themselves: a mask of blocks makes their calls dense.
     """
-    plans: Plans = ()
-    if call.block_mask is not None:
-        plans = () if _flex_with_mask(bound, call) else _plans(call)
-        if bound.is_sparse:
-            bound = bound.without_grid(_BY_BLOCKS)
-    if plans:
-        return attend_on_engine(bound, call, plans, geometry, _BY_BLOCKS)
-    return attend_on_backend(bound, call)
+    if call.block_mask is None:
+        return attend_on_backend(bound, call)
+    out = _on_flex_attention(bound, call)
+    if out is not None:
+        return out
+    plans = _plans(call)
+    if bound.is_sparse:
+        bound = bound.without_grid(_BY_BLOCKS)
+    return attend_on_engine(bound, call, plans, geometry, _BY_BLOCKS)
 
 
 def attend_on_backend(bound: Binding, call: AttentionCall) -> torch.Tensor:
     """Return the output on the layer's own backend, as sink logits, if any, leave it."""
-    mask, flex = call.block_mask, _flex_with_mask(bound, call)
-    if flex is not None and mask is not None and not isinstance(mask, BlockPlan):
-        found = flex.forward_blocks(*call[:3], mask, lse=call.sink_logits is not None)
-        return apply_sink(call, *bound.count(found))
     if call.sink_logits is not None:
         bound = bound.with_features(Feature.LSE)
         return apply_sink(call, *bound.count(bound.impl.forward_lse(*call[:3])))
@@ -166,8 +163,8 @@ def apply_sink(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor | None)
     return (out * kept.transpose(1, 2).unsqueeze(-1)).to(out.dtype)
 
 
-def _flex_with_mask(bound: Binding, call: AttentionCall) -> FlexAttentionImpl | None:
-    """Return FlexAttention where it is asked for and can take the block mask of a call."""
+def _on_flex_attention(bound: Binding, call: AttentionCall) -> torch.Tensor | None:
+    """Return the output of FlexAttention, where it is asked for and can take a call's mask."""
     impl, mask = bound.impl, call.block_mask
     if (
         not isinstance(impl, FlexAttentionImpl)
@@ -177,7 +174,8 @@ def _flex_with_mask(bound: Binding, call: AttentionCall) -> FlexAttentionImpl | 
         or (call.wants_gradient() and Feature.BACKWARD not in bound.features)
     ):
         return None
-    return impl
+    found = impl.forward_blocks(*call[:3], mask, lse=call.sink_logits is not None)
+    return apply_sink(call, *bound.count(found))
 
 
 def _plans(call: AttentionCall) -> Plans:
