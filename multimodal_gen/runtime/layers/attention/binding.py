@@ -254,9 +254,9 @@ class Binding:
                 lambda known: trainable(selection, known, *needs), demand.request
             )
             return _construct(trained, demand, own=False)
-        named = missing & declared(selection, demand.request)[1].features
+        if_named = missing & declared(selection, demand.request)[1].features
         lacks = f"has no {' and no '.join(sorted(str(f) for f in missing))}"
-        lacks += " unless it is named" if named else ""
+        lacks += " unless it is named" if if_named else ""
         reason, where = f"{selection.label} {lacks}", demand.where
         demand = demand.dense(reason, *needs)
         if not (selection.named and self.is_sparse):
