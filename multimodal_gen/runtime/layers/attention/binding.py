@@ -25,6 +25,7 @@ from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
 from multimodal_gen.runtime.layers.attention.call import AttentionCall, LayerGeometry
 from multimodal_gen.runtime.layers.attention.config import StepSet
+from multimodal_gen.runtime.layers.attention.masks import masks_keys
 from multimodal_gen.runtime.layers.attention.report import ReportEntry, SigmaSteps
 from multimodal_gen.runtime.layers.attention.request import AttentionRequest, Feature
 from multimodal_gen.runtime.layers.attention.scope import (
@@ -307,11 +308,11 @@ class _ByShape:
             return self._binding
         # Spelled out, because it is part of every call.
         query, key, value, mask = call[:4]
-        masks_keys = None if mask is None else _masks_keys(mask)
-        return self._fastest(query.shape, key.shape, value.shape[3], masks_keys)
+        plain = mask is None or (masks_keys(mask) and not mask.dtype.is_floating_point)
+        return self._fastest(query.shape, key.shape, value.shape[3], mask is not None, plain)
 
     def _look_up(
-        self, query: torch.Size, key: torch.Size, value_size: int, masks_keys: bool | None
+        self, query: torch.Size, key: torch.Size, value_size: int, masked: bool, plain: bool
     ) -> Binding:
         batch, queries, heads, head_size = query
         shape = CallShape(
@@ -321,11 +322,10 @@ class _ByShape:
             heads=heads,
             kv_heads=key[2],
             head_size=head_size,
-            masked=masks_keys is not None,
+            masked=masked,
         )
         found, demand, ranking = self._binding, self._binding.demand, None
-        measured = masks_keys is not False and value_size == head_size
-        if measured and min(queries, shape.keys, batch) > 0:
+        if plain and value_size == head_size and min(queries, shape.keys, batch) > 0:
             ranking = self.table.ranking(shape, demand.request.dtype)
         if ranking is not None:
             request = replace(demand.request, ranking=ranking)
@@ -335,12 +335,6 @@ class _ByShape:
                 found = found.alternates.setdefault(fastest.selection, fastest)
         found.shapes[str(shape)] = None
         return found
-
-
-def _masks_keys(mask: torch.Tensor) -> bool:
-    """Return whether a mask is of keys alone, as `normalise_mask` tells, without looking at it."""
-    narrow = mask.dim() == 4 and mask.shape[1] == mask.shape[2] == 1
-    return (mask.dim() == 2 or narrow) and not mask.dtype.is_floating_point
 
 
 def bind(demand: Demand, *, own: bool = True) -> Binding:

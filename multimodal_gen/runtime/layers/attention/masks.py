@@ -17,6 +17,11 @@ def bottom_right_causal_mask(num_queries: int, num_keys: int, device: torch.devi
     return allowed.tril(num_keys - num_queries)
 
 
+def masks_keys(mask: torch.Tensor) -> bool:
+    """Whether a mask has the shape of one of keys alone: [B, Sk] or [B, 1, 1, Sk]."""
+    return mask.dim() == 2 or (mask.dim() == 4 and mask.shape[1] == mask.shape[2] == 1)
+
+
 def with_causal(mask: torch.Tensor, num_queries: int, num_keys: int | None = None) -> torch.Tensor:
     """Fold bottom-right aligned causality into a mask.
 

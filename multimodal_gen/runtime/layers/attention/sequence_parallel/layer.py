@@ -53,7 +53,11 @@ from multimodal_gen.runtime.layers.attention.call import (
 )
 from multimodal_gen.runtime.layers.attention.causal_cache import LayerCache
 from multimodal_gen.runtime.layers.attention.config import settings_text
-from multimodal_gen.runtime.layers.attention.masks import VarlenMaskMeta, zero_masked_rows
+from multimodal_gen.runtime.layers.attention.masks import (
+    VarlenMaskMeta,
+    masks_keys,
+    zero_masked_rows,
+)
 from multimodal_gen.runtime.layers.attention.report import LayerReport
 from multimodal_gen.runtime.layers.attention.request import AttentionRole, LayerSite
 from multimodal_gen.runtime.layers.attention.scope import SelectionScope
@@ -486,8 +490,7 @@ def _check_split(call: AttentionCall, ring: int) -> None:
     mask = call.mask
     if mask is not None:
         wanted = (call.key.shape[0], call.key.shape[1])
-        narrow = mask.dim() == 4 and tuple(mask.shape[1:3]) == (1, 1)
-        if not (mask.dim() == 2 or narrow) or (mask.shape[0], mask.shape[-1]) != wanted:
+        if not masks_keys(mask) or (mask.shape[0], mask.shape[-1]) != wanted:
             raise UsageError(
                 f"attn_mask must be [B, Sk] = {list(wanted)} or [B, 1, 1, Sk], the part of this "
                 f"rank, where tokens are split over ranks, got {list(mask.shape)}"
