@@ -3,12 +3,22 @@
 B batch, S tokens, H heads; q/k suffix = query/key side.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from multimodal_gen.errors import UsageError
+from multimodal_gen.runtime.managers.forward_context import current_forward_context
+
+_T = TypeVar("_T")
+
+
+def once_per_call(mask: torch.Tensor, use: Hashable, make: Callable[[], _T]) -> _T:
+    """Return what `make` derives from a mask, which the layers of a denoiser call share."""
+    context = current_forward_context()
+    return make() if context is None else context.cache.get(mask, use, make)
 
 
 def bottom_right_causal_mask(num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor:

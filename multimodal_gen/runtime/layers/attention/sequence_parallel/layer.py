@@ -56,6 +56,7 @@ from multimodal_gen.runtime.layers.attention.config import settings_text
 from multimodal_gen.runtime.layers.attention.masks import (
     VarlenMaskMeta,
     masks_keys,
+    once_per_call,
     zero_masked_rows,
 )
 from multimodal_gen.runtime.layers.attention.report import LayerReport
@@ -221,13 +222,11 @@ class SplitCall:
 
     def whole_mask(self, call: AttentionCall) -> torch.Tensor | None:
         """Return the mask of all keys of the sequence, gathered once for layers that share it."""
-        mask, context = call.mask, current_forward_context()
+        mask = call.mask
         if mask is None or call.whole_mask is not None:
             return call.whole_mask
-        if context is None:
-            return self._gather_mask(mask)
         use = ("whole mask", self.key_lengths, self.rows)
-        return context.cache.get(mask, use, lambda: self._gather_mask(mask))
+        return once_per_call(mask, use, lambda: self._gather_mask(mask))
 
     def _gather_mask(self, mask: torch.Tensor) -> torch.Tensor:
         rows = self.rows
@@ -843,7 +842,7 @@ class USPAttention(SequenceParallelLayer):
         Raises:
             UsageError: arguments exclude each other, or sizes do not fit.
         """
-        mask, blocks = apart(attn_mask)
+        mask, blocks = (None, None) if attn_mask is None else apart(attn_mask)
         skip = self.skip_sequence_parallel or skip_sequence_parallel_override
         split = tokens_are_split() and not skip
         replicated = (num_replicated_prefix, num_replicated_suffix, num_replicated_kv_prefix)
