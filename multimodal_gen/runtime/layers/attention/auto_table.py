@@ -238,15 +238,11 @@ def committed_table(environment: Environment) -> AutoTable | None:
     """
     place = (str(environment.platform), _capability(environment))
     fitting = [t for t in _committed() if (t.platform, t.capability) == place]
-    here = versions_of(environment)
+    here = _minors(versions_of(environment))
 
     def closeness(table: AutoTable) -> tuple[object, ...]:
-        there = dict(table.versions)
-        same = [
-            _minor(here.get(name, "")) == _minor(there.get(name, ""))
-            for name in ("triton", "torch")
-        ]
-        return *same, *(_minor(there.get(name, "")) for name in ("torch", "triton"))
+        there = _minors(dict(table.versions))
+        return *(now == then for now, then in zip(here, there, strict=True)), *reversed(there)
 
     return max(fitting, key=closeness, default=None)
 
@@ -256,8 +252,10 @@ def _committed() -> tuple[AutoTable, ...]:
     return read_tables(COMMITTED, name="the package's own table")
 
 
-def _minor(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+def _minors(versions: Mapping[str, str]) -> list[tuple[int, ...]]:
+    """Return the minor releases of triton and torch."""
+    texts = (versions.get(name, "") for name in ("triton", "torch"))
+    return [tuple(int(number) for number in re.findall(r"\d+", text)[:2]) for text in texts]
 
 
 def table_for(

@@ -54,6 +54,9 @@ __all__ = [
 
 _MOST = 240
 
+# Nine digits are plenty for an index.
+_RANGE = re.compile(r"([0-9]{1,9})?\s*(?:(-)\s*([0-9]{1,9})?)?")
+
 
 @dataclass(frozen=True, slots=True)
 class IndexSelector:
@@ -83,7 +86,7 @@ class IndexSelector:
                 f"{name} must be {cls.expected}, got {short(value)}; the range from the start "
                 f"is '0{value}', and nothing counts from the end"
             )
-        # Nine digits are plenty for an index, and Python refuses to write thousands.
+        # Python refuses to write numbers of thousands of digits.
         if not all(type(i) is str or (type(i) is int and 0 <= i < 10**9) for i in given):
             raise _malformed(name, value)
         text = ",".join(map(str, given))
@@ -109,16 +112,13 @@ class IndexSelector:
 
 
 def _parse_range(part: str, name: str, value: object) -> tuple[int, int | None]:
-    first, dash, last = part.partition("-")
-    first, last = first.strip(), last.strip()
-    given = [text for text in (first, last) if text]
-    numbers_ok = all(text.isascii() and text.isdigit() and len(text) <= 9 for text in given)
-    if not numbers_ok or not (first or last):
+    match = _RANGE.fullmatch(part)
+    if match is None or not (match[1] or match[3]):
         raise _malformed(name, value)
+    first, dash, last = match.groups()
     if not dash:
         return int(first), int(first)
-    low = int(first) if first else 0
-    high = int(last) if last else None
+    low, high = int(first or 0), int(last) if last else None
     if high is not None and high < low:
         raise ConfigError(f"{name} must have ranges that run upwards, got {part!r} in {value!r}")
     return low, high
@@ -558,8 +558,7 @@ def build_config(
             type or out of range, or values that contradict each other.
     """
     parameters = parameters_of(config_cls)
-    canonical = {name: name for name in parameters}
-    canonical |= {alias: p.name for p in parameters.values() for alias in p.aliases}
+    canonical = {name: p.name for p in parameters.values() for name in (p.name, *p.aliases)}
     given: dict[str, tuple[str, object]] = {}
     for shown, key, value in _flatten(config_cls, raw, backend):
         name = canonical.get(key) if isinstance(key, str) else None

@@ -338,11 +338,13 @@ class Footnotes:
     """Numbers rejected candidates, so that each long list of reasons is printed once."""
 
     def __init__(self) -> None:
-        self._rejected: list[Rejected] = []
+        self._numbers: dict[Rejected, int] = {}
 
     def reason(self, selection: "Selection") -> str:
         """Return why a backend runs, with the numbers of what was rejected for it."""
-        marks = "".join(f" [{self._number(rejected)}]" for rejected in selection.rejected)
+        numbers = self._numbers
+        found = (numbers.setdefault(each, len(numbers) + 1) for each in selection.rejected)
+        marks = "".join(f" [{number}]" for number in found)
         if selection.fallback:
             return f"fallback, because {selection.asked.backend} cannot serve this layer{marks}"
         return selection.reason + marks
@@ -351,13 +353,8 @@ class Footnotes:
         """Return the footnotes, one text per number."""
         return [
             f"[{number}] {rejected.backend} rejected: {'; '.join(condensed(rejected.reasons))}"
-            for number, rejected in enumerate(self._rejected, start=1)
+            for rejected, number in self._numbers.items()
         ]
-
-    def _number(self, rejected: "Rejected") -> int:
-        if rejected not in self._rejected:
-            self._rejected.append(rejected)
-        return self._rejected.index(rejected) + 1
 
 
 def grouped(report: "AttentionReport") -> list[Group]:

@@ -101,10 +101,8 @@ class Environment:
 
     def version(self, probe: PackageProbe) -> str | None:
         """Return the version found for `probe`, "" when it has none, or None when absent."""
-        for module, distribution, version in self.packages:
-            if (module, distribution) == (probe.module, probe.distribution):
-                return version
-        return None
+        found = {(module, distribution): version for module, distribution, version in self.packages}
+        return found.get((probe.module, probe.distribution))
 
     def lacks(self, probe: PackageProbe) -> str | None:
         """Return why a package is not usable here, or None when it is."""
