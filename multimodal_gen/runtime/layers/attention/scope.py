@@ -35,6 +35,7 @@ from multimodal_gen.errors import (
     nearest,
 )
 from multimodal_gen.runtime.backend_names import (
+    ROLES,
     check_exclusive,
     parse_attention_backend,
     parse_component_backends,
@@ -150,13 +151,12 @@ class Rule:
 
     def matches(self, site: LayerSite) -> bool:
         """Whether the rule speaks of `site`, whatever the step."""
-        if self.component is not None and self.component not in component_names(site.component):
-            return False
-        if self.role is not None and self.role is not site.role:
-            return False
-        if self.when is not None and site.role is AttentionRole.ENCODER:
-            return False
-        return self.layers is None or (site.layer is not None and site.layer in self.layers)
+        return (
+            (self.component is None or self.component in component_names(site.component))
+            and (self.role is None or self.role is site.role)
+            and (self.when is None or site.role is not AttentionRole.ENCODER)
+            and (self.layers is None or (site.layer is not None and site.layer in self.layers))
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -482,8 +482,8 @@ def _role_name(role: str | AttentionRole) -> str:
     try:
         return str(AttentionRole(role))
     except ValueError:
-        valid = ", ".join(str(member) for member in AttentionRole)
-        raise ConfigError(f"backend_by_role must have keys among {valid}, got {role!r}") from None
+        roles = ", ".join(ROLES)
+        raise ConfigError(f"backend_by_role must have keys among {roles}, got {role!r}") from None
 
 
 def _component_asked(backend: AttentionBackendEnum | str, detail: str) -> BackendPreference:
@@ -670,11 +670,10 @@ def _check_keys(mapping: Mapping[str, object], valid: tuple[str, ...], where: st
 def _role(value: object, where: str) -> AttentionRole | None:
     if value is None:
         return None
-    names = tuple(str(role) for role in AttentionRole)
     text = value.strip().lower() if isinstance(value, str) else ""
-    if text not in names:
+    if text not in ROLES:
         raise ConfigError(
-            f"{where} must be one of {', '.join(names)}, got {short(value)}{nearest(text, names)}"
+            f"{where} must be one of {', '.join(ROLES)}, got {short(value)}{nearest(text, ROLES)}"
         )
     return AttentionRole(text)
 

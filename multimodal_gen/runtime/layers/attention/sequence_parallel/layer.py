@@ -522,9 +522,7 @@ def _num_head_groups(split: SplitCall, bound: Binding) -> int:
     from call to call is about all heads of the rank; key heads that several query heads read would
     travel more than once.
     """
-    asked = split.groups.head_groups
-    if asked is None:
-        asked = bound.head_groups
+    asked = split.groups.head_groups or bound.head_groups
     shares = split.shares
     keeps_state = bound.method is not None and bound.method.keeps_state
     if asked == 1 or keeps_state or shares.num_heads != shares.num_kv_heads:
