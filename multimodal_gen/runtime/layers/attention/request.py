@@ -2,27 +2,24 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from enum import Enum
 
 import torch
 
 from multimodal_gen.kernels.launch.self_check import SelfCheck
 from multimodal_gen.kernels.requirements import PackageProbe, installed
+from multimodal_gen.runtime.backend_names import NamedEnum
 from multimodal_gen.runtime.platforms import DeviceCapability, Platform, PlatformEnum
 
 
-class AttentionRole(Enum):
+class AttentionRole(NamedEnum):
     """What a layer attends to; keys such as `transformer.cross` name it."""
 
     SELF = "self"
     CROSS = "cross"
     ENCODER = "encoder"
 
-    def __str__(self) -> str:
-        return str(self.value)
 
-
-class Feature(Enum):
+class Feature(NamedEnum):
     """What a call may need beyond plain softmax attention with a scale."""
 
     GQA = "gqa"
@@ -33,9 +30,6 @@ class Feature(Enum):
     LSE = "lse"
     BACKWARD = "backward"
     RING = "ring"
-
-    def __str__(self) -> str:
-        return str(self.value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
-from enum import Enum
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
@@ -36,6 +35,7 @@ from multimodal_gen.errors import (
 )
 from multimodal_gen.runtime.backend_names import (
     ROLES,
+    NamedEnum,
     check_exclusive,
     parse_attention_backend,
     parse_component_backends,
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from multimodal_gen.runtime.server_args import ServerArgs
 
 
-class Source(Enum):
+class Source(NamedEnum):
     """Who asked for a backend, from the strongest."""
 
     ARGUMENT = "argument"
@@ -78,9 +78,6 @@ class Source(Enum):
     SETTINGS = "settings"
     LAYER_DEFAULT = "layer default"
     AUTO = "auto"
-
-    def __str__(self) -> str:
-        return str(self.value)
 
     @property
     def explicit(self) -> bool:
