@@ -525,7 +525,24 @@ def _calls(schedule: tuple[ScheduleEntry, ...]) -> int:
 class LocalAttention(AttentionLayer):
     """Attention over tokens that live on one device.
 
-    See `AttentionLayer` for the arguments.
+    Args:
+        num_heads: query heads.
+        head_size: channels per head.
+        num_kv_heads: key and value heads; default `num_heads`.
+        softmax_scale: factor on q k^T; default `head_size ** -0.5`.
+        causal: mask out keys after the query, aligned to the last query and key.
+        supported_attention_backends: hint: automatic choice prefers this set.
+        default_attention_backend: the layer's preference, weaker than a user's request.
+        is_cross_attention: keys come from another sequence.
+        compute_dtype: dtype of q, k and v; default: whichever the first call has.
+        prefix: dotted path of the layer; its first number is what `layers:` rules go by.
+        site: where the layer sits; default: the component under construction.
+        scope: what the user configured; default: the scope in use.
+        prepare: see `AttentionLayer`.
+
+    Raises:
+        UsageError: a size is not positive, or heads are not a multiple of key heads.
+        UnsupportedBackendError: the requested backend cannot serve the layer.
     """
 
     def forward(

@@ -592,6 +592,7 @@ class UlyssesAttention(SequenceParallelLayer):
         supported_attention_backends: hint: automatic choice prefers this set.
         prefix: dotted path of the layer in its model; its first number is what `layers:` rules
             go by.
+        default_attention_backend: the layer's preference, weaker than a user's request.
         compute_dtype: dtype of q, k and v; default: whichever the first call has.
         site: where the layer sits; default: the component under construction.
         scope: what the user configured; default: the scope in use.
