@@ -393,7 +393,7 @@ class AttentionLayer(nn.Module):
         if call.cache is not None or call.block_mask is not None or call.sink_logits is not None:
             from multimodal_gen.runtime.layers.attention.kinds.cache import attend_extended
 
-            return attend_extended(bound, call, self.geometry)
+            return attend_extended(bound, call)
         if bound.varies:
             bound = _binding_at(bound, call, context)
         if call.gate is not None:
@@ -401,12 +401,12 @@ class AttentionLayer(nn.Module):
         for observer in () if call.no_grid else entry.observers:
             observer.observe(query, key, context, call.mask)
         if call.mask is not None:
-            return attend_masked(bound, call, self.geometry)
+            return attend_masked(bound, call)
         if torch.is_grad_enabled() and call.wants_gradient():
             bound = bound.with_features(Feature.BACKWARD)
         # `Binding.attend`, spelled out, because it is part of every call.
         fields = bound.fields(call) if call.first_head or call.projection is not None else {}
-        out = bound.forward(query, key, value, context, **fields)
+        out = bound.impl.forward(query, key, value, context, **fields)
         bound.calls += 1
         return out
 

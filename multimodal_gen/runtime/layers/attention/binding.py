@@ -120,7 +120,6 @@ class Binding:
         rerouted: how often something that is not bound, such as a kernel, served one in its place.
         alternates: what serves single calls in its place, by why it does.
         shapes: those of its calls, where they decided.
-        forward: its `forward`.
         method: the implementation, where it is a sparse method.
         by_shape: what chooses among them by the shape of a call; None where that was not measured.
         varies: whether alternates may be faster for single calls, or what the method itself wants.
@@ -136,14 +135,12 @@ class Binding:
     rerouted: Counter[Selection] = field(default_factory=Counter)
     alternates: "dict[Hashable, Binding]" = field(default_factory=dict)
     shapes: dict[str, None] = field(default_factory=dict)
-    forward: Callable[..., torch.Tensor] = field(init=False)
     method: "SparseMethodImpl | None" = field(init=False)
     by_shape: "_ByShape | None" = field(init=False)
     varies: bool = field(init=False)
 
     def __post_init__(self) -> None:
         impl = self.impl
-        self.forward = impl.forward
         self.method = cast("SparseMethodImpl", impl) if impl.is_sparse else None
         request, table = self.demand.request, self.demand.table
         # Of automatic choices plain calls were measured.
@@ -197,7 +194,7 @@ class Binding:
             mask: see `AttentionImpl.forward`.
         """
         context, fields = current_forward_context(), self.fields(call)
-        return self.count(self.forward(*call[:3], context, attn_mask=mask, **fields))
+        return self.count(self.impl.forward(*call[:3], context, attn_mask=mask, **fields))
 
     def dense(self, reason: str) -> "Binding":
         """Return what serves calls that a sparse method hands over, as its dense steps are."""

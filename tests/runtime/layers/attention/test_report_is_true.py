@@ -319,7 +319,7 @@ def said_and_ran(
     q, k, v = torch.ones(3, 1, tokens, HEADS, machine.head_size, dtype=machine.dtype)
     with set_forward_context(0, latent_grid=grid, num_steps=1) as context:
         entry.primary.calls += 1
-        entry.primary.forward(q, k, v, context)
+        entry.primary.impl.forward(q, k, v, context)
     return set(reported(entry) - before), set(ran)
 
 

@@ -85,7 +85,7 @@ def _num_heads(mask: AnyBlockMask) -> int:
     return mask.kv_indices.shape[1]
 
 
-def attend_blocks(bound: Binding, call: AttentionCall, geometry: LayerGeometry) -> torch.Tensor:
+def attend_blocks(bound: Binding, call: AttentionCall) -> torch.Tensor:
     """Return attention of a call with a mask of blocks or sink logits, [B, Sq, H, Dv].
 
     Sparse methods choose their keys themselves: a mask of blocks makes their calls dense.
@@ -98,7 +98,7 @@ def attend_blocks(bound: Binding, call: AttentionCall, geometry: LayerGeometry) 
     plans = _plans(call)
     if bound.is_sparse:
         bound = bound.without_grid(_BY_BLOCKS)
-    return attend_on_engine(bound, call, plans, geometry, _BY_BLOCKS)
+    return attend_on_engine(bound, call, plans, _BY_BLOCKS)
 
 
 def attend_on_backend(bound: Binding, call: AttentionCall) -> torch.Tensor:
@@ -111,16 +111,13 @@ def attend_on_backend(bound: Binding, call: AttentionCall) -> torch.Tensor:
     return bound.attend(call)
 
 
-def attend_on_engine(
-    bound: Binding, call: AttentionCall, plans: Plans, geometry: LayerGeometry, why: str
-) -> torch.Tensor:
+def attend_on_engine(bound: Binding, call: AttentionCall, plans: Plans, why: str) -> torch.Tensor:
     """Return the output on the block-sparse engine, as sink logits, if any, leave it.
 
     Args:
         bound: what would serve the call if it took a mask of blocks.
         call: the call.
         plans: what is attended to.
-        geometry: what the layer is.
         why: why there are blocks, for the report.
     """
     query, key, value = (x if loadable(x) else x.contiguous() for x in call[:3])
@@ -131,7 +128,7 @@ def attend_on_engine(
             key,
             value,
             plan,
-            scale=geometry.softmax_scale,
+            scale=bound.demand.geometry.softmax_scale,
             kernel=kernel,
             return_lse=call.sink_logits is not None or len(plans) > 1,
         )

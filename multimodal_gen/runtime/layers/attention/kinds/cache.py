@@ -60,7 +60,7 @@ def check_extended(
     return call
 
 
-def attend_extended(bound: Binding, call: AttentionCall, geometry: LayerGeometry) -> torch.Tensor:
+def attend_extended(bound: Binding, call: AttentionCall) -> torch.Tensor:
     """Return attention of a call with a cache, a mask of blocks or sink logits, [B, Sq, H, Dv].
 
     With a cache it is that of the running chunk, once it is written. Sparse methods choose among
@@ -69,7 +69,6 @@ def attend_extended(bound: Binding, call: AttentionCall, geometry: LayerGeometry
     Args:
         bound: what serves the layer at the running step.
         call: the call; `check_extended` has nothing against it.
-        geometry: what the layer is.
 
     Raises:
         UsageError: the tensors are not those of the running chunk, or of the mask.
@@ -77,7 +76,7 @@ def attend_extended(bound: Binding, call: AttentionCall, geometry: LayerGeometry
     """
     cache = call.cache
     if cache is None:
-        return attend_blocks(bound, call, geometry)
+        return attend_blocks(bound, call)
     tokens = cache.cache.running.tokens
     if call.query.shape[1] != tokens:
         raise UsageError(
@@ -111,7 +110,7 @@ def attend_extended(bound: Binding, call: AttentionCall, geometry: LayerGeometry
         found = attend_cache(method.router, settings, query, key, value, tiles, context)
         out = apply_sink(call, *bound.count(found))
     else:
-        out = attend_on_engine(bound, call, (seen.plan,), geometry, _IN_PIECES)
+        out = attend_on_engine(bound, call, (seen.plan,), _IN_PIECES)
     if tiles is None or tiles.in_order:
         return out
     in_order = torch.empty_like(out, memory_format=torch.contiguous_format)

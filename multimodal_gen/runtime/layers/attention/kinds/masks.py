@@ -9,7 +9,7 @@ import torch
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.runtime.layers.attention.binding import Binding
-from multimodal_gen.runtime.layers.attention.call import AttentionCall, LayerGeometry
+from multimodal_gen.runtime.layers.attention.call import AttentionCall
 from multimodal_gen.runtime.layers.attention.masks import (
     build_varlen_mask_meta,
     once_per_call,
@@ -124,18 +124,18 @@ def as_key_mask(mask: torch.Tensor, *, self_attention: bool) -> KeyMask | None:
     return KeyMask(keep=common, covers_queries=not every)
 
 
-def attend_masked(bound: Binding, call: AttentionCall, geometry: LayerGeometry) -> torch.Tensor:
+def attend_masked(bound: Binding, call: AttentionCall) -> torch.Tensor:
     """Return attention of a call under its mask, [B, Sq, H, Dv].
 
     Args:
         bound: what serves calls like it without one.
         call: the call.
-        geometry: what the layer is.
 
     Raises:
         UsageError: the mask's shape does not fit.
         UnsupportedBackendError: no backend can honour it, or fallbacks are refused.
     """
+    geometry = bound.demand.geometry
     training = (Feature.BACKWARD,) if call.wants_gradient() else ()
     mask = _mask_for(bound, call, self_attention=geometry.site.role is not AttentionRole.CROSS)
     kind, rows = Feature.DENSE_MASK, None

@@ -568,7 +568,7 @@ def _attend_in_head_groups(
         q, k, v, _ = group.joined(heads, around)
         part = call._replace(first_head=group.heads[0], continued=group is not groups[0])
         with attending(q.device):
-            out = bound.forward(q, k, v, context, **bound.fields(part))
+            out = bound.impl.forward(q, k, v, context, **bound.fields(part))
         with exchanging(q.device):
             message = [out], [group.shares.queries], group.lengths
             plan = exchange_plan(*message, among, prefix=rows.prefix, suffix=rows.suffix)
