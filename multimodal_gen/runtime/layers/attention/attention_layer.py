@@ -394,7 +394,7 @@ class AttentionLayer(nn.Module):
             from multimodal_gen.runtime.layers.attention.kinds.cache import attend_extended
 
             return attend_extended(bound, call)
-        if bound.varies:
+        if bound.method is not None or bound.by_shape is not None:
             bound = _binding_at(bound, call, context)
         if call.gate is not None:
             return attend_gated(bound, self.gated(), call)

@@ -122,7 +122,6 @@ class Binding:
         shapes: those of its calls, where they decided.
         method: the implementation, where it is a sparse method.
         by_shape: what chooses among them by the shape of a call; None where that was not measured.
-        varies: whether alternates may be faster for single calls, or what the method itself wants.
     """
 
     demand: Demand
@@ -137,7 +136,6 @@ class Binding:
     shapes: dict[str, None] = field(default_factory=dict)
     method: "SparseMethodImpl | None" = field(init=False)
     by_shape: "_ByShape | None" = field(init=False)
-    varies: bool = field(init=False)
 
     def __post_init__(self) -> None:
         impl = self.impl
@@ -147,7 +145,6 @@ class Binding:
         plain = Feature.CAUSAL not in request.needs and request.ranking is None
         chosen = self.selection.automatic and plain
         self.by_shape = _ByShape(self, table) if table is not None and chosen else None
-        self.varies = self.by_shape is not None or self.method is not None
 
     @property
     def is_sparse(self) -> bool:
