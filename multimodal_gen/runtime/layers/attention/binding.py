@@ -42,7 +42,6 @@ from multimodal_gen.runtime.layers.attention.selector import (
     warn_of_fallback,
 )
 from multimodal_gen.runtime.managers.forward_context import ForwardContext, current_forward_context
-from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 if TYPE_CHECKING:
     from multimodal_gen.runtime.layers.attention.sparse.method import SparseMethodImpl
@@ -593,7 +592,7 @@ def plannable_dtype(schedule: PreferenceSchedule, demand: Demand) -> torch.dtype
 def _dtypes_of(schedule: PreferenceSchedule, request: AttentionRequest) -> list[torch.dtype]:
     names = [asked.backend for _, asked in schedule if asked.backend is not None]
     if len(names) < len(schedule):
-        names += [AttentionBackendEnum(name) for name in request.environment.priority]
+        names += request.environment.priority
     declared = {
         dtype
         for name in names

@@ -8,7 +8,12 @@ import torch
 from multimodal_gen.kernels.launch.self_check import SelfCheck
 from multimodal_gen.kernels.requirements import PackageProbe, installed
 from multimodal_gen.runtime.backend_names import NamedEnum
-from multimodal_gen.runtime.platforms import DeviceCapability, Platform, PlatformEnum
+from multimodal_gen.runtime.platforms import (
+    AttentionBackendEnum,
+    DeviceCapability,
+    Platform,
+    PlatformEnum,
+)
 
 
 class AttentionRole(NamedEnum):
@@ -60,7 +65,7 @@ class Environment:
         platform: kind of device.
         device_name: readable name.
         capability: compute capability, or None where the notion does not exist.
-        priority: dense backends the platform prefers, as names, best first.
+        priority: dense backends the platform prefers, best first.
         always: backend that serves every request on this platform, or None.
         dense_fallback: what unsupported explicit requests fall back to here, or None.
         packages: (module, distribution, version) of every probed package that is installed.
@@ -71,9 +76,9 @@ class Environment:
     platform: PlatformEnum
     device_name: str = ""
     capability: DeviceCapability | None = None
-    priority: tuple[str, ...] = ()
-    always: str | None = None
-    dense_fallback: str | None = None
+    priority: tuple[AttentionBackendEnum, ...] = ()
+    always: AttentionBackendEnum | None = None
+    dense_fallback: AttentionBackendEnum | None = None
     packages: frozenset[tuple[str, str, str]] = frozenset()
     broken: frozenset[tuple[str, str]] = frozenset()
     checked: tuple[tuple[str, SelfCheck], ...] = ()
@@ -87,9 +92,9 @@ class Environment:
             platform=platform.name,
             device_name=platform.get_device_name(),
             capability=capability,
-            priority=tuple(str(b) for b in platform.attention_priority(capability)),
-            always=str(platform.always) if platform.always else None,
-            dense_fallback=str(platform.dense_fallback) if platform.dense_fallback else None,
+            priority=tuple(platform.attention_priority(capability)),
+            always=platform.always,
+            dense_fallback=platform.dense_fallback,
             packages=frozenset((m, d, v) for m, d, v in found if v is not None),
         )
 

@@ -188,7 +188,7 @@ def _resolve(ask: _Ask) -> Selection:
         return _because(chosen, asked.dense_reason) if asked.dense_reason else chosen
     or_else = _fall_back if asked.source.explicit else _automatic
     environment = request.environment
-    if environment.always and str(asked.backend) != environment.always:
+    if environment.always not in (None, asked.backend):
         reason = f"{environment.platform} always runs {environment.always}"
         return or_else(ask, (Rejected(backend=asked.backend, reasons=(reason,)),))
     cls, reasons = _look(asked.backend, request, asked.config)
@@ -232,12 +232,11 @@ def _fall_back(ask: _Ask, rejected: tuple[Rejected, ...]) -> Selection:
 def _fallback_of(
     backend: AttentionBackendEnum, environment: Environment
 ) -> AttentionBackendEnum | None:
-    if environment.always:
-        return AttentionBackendEnum(environment.always)
-    platforms = environment.dense_fallback
-    if platforms and environment.platform not in FALLBACKS_FIRST:
-        return AttentionBackendEnum(platforms)
-    return FALLBACKS.get(backend) or (AttentionBackendEnum(platforms) if platforms else None)
+    own = environment.always or environment.dense_fallback
+    documented = FALLBACKS.get(backend)
+    if environment.always is None and environment.platform in FALLBACKS_FIRST:
+        return documented or own
+    return own or documented
 
 
 def _automatic(ask: _Ask, rejected: tuple[Rejected, ...] = ()) -> Selection:
@@ -245,8 +244,7 @@ def _automatic(ask: _Ask, rejected: tuple[Rejected, ...] = ()) -> Selection:
     measured = _fastest(ask, rejected)
     if measured is not None:
         return measured
-    for name in request.environment.priority:
-        backend = AttentionBackendEnum(name)
+    for backend in request.environment.priority:
         if backend in {r.backend for r in rejected}:
             continue
         cls, reasons = _look(backend, request)
@@ -505,7 +503,7 @@ def prefer_supported(
     request outside it is honoured, and so is a call none of its members can serve.
     """
     members = [as_backend(backend) for backend in supported or ()]
-    names = sorted(str(backend) for backend in members if not backend.is_sparse)
-    preferred = [name for name in environment.priority if name in names]
-    priority = dict.fromkeys((*preferred, *names, *environment.priority))
+    dense = sorted((backend for backend in members if not backend.is_sparse), key=str)
+    preferred = [backend for backend in environment.priority if backend in dense]
+    priority = dict.fromkeys((*preferred, *dense, *environment.priority))
     return replace(environment, priority=tuple(priority))
