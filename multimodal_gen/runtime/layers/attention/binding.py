@@ -513,6 +513,7 @@ def entry_at(entries: tuple[ScheduleEntry, ...], context: ForwardContext | None)
 def _entries(
     binding: Binding, steps: str | None, sigma: SigmaSteps | None = None
 ) -> tuple[tuple[ReportEntry, ...], tuple[ReportEntry, ...]]:
+    """Return what ran in some steps, and what served calls in its place."""
     own: defaultdict[Selection, list[Binding]] = defaultdict(list)
     instead: Counter[Selection] = Counter()
     backward: defaultdict[Selection, set[str]] = defaultdict(set)
@@ -529,15 +530,13 @@ def _entries(
             instead[bound.selection] += bound.own_calls()
         instead.update(bound.rerouted)
 
-    def entry(selection: Selection, calls: int, **more: Any) -> ReportEntry:
+    def entry(selection: Selection, calls: int) -> ReportEntry:
         gradients = tuple(sorted(backward[selection]))
-        return ReportEntry(
-            steps=steps, selection=selection, calls=calls, backward=gradients, **more
-        )
+        return ReportEntry(steps=steps, selection=selection, calls=calls, backward=gradients)
 
     others = tuple(entry(selection, calls) for selection, calls in instead.items() if calls)
     found = [
-        entry(selection, sum(each.own_calls() for each in same), sigma=sigma, **_facts(same))
+        _with_facts(entry(selection, sum(each.own_calls() for each in same)), same, sigma)
         for selection, same in own.items()
     ]
     ran = tuple(each for each in found if each.calls)
@@ -548,15 +547,19 @@ def _entries(
     return (replace(found[0], selection=replace(binding.selection, reason=reason)),), ()
 
 
-def _facts(same: Sequence[Binding]) -> dict[str, Any]:
-    """Return what is known of the calls of bindings of one selection."""
+def _with_facts(
+    entry: ReportEntry, same: Sequence[Binding], sigma: SigmaSteps | None
+) -> ReportEntry:
+    """Return the entry of bindings of one selection with what is known of their calls."""
     facts = [bound.impl.facts() for bound in same]
     densities = {step: share for each in facts for step, share in each.densities.items()}
-    return {
-        "densities": tuple(sorted(densities.items())),
-        "skipped": next((each.skipped for each in facts if each.skipped is not None), None),
-        "shapes": tuple(shape for bound in same for shape in bound.shapes),
-    }
+    return replace(
+        entry,
+        sigma=sigma,
+        densities=tuple(sorted(densities.items())),
+        skipped=next((each.skipped for each in facts if each.skipped is not None), None),
+        shapes=tuple(shape for bound in same for shape in bound.shapes),
+    )
 
 
 def plannable_dtype(schedule: PreferenceSchedule, demand: Demand) -> torch.dtype:
