@@ -31,8 +31,12 @@ import multimodal_gen
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.layers.attention import LocalAttention, USPAttention
 from multimodal_gen.runtime.layers.attention.backends.registry import backends_of
-from multimodal_gen.runtime.layers.attention.rules import scope_from_args
-from multimodal_gen.runtime.layers.attention.scope import BackendPreference, SelectionScope, Source
+from multimodal_gen.runtime.layers.attention.scope import (
+    BackendPreference,
+    SelectionScope,
+    Source,
+    scope_from_args,
+)
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.runtime.server_args import ServerArgs

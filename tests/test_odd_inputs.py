@@ -24,8 +24,7 @@ from multimodal_gen.runtime.generator import PipelineIndex, load_skeleton
 from multimodal_gen.runtime.layers.attention import LocalAttention, UlyssesAttention, USPAttention
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
 from multimodal_gen.runtime.layers.attention.config import build_config, parameters_of
-from multimodal_gen.runtime.layers.attention.rules import scope_from
-from multimodal_gen.runtime.layers.attention.scope import LayerSite
+from multimodal_gen.runtime.layers.attention.scope import LayerSite, scope_from
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, current_platform
 from multimodal_gen.runtime.server_args import ServerArgs

@@ -121,7 +121,7 @@ def explain(settings: Settings, as_json: AsJson = False) -> None:
     from multimodal_gen.runtime.generator import PipelineIndex, load_skeleton, pick_device
     from multimodal_gen.runtime.layers.attention.backends.registry import current_environment
     from multimodal_gen.runtime.layers.attention.report import Footnotes, grouped
-    from multimodal_gen.runtime.layers.attention.rules import scope_from_args
+    from multimodal_gen.runtime.layers.attention.scope import scope_from_args
 
     args = ServerArgs(**settings, backend="sglang")
     scope = scope_from_args(args)

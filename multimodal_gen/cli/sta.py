@@ -138,7 +138,7 @@ def search(
     that has no file: a prompt that was interrupted starts anew.
     """
     from multimodal_gen.runtime.generator.window_search import WindowSearch
-    from multimodal_gen.runtime.layers.attention.rules import scope_from_args
+    from multimodal_gen.runtime.layers.attention.scope import scope_from_args
 
     args = ServerArgs(
         **settings,

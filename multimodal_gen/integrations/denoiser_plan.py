@@ -42,8 +42,8 @@ from multimodal_gen.runtime.described_tokens import DescribedTokens
 from multimodal_gen.runtime.distributed.groups import ParallelGroups
 from multimodal_gen.runtime.distributed.timing import TimeTaken
 from multimodal_gen.runtime.layers.attention.report import LayerReport
-from multimodal_gen.runtime.layers.attention.request import AttentionRole
-from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
+from multimodal_gen.runtime.layers.attention.request import AttentionRole, LayerSite
+from multimodal_gen.runtime.layers.attention.scope import SelectionScope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

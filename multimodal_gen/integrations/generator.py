@@ -27,7 +27,7 @@ from multimodal_gen.runtime.generator import (
     plan_ranks,
     prepare,
 )
-from multimodal_gen.runtime.layers.attention.rules import scope_from_args
+from multimodal_gen.runtime.layers.attention.scope import scope_from_args
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.runtime.server_args import LOADING_SETTINGS, SETTINGS, ServerArgs
 

@@ -31,8 +31,8 @@ from multimodal_gen.runtime.layers.attention.call import AttentionCall
 from multimodal_gen.runtime.layers.attention.config import StepSet
 from multimodal_gen.runtime.layers.attention.layer import USPAttention
 from multimodal_gen.runtime.layers.attention.report import LayerReport, ReportEntry
-from multimodal_gen.runtime.layers.attention.request import AttentionRole
-from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
+from multimodal_gen.runtime.layers.attention.request import AttentionRole, LayerSite
+from multimodal_gen.runtime.layers.attention.scope import SelectionScope
 
 
 class AttentionParams(NamedTuple):

@@ -5,9 +5,9 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from multimodal_gen.errors import ComponentAttentionBackendNotAppliedError, nearest
+from multimodal_gen.runtime.layers.attention.request import LayerSite
 from multimodal_gen.runtime.layers.attention.scope import (
     BackendPreference,
-    LayerSite,
     Rule,
     SelectionScope,
     component_names,

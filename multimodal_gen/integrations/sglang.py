@@ -24,8 +24,7 @@ import torch
 from multimodal_gen.errors import ConfigError
 from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
 from multimodal_gen.runtime.layers.attention.call import AttentionCall
-from multimodal_gen.runtime.layers.attention.rules import scope_from
-from multimodal_gen.runtime.layers.attention.scope import SelectionScope
+from multimodal_gen.runtime.layers.attention.scope import SelectionScope, scope_from
 from multimodal_gen.runtime.managers.forward_context import ForwardContext, use_forward_context
 
 __all__ = ["register"]

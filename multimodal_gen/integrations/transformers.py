@@ -19,8 +19,8 @@ from multimodal_gen.integrations.components import Component, compute_dtype
 from multimodal_gen.integrations.hooks import StandIn
 from multimodal_gen.integrations.module_attention import AttentionParams, ModuleAttention
 from multimodal_gen.runtime.layers.attention.report import LayerReport
-from multimodal_gen.runtime.layers.attention.request import AttentionRole
-from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
+from multimodal_gen.runtime.layers.attention.request import AttentionRole, LayerSite
+from multimodal_gen.runtime.layers.attention.scope import SelectionScope
 
 NAME = "multimodal_gen"
 

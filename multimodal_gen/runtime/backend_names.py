@@ -16,6 +16,7 @@ from multimodal_gen.settings import as_flag, text_as_mapping
 __all__ = [
     "ROLES",
     "AttentionBackendEnum",
+    "NamedEnum",
     "check_exclusive",
     "component_mapping",
     "parse_attention_backend",
@@ -31,7 +32,14 @@ _PLUGIN_GROUP = "multimodal_gen.attention_backends"
 _ComponentBackends: TypeAlias = "dict[str, AttentionBackendEnum | None]"
 
 
-class AttentionBackendEnum(Enum):
+class NamedEnum(Enum):
+    """An enum whose members are written as their values."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class AttentionBackendEnum(NamedEnum):
     """Attention backends by name; the value is the spelling used on the command line.
 
     Installed plug-ins add names through `register_plugin_name`. `AttentionBackendEnum(value)` finds
@@ -61,9 +69,6 @@ class AttentionBackendEnum(Enum):
     STATIC_SPARSE_ATTN = "static_sparse_attn"
     SPARGE_ATTN = "sparge_attn"
     CUBE_SPARSE_ATTN = "cube_sparse_attn"
-
-    def __str__(self) -> str:
-        return str(self.value)
 
     def __reduce_ex__(self, protocol: object) -> tuple[type["AttentionBackendEnum"], tuple[str]]:
         # By value: some releases of Python pickle by name, and the class has no plug-in's name.

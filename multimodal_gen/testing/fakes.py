@@ -160,9 +160,9 @@ def simulated_environment(device: FakeDevice) -> Environment:
         platform=platform.name,
         device_name=f"simulated {platform.name}",
         capability=capability,
-        priority=tuple(str(b) for b in platform.attention_priority(capability)),
-        always=str(platform.always) if platform.always else None,
-        dense_fallback=str(platform.dense_fallback) if platform.dense_fallback else None,
+        priority=tuple(platform.attention_priority(capability)),
+        always=platform.always,
+        dense_fallback=platform.dense_fallback,
         packages=device.packages,
     )
 

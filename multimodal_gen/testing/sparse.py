@@ -16,12 +16,8 @@ import torch
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
 from multimodal_gen.runtime.layers.attention.config import BackendConfig, build_config
-from multimodal_gen.runtime.layers.attention.scope import (
-    BackendPreference,
-    LayerSite,
-    SelectionScope,
-    Source,
-)
+from multimodal_gen.runtime.layers.attention.request import LayerSite
+from multimodal_gen.runtime.layers.attention.scope import BackendPreference, SelectionScope, Source
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.testing.inputs import QKV, make_qkv

@@ -20,7 +20,7 @@ from multimodal_gen.runtime.distributed.groups import Group, parallel_groups
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.distributed.ring import Transfer
 from multimodal_gen.runtime.layers.attention import USPAttention
-from multimodal_gen.runtime.layers.attention.rules import scope_from_args
+from multimodal_gen.runtime.layers.attention.scope import scope_from_args
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.server_args import ServerArgs
 

@@ -31,7 +31,7 @@ from dense_above import KINDS, SVG2, VMOBA, Case, layer_of
 
 from multimodal_gen.errors import UnsupportedBackendError
 from multimodal_gen.runtime.layers.attention import LocalAttention
-from multimodal_gen.runtime.layers.attention.rules import scope_from
+from multimodal_gen.runtime.layers.attention.scope import scope_from
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 
 FA3 = "fa"

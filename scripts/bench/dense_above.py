@@ -35,8 +35,7 @@ from _harness import (
 )
 
 from multimodal_gen.runtime.layers.attention import LocalAttention
-from multimodal_gen.runtime.layers.attention.rules import scope_from
-from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
+from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope, scope_from
 from multimodal_gen.runtime.layers.attention.sparse.executors import rows as by_rows
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.testing.inputs import QKV, make_video_qkv

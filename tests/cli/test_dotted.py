@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from multimodal_gen.cli.dotted import fold_dotted
 from multimodal_gen.errors import ConfigError
 from multimodal_gen.runtime.backend_names import parse_component_backends
-from multimodal_gen.runtime.layers.attention.rules import scope_from
+from multimodal_gen.runtime.layers.attention.scope import scope_from
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 CONFIG = "--attention-config"

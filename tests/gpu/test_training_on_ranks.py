@@ -11,7 +11,7 @@ from torch import nn
 from multimodal_gen.runtime.distributed.groups import use_parallel_groups
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.layers.attention import UlyssesAttention_VSA, USPAttention
-from multimodal_gen.runtime.layers.attention.rules import scope_from_args
+from multimodal_gen.runtime.layers.attention.scope import scope_from_args
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from multimodal_gen.runtime.server_args import ServerArgs
 from multimodal_gen.testing.inputs import make_qkv, make_video_qkv

@@ -17,9 +17,9 @@ from multimodal_gen.runtime.comparison.layers import Replay
 from multimodal_gen.runtime.generator.attention_check import exact_rows, row_errors, sample_rows
 from multimodal_gen.runtime.layers.attention.call import watching
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
-from multimodal_gen.runtime.layers.attention.rules import scope_from
 from multimodal_gen.runtime.layers.attention.scope import (
     global_force_attn_backend_context_manager,
+    scope_from,
 )
 from multimodal_gen.runtime.layers.attention.sparse.methods.vsa import VideoSparseBackend
 from multimodal_gen.testing.fakes import PlainImpl

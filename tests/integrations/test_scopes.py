@@ -5,8 +5,7 @@ import pytest
 from multimodal_gen.errors import ComponentAttentionBackendNotAppliedError
 from multimodal_gen.integrations.scopes import check_overrides
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
-from multimodal_gen.runtime.layers.attention.rules import scope_from
-from multimodal_gen.runtime.layers.attention.scope import LayerSite
+from multimodal_gen.runtime.layers.attention.scope import LayerSite, scope_from
 
 SITES = [
     LayerSite(component=component, role=AttentionRole(role), layer=layer)

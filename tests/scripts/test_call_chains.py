@@ -20,7 +20,7 @@ def test_every_chain_is_within_its_budget_and_printed(script, capsys) -> None:
     lines = capsys.readouterr().out.splitlines()
     headings = [line.partition(":")[0] for line in lines if not line.startswith(" ")]
     assert headings == list(script.BUDGETS)
-    assert lines[1] == "  forward  runtime/layers/attention/layer.py"
+    assert lines[1] == "  forward  runtime/layers/attention/attention_layer.py"
 
 
 def test_a_chain_ends_where_the_kernel_is_entered(script) -> None:

@@ -15,8 +15,7 @@ from torch import nn
 
 from multimodal_gen.integrations.models.adapter import Grid
 from multimodal_gen.integrations.module_attention import AttentionParams
-from multimodal_gen.runtime.layers.attention.request import AttentionRole
-from multimodal_gen.runtime.layers.attention.scope import LayerSite
+from multimodal_gen.runtime.layers.attention.request import AttentionRole, LayerSite
 
 __all__ = [
     "COMPONENT",

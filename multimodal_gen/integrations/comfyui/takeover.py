@@ -49,9 +49,8 @@ from multimodal_gen.integrations.hooks import untraced_hook
 from multimodal_gen.integrations.module_attention import AttentionParams, ModuleAttention
 from multimodal_gen.integrations.scopes import without_sparse
 from multimodal_gen.runtime.layers.attention.report import AttentionReport
-from multimodal_gen.runtime.layers.attention.request import AttentionRole
-from multimodal_gen.runtime.layers.attention.rules import scope_from
-from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
+from multimodal_gen.runtime.layers.attention.request import AttentionRole, LayerSite
+from multimodal_gen.runtime.layers.attention.scope import SelectionScope, scope_from
 from multimodal_gen.runtime.layers.attention.warn_once import WarnOnce
 from multimodal_gen.runtime.managers.forward_context import TextSpan, use_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum

@@ -16,8 +16,7 @@ from typing import Any
 from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.runtime.generator.cache import CACHES, Cache, read_cache
 from multimodal_gen.runtime.layers.attention.config import config_as_dict, settings_text
-from multimodal_gen.runtime.layers.attention.rules import scope_from
-from multimodal_gen.runtime.layers.attention.scope import SelectionScope
+from multimodal_gen.runtime.layers.attention.scope import SelectionScope, scope_from
 
 __all__ = [
     "EXACT_KERNELS",

@@ -101,7 +101,7 @@ def share_of_heads(layer: AttentionLayer, call: AttentionCall, out: torch.Tensor
     gate = call.gate
     if gate is None and call.spare_gate is not None:
         gate = call.spare_gate()
-    q, k, v, gate = split.joined(split.take_heads(*call[:3], gate))
+    q, k, v, gate = split.joined(*split.take_heads(call._replace(gate=gate)))
     whole = AttentionCall(
         q,
         k,

@@ -30,7 +30,7 @@ from multimodal_gen.runtime.comparison.frames import mean_and_spread
 from multimodal_gen.runtime.comparison.record import Report, Run, read_record
 from multimodal_gen.runtime.comparison.verdict import MEASURES, Measure, defects_of, was_dense
 from multimodal_gen.runtime.generator.cache import read_cache
-from multimodal_gen.runtime.layers.attention.rules import scope_from
+from multimodal_gen.runtime.layers.attention.scope import scope_from
 from multimodal_gen.runtime.server_args import CALL_SETTINGS, ServerArgs
 
 __all__ = [

@@ -4,13 +4,13 @@ Importing this module imports nothing heavy, so the command line can list names 
 """
 
 from abc import ABC, abstractmethod
-from enum import Enum
 from typing import ClassVar, NamedTuple
 
 from multimodal_gen.runtime.backend_names import AttentionBackendEnum as AttentionBackendEnum
+from multimodal_gen.runtime.backend_names import NamedEnum
 
 
-class PlatformEnum(Enum):
+class PlatformEnum(NamedEnum):
     """Kinds of accelerator; `OOT` stands for platforms registered by installed packages."""
 
     CUDA = "cuda"
@@ -21,9 +21,6 @@ class PlatformEnum(Enum):
     NPU = "npu"
     CPU = "cpu"
     OOT = "oot"
-
-    def __str__(self) -> str:
-        return str(self.value)
 
 
 class DeviceCapability(NamedTuple):

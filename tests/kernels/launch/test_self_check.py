@@ -27,11 +27,10 @@ from multimodal_gen.kernels.engine import (
 from multimodal_gen.kernels.launch import self_check as checks
 from multimodal_gen.kernels.launch.self_check import self_checks
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
-from multimodal_gen.runtime.layers.attention.binding import Demand, plannable_dtype
+from multimodal_gen.runtime.layers.attention.binding import Demand, bind_schedule, plannable_dtype
 from multimodal_gen.runtime.layers.attention.call import LayerGeometry
 from multimodal_gen.runtime.layers.attention.config import BackendConfig
 from multimodal_gen.runtime.layers.attention.request import AttentionRequest, Feature
-from multimodal_gen.runtime.layers.attention.schedule import bind_schedule
 from multimodal_gen.runtime.layers.attention.scope import (
     AUTO,
     BackendPreference,

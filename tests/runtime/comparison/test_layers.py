@@ -17,8 +17,7 @@ from multimodal_gen.runtime.comparison.record import LayerErrors
 from multimodal_gen.runtime.generator.attention_check import sample_rows
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.call import watching
-from multimodal_gen.runtime.layers.attention.rules import scope_from
-from multimodal_gen.runtime.layers.attention.scope import LayerSite
+from multimodal_gen.runtime.layers.attention.scope import LayerSite, scope_from
 from multimodal_gen.runtime.layers.attention.sparse import tiles
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 

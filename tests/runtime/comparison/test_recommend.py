@@ -29,7 +29,7 @@ from multimodal_gen.runtime.comparison.record import (
 )
 from multimodal_gen.runtime.comparison.verdict import judged
 from multimodal_gen.runtime.layers.attention.config import config_as_dict
-from multimodal_gen.runtime.layers.attention.rules import scope_from, scope_from_args
+from multimodal_gen.runtime.layers.attention.scope import scope_from, scope_from_args
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 

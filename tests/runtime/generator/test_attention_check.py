@@ -14,8 +14,7 @@ from multimodal_gen.runtime.generator.attention_check import (
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.call import AttentionCall, watching
 from multimodal_gen.runtime.layers.attention.report import AttentionReport
-from multimodal_gen.runtime.layers.attention.rules import scope_from
-from multimodal_gen.runtime.layers.attention.scope import LayerSite
+from multimodal_gen.runtime.layers.attention.scope import LayerSite, scope_from
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8

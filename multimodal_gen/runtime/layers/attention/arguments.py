@@ -1,41 +1,28 @@
-"""The checks of what layers are given: when they are built, and at every call.
+"""The checks of what layers are called with.
 
 Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 """
 
-import sys
-from collections.abc import Collection
-from numbers import Integral, Real
+from numbers import Integral
 from typing import NoReturn
 
 import torch
 
-from multimodal_gen.errors import ConfigError, UsageError
+from multimodal_gen.errors import UsageError
 from multimodal_gen.runtime.layers.attention.call import AttentionCall, LayerGeometry, autocasts
 from multimodal_gen.runtime.layers.attention.masks import VarlenMaskMeta
-from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
 from multimodal_gen.settings import short
 
 __all__ = [
     "all_or_none",
     "check_alike",
-    "check_exchange",
-    "check_flags",
     "check_mask_meta",
-    "check_no_replicated",
-    "check_numbers",
-    "check_places",
-    "check_projection",
     "check_replicated",
     "check_seq_lens",
-    "check_sizes",
     "check_split",
     "join_tokens",
     "refuse_shapes",
 ]
-
-_MOST_CHANNELS = 1 << 20  # beyond all use, and within all integers of kernels
-_MOST_SCALE = sys.float_info.max
 
 
 def refuse_shapes(call: AttentionCall, geometry: LayerGeometry) -> NoReturn:
@@ -184,15 +171,6 @@ def join_tokens(front: torch.Tensor, back: torch.Tensor, names: tuple[str, str])
     return torch.cat((front, back), dim=1)
 
 
-def check_no_replicated(*replicated: torch.Tensor | None) -> None:
-    """Refuse tokens that all ranks hold, where a layer has no place for them."""
-    if any(x is not None for x in replicated):
-        raise UsageError(
-            "replicated_q, replicated_k and replicated_v must be None in UlyssesAttention_VSA; "
-            "use UlyssesAttention for joint sequences"
-        )
-
-
 def check_split(has_prefix: bool, pre_exchanged: bool) -> None:
     """Refuse what cannot be honoured where tokens are split over ranks."""
     if has_prefix:
@@ -223,80 +201,6 @@ def check_mask_meta(
     if meta.keep.shape != k.shape[:2]:
         raise UsageError(
             f"attn_mask_meta must pack [B, Sk] = {list(k.shape[:2])}, got {list(meta.keep.shape)}"
-        )
-
-
-def check_sizes(num_heads: int, head_size: int, num_kv_heads: int) -> None:
-    """Refuse sizes no attention has."""
-    sizes = {"num_heads": num_heads, "head_size": head_size, "num_kv_heads": num_kv_heads}
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, Integral):
-            raise ConfigError(f"{name} must be a whole number, got {size!r}")
-        if not 1 <= size <= _MOST_CHANNELS:
-            bound = "at least 1" if size < 1 else f"at most {_MOST_CHANNELS}"
-            raise ConfigError(f"{name} must be {bound}, got {short(size)}")
-    if num_heads % num_kv_heads:
-        raise ConfigError(
-            f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}"
-        )
-
-
-def check_flags(**flags: object) -> None:
-    """Refuse what is neither true nor false: a text such as "no" would count as true."""
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise ConfigError(f"{name} must be True or False, got {flag!r}")
-
-
-def check_exchange(skip: object, pre_exchanged: object) -> None:
-    """Refuse flags of a call that are neither true nor false."""
-    if not (skip is pre_exchanged is False):  # which nearly all calls have
-        check_flags(skip_sequence_parallel_override=skip, qkv_pre_all_to_all=pre_exchanged)
-
-
-def check_places(site: object, scope: object, supported: object, prefix: object) -> None:
-    """Refuse what does not say where a layer sits, what was configured, or what it prefers."""
-    if not isinstance(prefix, str):
-        raise ConfigError(f"prefix must be a dotted path such as 'blocks.3.attn', got {prefix!r}")
-    if site is not None and not isinstance(site, LayerSite):
-        raise ConfigError(f"site must be a LayerSite or None, got {site!r}")
-    if scope is not None and not isinstance(scope, SelectionScope):
-        raise ConfigError(
-            f"scope must be a SelectionScope or None, got {scope!r}; a backend is named by "
-            f"default_attention_backend"
-        )
-    if supported is not None and (
-        isinstance(supported, (str, torch.Tensor)) or not isinstance(supported, Collection)
-    ):
-        raise ConfigError(
-            f"supported_attention_backends must be a collection of backends or None, got "
-            f"{supported!r}"
-        )
-
-
-def check_numbers(softmax_scale: float | None, compute_dtype: torch.dtype | None) -> None:
-    """Refuse a scale that makes every output NaN, and what is no dtype."""
-    if softmax_scale is not None and (
-        isinstance(softmax_scale, bool) or not isinstance(softmax_scale, Real)
-    ):
-        raise ConfigError(f"softmax_scale must be a number, got {softmax_scale!r}")
-    # A whole number may be finite and yet too large for a float.
-    if softmax_scale is not None and not abs(softmax_scale) <= _MOST_SCALE:
-        raise ConfigError(f"softmax_scale must be finite, got {short(softmax_scale)}")
-    if compute_dtype is not None and not isinstance(compute_dtype, torch.dtype):
-        raise ConfigError(
-            f"compute_dtype must be a torch.dtype such as torch.bfloat16, got {compute_dtype!r}"
-        )
-
-
-def check_projection(linear: object, head_size: int) -> None:
-    """Refuse what does not map the channels of a head to themselves."""
-    weight = getattr(linear, "weight", None)
-    shape = list(weight.shape) if isinstance(weight, torch.Tensor) else None
-    if linear is not None and shape != [head_size, head_size]:
-        got = f"a weight of {shape}" if shape else f"a {type(linear).__name__}"
-        raise UsageError(
-            f"`linear` must map {head_size} channels to {head_size}, those of a head, got {got}"
         )
 
 

@@ -3,30 +3,35 @@
 Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 """
 
+import sys
 from collections.abc import Callable, Collection
-from typing import Any
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from multimodal_gen.errors import MultimodalGenError, UsageError
+from multimodal_gen.errors import ConfigError, MultimodalGenError, UsageError
 from multimodal_gen.runtime.layers.attention.arguments import (
     check_alike,
-    check_flags,
-    check_numbers,
-    check_places,
-    check_projection,
-    check_sizes,
     refuse_shapes,
 )
-from multimodal_gen.runtime.layers.attention.auto_table import AutoTable, committed_table
+from multimodal_gen.runtime.layers.attention.auto_table import committed_table
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
+from multimodal_gen.runtime.layers.attention.backends.block_masks import apart
 from multimodal_gen.runtime.layers.attention.backends.registry import (
     current_environment,
     environment_for,
 )
-from multimodal_gen.runtime.layers.attention.binding import Binding, Demand, plannable_dtype
+from multimodal_gen.runtime.layers.attention.binding import (
+    Binding,
+    Demand,
+    ScheduleEntry,
+    bind_schedule,
+    entry_at,
+    plannable_dtype,
+)
 from multimodal_gen.runtime.layers.attention.call import (
     AttentionCall,
     LayerGeometry,
@@ -45,18 +50,11 @@ from multimodal_gen.runtime.layers.attention.report import LayerReport
 from multimodal_gen.runtime.layers.attention.request import (
     AttentionRequest,
     AttentionRole,
-    Environment,
     Feature,
-)
-from multimodal_gen.runtime.layers.attention.schedule import (
-    ScheduleEntry,
-    bind_schedule,
-    entry_at,
-    with_dense_parts,
+    LayerSite,
 )
 from multimodal_gen.runtime.layers.attention.scope import (
     FORCED,
-    LayerSite,
     PreferenceSchedule,
     SelectionScope,
     as_backend,
@@ -66,6 +64,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
     decide,
     forced_backend,
     layer_of,
+    with_dense_parts,
 )
 from multimodal_gen.runtime.layers.attention.selector import prefer_supported
 from multimodal_gen.runtime.managers.forward_context import (
@@ -74,10 +73,18 @@ from multimodal_gen.runtime.managers.forward_context import (
     use_forward_context,
 )
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, current_platform
+from multimodal_gen.settings import short
 
-__all__ = ["AttentionLayer"]
+if TYPE_CHECKING:
+    from multimodal_gen.runtime.layers.attention.backends.block_masks import AnyBlockMask
+    from multimodal_gen.runtime.layers.attention.causal_cache import LayerCache
+
+__all__ = ["AttentionLayer", "LocalAttention", "check_flags"]
 
 _STRIDED = torch.strided
+
+_MOST_CHANNELS = 1 << 20  # beyond all use, and within all integers of kernels
+_MOST_SCALE = sys.float_info.max
 
 
 class AttentionLayer(nn.Module):
@@ -96,7 +103,7 @@ class AttentionLayer(nn.Module):
         causal: mask out keys after the query, aligned to the last query and key.
         supported_attention_backends: hint: automatic choice prefers this set.
         default_attention_backend: the layer's preference, weaker than a user's request.
-        role: what the layer attends to.
+        is_cross_attention: keys come from another sequence.
         compute_dtype: dtype of q, k and v; default: whichever the first call has.
         prefix: dotted path of the layer; its first number is what `layers:` rules go by.
         site: where the layer sits; default: the component under construction.
@@ -117,25 +124,27 @@ class AttentionLayer(nn.Module):
         softmax_scale: float | None = None,
         causal: bool = False,
         supported_attention_backends: Collection[AttentionBackendEnum | str] | None = None,
-        prefix: str = "",
-        *,
         default_attention_backend: AttentionBackendEnum | str | None = None,
-        role: AttentionRole = AttentionRole.SELF,
+        is_cross_attention: bool = False,
         compute_dtype: torch.dtype | None = None,
+        *,
+        prefix: str = "",
         site: LayerSite | None = None,
         scope: SelectionScope | None = None,
         prepare: Callable[["AttentionLayer", AttentionCall], AttentionCall] | None = None,
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        check_places(site, scope, supported_attention_backends, prefix)
-        check_sizes(num_heads, head_size, num_kv_heads)
-        check_numbers(softmax_scale, compute_dtype)
-        check_flags(causal=causal)
+        _check_places(site, scope, supported_attention_backends, prefix)
+        _check_sizes(num_heads, head_size, num_kv_heads)
+        _check_numbers(softmax_scale, compute_dtype)
+        check_flags(causal=causal, is_cross_attention=is_cross_attention)
         construction = current_component()
-        component = construction.name if construction else None
         self.site = site or LayerSite(
-            name=prefix, component=component, role=role, layer=layer_of(prefix)
+            name=prefix,
+            component=construction.name if construction else None,
+            role=AttentionRole.CROSS if is_cross_attention else AttentionRole.SELF,
+            layer=layer_of(prefix),
         )
         self.prepare = prepare
         self.projection: nn.Linear | None = None
@@ -164,7 +173,8 @@ class AttentionLayer(nn.Module):
         if compute_dtype is not None:
             self.schedule()
         else:
-            self._last = (self._plan_dtype(), self._last[1])
+            planned = plannable_dtype(*self._ask((forced_backend(), *self._last)))
+            self._last = (planned, self._last[1])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -218,7 +228,7 @@ class AttentionLayer(nn.Module):
         Raises:
             UsageError: it has another size.
         """
-        check_projection(linear, self.head_size)
+        _check_projection(linear, self.head_size)
         object.__setattr__(self, "projection", linear)  # which modules do not take for their own
 
     def trained(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -383,20 +393,20 @@ class AttentionLayer(nn.Module):
         if call.cache is not None or call.block_mask is not None or call.sink_logits is not None:
             from multimodal_gen.runtime.layers.attention.kinds.cache import attend_extended
 
-            return attend_extended(bound, call, self.geometry)
-        if bound.varies:
+            return attend_extended(bound, call)
+        if bound.method is not None or bound.by_shape is not None:
             bound = _binding_at(bound, call, context)
         if call.gate is not None:
             return attend_gated(bound, self.gated(), call)
         for observer in () if call.no_grid else entry.observers:
             observer.observe(query, key, context, call.mask)
         if call.mask is not None:
-            return attend_masked(bound, call, self.geometry)
+            return attend_masked(bound, call)
         if torch.is_grad_enabled() and call.wants_gradient():
             bound = bound.with_features(Feature.BACKWARD)
         # `Binding.attend`, spelled out, because it is part of every call.
         fields = bound.fields(call) if call.first_head or call.projection is not None else {}
-        out = bound.forward(query, key, value, context, **fields)
+        out = bound.impl.forward(query, key, value, context, **fields)
         bound.calls += 1
         return out
 
@@ -450,21 +460,9 @@ class AttentionLayer(nn.Module):
             call.query, call.key, call.value, call.mask, self._layer_id, call.gate, *rest
         )
 
-    def _plan_dtype(self) -> torch.dtype:
-        return plannable_dtype(*self._ask((forced_backend(), *self._last)))
-
     def _bind(self, key: tuple[Any, ...]) -> tuple[ScheduleEntry, ...]:
         self._schedules[key] = bind_schedule(*self._ask(key))
         return self._schedules[key]
-
-    def _table(self, environment: Environment) -> AutoTable | None:
-        """Return what automatic choices go by; None where the layer has preferences of its own."""
-        if self._supported:
-            return None
-        given = self._scope.auto_table
-        if given is None:
-            return committed_table(environment)
-        return given if given.platform == str(environment.platform) else None
 
     def _ask(self, key: tuple[Any, ...]) -> tuple[PreferenceSchedule, Demand]:
         forced, dtype, device_type = key
@@ -487,8 +485,10 @@ class AttentionLayer(nn.Module):
             layer_default=self._layer_default,
         )
         parts = with_dense_parts(schedule, self.site, environment.platform, geometry.warnings)
-        table = self._table(environment)
-        strict = self._scope.strict
+        table, strict = self._scope.auto_table or committed_table(environment), self._scope.strict
+        # A layer's own preferences go before what was measured, here or on another device.
+        if self._supported or (table and table.platform != str(environment.platform)):
+            table = None
         return parts, Demand(request=request, geometry=geometry, strict=strict, table=table)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -520,3 +520,130 @@ def _binding_at(bound: Binding, call: AttentionCall, context: ForwardContext | N
 def _calls(schedule: tuple[ScheduleEntry, ...]) -> int:
     parts = (part for entry in schedule for found in entry.entries() for part in found)
     return sum(part.calls for part in parts)
+
+
+class LocalAttention(AttentionLayer):
+    """Attention over tokens that live on one device.
+
+    Args:
+        num_heads: query heads.
+        head_size: channels per head.
+        num_kv_heads: key and value heads; default `num_heads`.
+        softmax_scale: factor on q k^T; default `head_size ** -0.5`.
+        causal: mask out keys after the query, aligned to the last query and key.
+        supported_attention_backends: hint: automatic choice prefers this set.
+        default_attention_backend: the layer's preference, weaker than a user's request.
+        is_cross_attention: keys come from another sequence.
+        compute_dtype: dtype of q, k and v; default: whichever the first call has.
+        prefix: dotted path of the layer; its first number is what `layers:` rules go by.
+        site: where the layer sits; default: the component under construction.
+        scope: what the user configured; default: the scope in use.
+        prepare: see `AttentionLayer`.
+
+    Raises:
+        UsageError: a size is not positive, or heads are not a multiple of key heads.
+        UnsupportedBackendError: the requested backend cannot serve the layer.
+    """
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        attn_mask: "torch.Tensor | AnyBlockMask | None" = None,
+        *,
+        cache: "LayerCache | None" = None,
+        sink_logits: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return attention of `q` over `k` and `v`.
+
+        Args:
+            q: [B, Sq, H, D].
+            k: [B, Sk, Hkv, D].
+            v: [B, Sk, Hkv, Dv].
+            attn_mask: [B, Sk] key padding (masked queries come back as zeros in self-attention),
+                [B, Sq, Sk], or 4-D broadcastable to [B, H, Sq, Sk]; bool and integer masks keep
+                where non-zero, floating ones are added to the scores. Or FlexAttention's
+                `BlockMask`, or a `BlockPlan`.
+            cache: the layer's part of a `CausalCache`, whose running chunk `k` and `v` are; it is
+                written, and `q` sees what the cache shows of the past too.
+            sink_logits: [H] logit per head of a key that every query sees and that has no value.
+
+        Returns:
+            [B, Sq, H, Dv].
+        """
+        blocks = None
+        if attn_mask is not None and not isinstance(attn_mask, torch.Tensor):
+            attn_mask, blocks = apart(attn_mask)
+        call = AttentionCall(q, k, v, attn_mask)
+        if cache is not None or blocks is not None or sink_logits is not None:
+            call = call._replace(cache=cache, block_mask=blocks, sink_logits=sink_logits)
+        return self.attend(call)
+
+
+def check_flags(**flags: object) -> None:
+    """Refuse what is neither true nor false: a text such as "no" would count as true."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise ConfigError(f"{name} must be True or False, got {flag!r}")
+
+
+def _check_sizes(num_heads: int, head_size: int, num_kv_heads: int) -> None:
+    """Refuse sizes no attention has."""
+    sizes = {"num_heads": num_heads, "head_size": head_size, "num_kv_heads": num_kv_heads}
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, Integral):
+            raise ConfigError(f"{name} must be a whole number, got {size!r}")
+        if not 1 <= size <= _MOST_CHANNELS:
+            bound = "at least 1" if size < 1 else f"at most {_MOST_CHANNELS}"
+            raise ConfigError(f"{name} must be {bound}, got {short(size)}")
+    if num_heads % num_kv_heads:
+        raise ConfigError(
+            f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}"
+        )
+
+
+def _check_places(site: object, scope: object, supported: object, prefix: object) -> None:
+    """Refuse what does not say where a layer sits, what was configured, or what it prefers."""
+    if not isinstance(prefix, str):
+        raise ConfigError(f"prefix must be a dotted path such as 'blocks.3.attn', got {prefix!r}")
+    if site is not None and not isinstance(site, LayerSite):
+        raise ConfigError(f"site must be a LayerSite or None, got {site!r}")
+    if scope is not None and not isinstance(scope, SelectionScope):
+        raise ConfigError(
+            f"scope must be a SelectionScope or None, got {scope!r}; a backend is named by "
+            f"default_attention_backend"
+        )
+    if supported is not None and (
+        isinstance(supported, (str, torch.Tensor)) or not isinstance(supported, Collection)
+    ):
+        raise ConfigError(
+            f"supported_attention_backends must be a collection of backends or None, got "
+            f"{supported!r}"
+        )
+
+
+def _check_numbers(softmax_scale: float | None, compute_dtype: torch.dtype | None) -> None:
+    """Refuse a scale that makes every output NaN, and what is no dtype."""
+    if softmax_scale is not None and (
+        isinstance(softmax_scale, bool) or not isinstance(softmax_scale, Real)
+    ):
+        raise ConfigError(f"softmax_scale must be a number, got {softmax_scale!r}")
+    # A whole number may be finite and yet too large for a float.
+    if softmax_scale is not None and not abs(softmax_scale) <= _MOST_SCALE:
+        raise ConfigError(f"softmax_scale must be finite, got {short(softmax_scale)}")
+    if compute_dtype is not None and not isinstance(compute_dtype, torch.dtype):
+        raise ConfigError(
+            f"compute_dtype must be a torch.dtype such as torch.bfloat16, got {compute_dtype!r}"
+        )
+
+
+def _check_projection(linear: object, head_size: int) -> None:
+    """Refuse what does not map the channels of a head to themselves."""
+    weight = getattr(linear, "weight", None)
+    shape = list(weight.shape) if isinstance(weight, torch.Tensor) else None
+    if linear is not None and shape != [head_size, head_size]:
+        got = f"a weight of {shape}" if shape else f"a {type(linear).__name__}"
+        raise UsageError(
+            f"`linear` must map {head_size} channels to {head_size}, those of a head, got {got}"
+        )

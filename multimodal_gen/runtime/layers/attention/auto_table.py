@@ -205,22 +205,17 @@ class AutoTable:
 
     def mismatches(self, environment: Environment) -> tuple[str, ...]:
         """Return what differs between the machine it was measured on and this one."""
-        capability = environment.capability
         here = (
             ("platform", str(environment.platform), self.platform),
             ("device", environment.device_name, self.device),
-            (
-                "compute capability",
-                capability.as_version_str() if capability else "",
-                self.capability,
-            ),
+            ("compute capability", _capability(environment), self.capability),
         )
         found = [f"the {what} is {now!r}, not {then!r}" for what, now, then in here if now != then]
         present = versions_of(environment)
-        for distribution, version in self.versions:
-            now = present.get(distribution, "not installed")
-            if now != version:
-                found.append(f"{distribution} is {now}, not {version}")
+        versions = (
+            (name, present.get(name, "not installed"), then) for name, then in self.versions
+        )
+        found += [f"{name} is {now}, not {then}" for name, now, then in versions if now != then]
         return tuple(found)
 
 
@@ -230,6 +225,10 @@ def versions_of(environment: Environment) -> Mapping[str, str]:
     return {"torch": torch.__version__, **packages}
 
 
+def _capability(environment: Environment) -> str:
+    return environment.capability.as_version_str() if environment.capability else ""
+
+
 @lru_cache(maxsize=32)
 def committed_table(environment: Environment) -> AutoTable | None:
     """Return the package's own table for a device, or None where there is none.
@@ -237,18 +236,13 @@ def committed_table(environment: Environment) -> AutoTable | None:
     It is for a compute capability. Of several, the one that was measured with the same minor
     release of triton comes first, then of torch, then the newest.
     """
-    capability = environment.capability.as_version_str() if environment.capability else ""
-    place = (str(environment.platform), capability)
+    place = (str(environment.platform), _capability(environment))
     fitting = [t for t in _committed() if (t.platform, t.capability) == place]
-    here = versions_of(environment)
+    here = _minors(versions_of(environment))
 
     def closeness(table: AutoTable) -> tuple[object, ...]:
-        there = dict(table.versions)
-        same = [
-            _minor(here.get(name, "")) == _minor(there.get(name, ""))
-            for name in ("triton", "torch")
-        ]
-        return *same, *(_minor(there.get(name, "")) for name in ("torch", "triton"))
+        there = _minors(dict(table.versions))
+        return *(now == then for now, then in zip(here, there, strict=True)), *reversed(there)
 
     return max(fitting, key=closeness, default=None)
 
@@ -258,8 +252,10 @@ def _committed() -> tuple[AutoTable, ...]:
     return read_tables(COMMITTED, name="the package's own table")
 
 
-def _minor(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+def _minors(versions: Mapping[str, str]) -> list[tuple[int, ...]]:
+    """Return the minor releases of triton and torch."""
+    texts = (versions.get(name, "") for name in ("triton", "torch"))
+    return [tuple(int(number) for number in re.findall(r"\d+", text)[:2]) for text in texts]
 
 
 def table_for(

@@ -1,29 +1,31 @@
-"""From a selection to an implementation, and to the alternates that serve calls in its place.
+"""From what is asked for to implementations: of the steps of a schedule, and in their place.
 
-An alternate serves calls that an implementation cannot serve, or would serve more slowly: those
-that need more features, that have no latent grid, that a sparse method hands over, or that have a
-measured shape. It is made when the first such call comes, and kept.
+A schedule is made once per layer, dtype and device, not per call. An alternate serves calls that an
+implementation cannot serve, or would serve more slowly: those that need more features, that have no
+latent grid, that a sparse method hands over, or that have a measured shape. It is made when the
+first such call comes, and kept.
 """
 
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import torch
 
-from multimodal_gen.errors import UnsupportedBackendError
+from multimodal_gen.errors import UnsupportedBackendError, UsageError
 from multimodal_gen.kernels.engine import AUTO as KERNEL_AUTO
 from multimodal_gen.kernels.engine import SelectedKernel
 from multimodal_gen.runtime.layers.attention.auto_table import AutoTable, CallShape
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionImpl,
 )
-from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
 from multimodal_gen.runtime.layers.attention.call import AttentionCall, LayerGeometry
+from multimodal_gen.runtime.layers.attention.config import StepSet
+from multimodal_gen.runtime.layers.attention.masks import masks_keys
 from multimodal_gen.runtime.layers.attention.report import ReportEntry, SigmaSteps
 from multimodal_gen.runtime.layers.attention.request import AttentionRequest, Feature
 from multimodal_gen.runtime.layers.attention.scope import (
@@ -34,17 +36,25 @@ from multimodal_gen.runtime.layers.attention.scope import (
 from multimodal_gen.runtime.layers.attention.selector import (
     Selection,
     after_self_checks,
+    declared,
     resolve,
     trainable,
     warn_of_fallback,
 )
-from multimodal_gen.runtime.managers.forward_context import current_forward_context
-from multimodal_gen.runtime.platforms import AttentionBackendEnum
+from multimodal_gen.runtime.managers.forward_context import ForwardContext, current_forward_context
 
 if TYPE_CHECKING:
     from multimodal_gen.runtime.layers.attention.sparse.method import SparseMethodImpl
 
-__all__ = ["Binding", "Demand", "bind", "plannable_dtype", "report_entries"]
+__all__ = [
+    "Binding",
+    "Demand",
+    "ScheduleEntry",
+    "bind",
+    "bind_schedule",
+    "entry_at",
+    "plannable_dtype",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +66,12 @@ _NOT_IMPORTED = "is installed but does not import"
 
 # Shapes of calls that are remembered; prompts of any length make new ones.
 _MOST_SHAPES = 1024
+
+
+# What one run differs from another by: request, latent grid, number of steps, and noise levels.
+_Run: TypeAlias = tuple[
+    str | None, tuple[int, int, int] | None, int | None, tuple[float, ...] | None
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,11 +97,6 @@ class Demand:
         asked = replace(self.asked, dense_reason=reason)
         return replace(self, asked=asked, request=self.request.with_needs(*needs))
 
-    def without_causality(self) -> "Demand":
-        """Return it for calls whose masks have causality folded in."""
-        request = replace(self.request, needs=self.request.needs - {Feature.CAUSAL})
-        return replace(self, request=request, geometry=replace(self.geometry, causal=False))
-
     @property
     def where(self) -> str:
         """Whose calls are meant: layers of one component say the same."""
@@ -108,10 +119,8 @@ class Binding:
         rerouted: how often something that is not bound, such as a kernel, served one in its place.
         alternates: what serves single calls in its place, by why it does.
         shapes: those of its calls, where they decided.
-        forward: its `forward`.
         method: the implementation, where it is a sparse method.
         by_shape: what chooses among them by the shape of a call; None where that was not measured.
-        varies: whether alternates may be faster for single calls, or what the method itself wants.
     """
 
     demand: Demand
@@ -124,17 +133,17 @@ class Binding:
     rerouted: Counter[Selection] = field(default_factory=Counter)
     alternates: "dict[Hashable, Binding]" = field(default_factory=dict)
     shapes: dict[str, None] = field(default_factory=dict)
-    forward: Callable[..., torch.Tensor] = field(init=False)
     method: "SparseMethodImpl | None" = field(init=False)
     by_shape: "_ByShape | None" = field(init=False)
-    varies: bool = field(init=False)
 
     def __post_init__(self) -> None:
         impl = self.impl
-        self.forward = impl.forward
         self.method = cast("SparseMethodImpl", impl) if impl.is_sparse else None
-        self.by_shape = _ByShape.of(self)
-        self.varies = self.by_shape is not None or self.method is not None
+        request, table = self.demand.request, self.demand.table
+        # Of automatic choices plain calls were measured.
+        plain = Feature.CAUSAL not in request.needs and request.ranking is None
+        chosen = self.selection.automatic and plain
+        self.by_shape = _ByShape(self, table) if table is not None and chosen else None
 
     @property
     def is_sparse(self) -> bool:
@@ -145,17 +154,9 @@ class Binding:
         """Return the fields of a call that `forward` takes by name."""
         return {name: getattr(call, name) for name in self.impl.takes}
 
-    def count(self, out: _T, by: Selection | None = None) -> _T:
-        """Count a call that was served, and return what it gave.
-
-        Args:
-            out: what it gave.
-            by: what served it, where that was something else.
-        """
-        if by is None:
-            self.calls += 1
-        else:
-            self.rerouted[by] += 1
+    def count(self, out: _T) -> _T:
+        """Count a call that was served, and return what it gave."""
+        self.calls += 1
         return out
 
     def reroute(self, by: Selection) -> None:
@@ -189,7 +190,7 @@ class Binding:
             mask: see `AttentionImpl.forward`.
         """
         context, fields = current_forward_context(), self.fields(call)
-        return self.count(self.forward(*call[:3], context, attn_mask=mask, **fields))
+        return self.count(self.impl.forward(*call[:3], context, attn_mask=mask, **fields))
 
     def dense(self, reason: str) -> "Binding":
         """Return what serves calls that a sparse method hands over, as its dense steps are."""
@@ -236,21 +237,23 @@ class Binding:
     def _that_has(self, needs: frozenset[Feature], *, causal_in_mask: bool) -> "Binding":
         demand, selection = replace(self.demand, table=None), self.selection
         if causal_in_mask:
-            demand = demand.without_causality()
+            request = replace(demand.request, needs=demand.request.needs - {Feature.CAUSAL})
+            geometry = replace(demand.geometry, causal=False)
+            demand = replace(demand, request=request, geometry=geometry)
         missing = needs - self.features
         if not missing:
             return _construct(selection, demand, own=self.own)
-        if Feature.BACKWARD in missing and _was_named(selection):
+        if Feature.BACKWARD in missing and selection.named:
             trained = after_self_checks(
                 lambda known: trainable(selection, known, *needs), demand.request
             )
             return _construct(trained, demand, own=False)
-        lacks = f"has no {' and no '.join(sorted(str(f) for f in missing))} unless it is named"
-        if not missing & _declared(selection, demand.request).features:
-            lacks = lacks.removesuffix(" unless it is named")
+        if_named = missing & declared(selection, demand.request)[1].features
+        lacks = f"has no {' and no '.join(sorted(str(f) for f in missing))}"
+        lacks += " unless it is named" if if_named else ""
         reason, where = f"{selection.label} {lacks}", demand.where
         demand = demand.dense(reason, *needs)
-        if not (_was_named(selection) and self.is_sparse):
+        if not (selection.named and self.is_sparse):
             logger.info("%s; such calls run on another dense backend", reason)
             return bind(demand, own=False)
         return _instead(
@@ -287,20 +290,10 @@ def _instead(demand: Demand, *, warning: str, refusal: str) -> Binding:
 class _ByShape:
     """Which alternate of a binding is the fastest for calls of a shape, if it was measured."""
 
-    __slots__ = ("_binding", "_found", "table")
-
     def __init__(self, binding: Binding, table: AutoTable) -> None:
         self._binding = binding
-        self._found: dict[tuple[object, ...], Binding] = {}
         self.table = table
-
-    @classmethod
-    def of(cls, binding: Binding) -> "_ByShape | None":
-        """Return it for automatic choices, whose plain calls were measured."""
-        request, table = binding.demand.request, binding.demand.table
-        measured = Feature.CAUSAL not in request.needs and request.ranking is None
-        chosen = binding.selection.automatic
-        return cls(binding, table) if table is not None and chosen and measured else None
+        self._fastest = lru_cache(_MOST_SHAPES)(self._look_up)
 
     def at(self, call: AttentionCall) -> Binding:
         """Return what serves a call."""
@@ -308,48 +301,33 @@ class _ByShape:
             return self._binding
         # Spelled out, because it is part of every call.
         query, key, value, mask = call[:4]
-        kind = None if mask is None else _masks_keys(mask)
-        shape = (query.shape, key.shape, value.shape[3], kind)
-        return self._found.get(shape) or self._look_up(call, shape)
+        plain = mask is None or (masks_keys(mask) and not mask.dtype.is_floating_point)
+        return self._fastest(query.shape, key.shape, value.shape[3], mask is not None, plain)
 
-    def _look_up(self, call: AttentionCall, key: tuple[object, ...]) -> Binding:
-        """Look a shape up that is new, or was forgotten."""
-        batch, queries, heads, head_size = call.query.shape
+    def _look_up(
+        self, query: torch.Size, key: torch.Size, value_size: int, masked: bool, plain: bool
+    ) -> Binding:
+        batch, queries, heads, head_size = query
         shape = CallShape(
             batch=batch,
             queries=queries,
-            keys=call.key.shape[1],
+            keys=key[1],
             heads=heads,
-            kv_heads=call.key.shape[2],
+            kv_heads=key[2],
             head_size=head_size,
-            masked=call.mask is not None,
+            masked=masked,
         )
-        measured = key[-1] is not False and call.value.shape[3] == head_size
-        found = self._binding
-        if measured and min(queries, shape.keys, batch) > 0:
-            found = self._fastest(shape)
+        found, demand, ranking = self._binding, self._binding.demand, None
+        if plain and value_size == head_size and min(queries, shape.keys, batch) > 0:
+            ranking = self.table.ranking(shape, demand.request.dtype)
+        if ranking is not None:
+            request = replace(demand.request, ranking=ranking)
+            fastest = bind(replace(demand, request=request), own=found.own)
+            # Nothing of the ranking may be able to serve the layer.
+            if fastest.selection != found.selection:
+                found = found.alternates.setdefault(fastest.selection, fastest)
         found.shapes[str(shape)] = None
-        if len(self._found) >= _MOST_SHAPES:
-            self._found.clear()
-        self._found[key] = found
         return found
-
-    def _fastest(self, shape: CallShape) -> Binding:
-        binding, demand = self._binding, self._binding.demand
-        ranking = self.table.ranking(shape, demand.request.dtype)
-        if ranking is None:
-            return binding
-        request = replace(demand.request, ranking=ranking)
-        found = bind(replace(demand, request=request), own=binding.own)
-        if found.selection == binding.selection:
-            return binding  # nothing of the ranking can serve the layer
-        return binding.alternates.setdefault(found.selection, found)
-
-
-def _masks_keys(mask: torch.Tensor) -> bool:
-    """Return whether a mask is of keys alone, as `normalise_mask` tells, without looking at it."""
-    narrow = mask.dim() == 4 and mask.shape[1] == mask.shape[2] == 1
-    return (mask.dim() == 2 or narrow) and not mask.dtype.is_floating_point
 
 
 def bind(demand: Demand, *, own: bool = True) -> Binding:
@@ -383,11 +361,10 @@ def bind(demand: Demand, *, own: bool = True) -> Binding:
 
 
 def _construct(selection: Selection, demand: Demand, *, own: bool) -> Binding:
-    cls = find_backend(selection.backend, demand.request.environment.platform)
-    geometry, features = demand.geometry, _declared(selection, demand.request).features
-    same_backend = selection.asked.backend is selection.backend
+    cls, variant = declared(selection, demand.request)
+    geometry, features = demand.geometry, variant.features
     training = demand.request.with_needs(Feature.BACKWARD)
-    if not _was_named(selection) and cls.reasons_against_auto(training):
+    if not selection.named and cls.reasons_against_auto(training):
         features -= {Feature.BACKWARD}  # others train faster
     impl = cls.get_impl_cls()(
         geometry.num_heads,
@@ -395,7 +372,7 @@ def _construct(selection: Selection, demand: Demand, *, own: bool) -> Binding:
         geometry.softmax_scale,
         geometry.causal,
         geometry.num_kv_heads,
-        config=selection.asked.config if same_backend else None,
+        config=selection.config,
         variant=selection.variant,
         site=geometry.site,
         warnings=geometry.warnings,
@@ -403,43 +380,146 @@ def _construct(selection: Selection, demand: Demand, *, own: bool) -> Binding:
     return Binding(demand, selection, features, impl, own=own, head_groups=cls.head_groups)
 
 
-def _declared(selection: Selection, request: AttentionRequest) -> Variant:
-    cls = find_backend(selection.backend, request.environment.platform)
-    return next(v for v in cls.variants if v.name == selection.variant)
-
-
 def _note_broken(selection: Selection, request: AttentionRequest, error: Exception) -> bool:
     """Remember which packages of a selection do not import; whether that says anything new."""
-    packages = _declared(selection, request).packages
-    modules = {probe.module for probe in packages} - _BROKEN.keys()
+    _, variant = declared(selection, request)
+    modules = {probe.module for probe in variant.packages} - _BROKEN.keys()
     for module in modules:
         _BROKEN[module] = f"{_NOT_IMPORTED}: {error}; reinstall it for this torch"
         logger.warning("%s %s", module, _BROKEN[module])
     return bool(modules)
 
 
-def _was_named(selection: Selection) -> bool:
-    """Whether a user asked for the very backend that runs."""
-    return selection.source.explicit and selection.asked.backend is selection.backend
+@dataclass(slots=True, eq=False)
+class ScheduleEntry:
+    """What serves a range of denoising steps.
+
+    Attributes:
+        steps: the steps, or None for all.
+        primary: the implementation that selection gave.
+        observers: implementations of later entries that look at the calls of this one.
+        ulysses_refusal: why some entry of the schedule needs all heads in one process, or None.
+    """
+
+    steps: StepSet | None
+    primary: Binding
+    observers: "tuple[SparseMethodImpl, ...]" = ()
+    ulysses_refusal: str | None = None
+    _run: _Run | None = None  # the last that was checked
+
+    def serves(self, context: ForwardContext) -> bool:
+        """Whether the running step is one of its steps.
+
+        Raises:
+            UsageError: that depends on what the run's steps are, which is unknown.
+        """
+        steps, total, sigmas = self.steps, context.num_steps, context.sigmas
+        if steps is None:
+            return True
+        if steps.first is not None and total is None:
+            raise UsageError(
+                f"steps {steps} must be those of a run whose number of steps is known, got "
+                f"none; pass num_steps to set_forward_context, or give a number of steps above 1"
+            )
+        if steps.sigma is not None and sigmas is None:
+            raise UsageError(
+                f"steps {steps} must be those of a run whose sigmas are known, got none; pass "
+                f"sigmas to set_forward_context, or name steps by their indices"
+            )
+        return steps.holds(context.current_timestep, total or 0, sigmas)
+
+    def check_run(self, context: ForwardContext) -> None:
+        """Let the implementation refuse a run it does not fit, once, before any of its steps."""
+        run = (context.request_id, context.latent_grid, context.num_steps, context.sigmas)
+        if run != self._run:
+            if self.primary.method is not None:
+                self.primary.method.check_run(context)
+            self._run = run
+
+    def end_request(self, request_id: str) -> None:
+        """Let the implementations drop what they keep for a request."""
+        for bound in self.primary.family():
+            if bound.method is not None:
+                bound.method.end_request(request_id)
+
+    def entries(self) -> tuple[tuple[ReportEntry, ...], tuple[ReportEntry, ...]]:
+        """Return what ran: the implementations of its calls, and what served some in their place.
+
+        Before the first call, what would run.
+        """
+        steps, sigmas = self.steps, None if self._run is None else self._run[3]
+        if steps is None or steps.sigma is None or not sigmas:
+            return _entries(self.primary, None if steps is None else str(steps))
+        named = SigmaSteps.of(steps, sigmas)
+        return _entries(self.primary, named.steps, named)
 
 
-def report_entries(
-    binding: Binding, steps: str | None, sigma: SigmaSteps | None = None
-) -> tuple[tuple[ReportEntry, ...], tuple[ReportEntry, ...]]:
-    """Return what ran: the implementations of its calls, and what served some in their place.
-
-    Before the first call, what would run.
+def bind_schedule(schedule: PreferenceSchedule, demand: Demand) -> tuple[ScheduleEntry, ...]:
+    """Select and construct the implementations of a schedule.
 
     Args:
-        binding: what serves the steps.
-        steps: their indices, or None for all.
-        sigma: how they were named, where by their noise levels.
+        schedule: who asks for what.
+        demand: what the layer demands of all of them.
+
+    Raises:
+        UnsupportedBackendError: see `resolve`.
     """
+    bound = [bind(replace(demand, asked=asked)) for _, asked in schedule]
+    methods = [each.method for each in bound]
+    refusal = next(filter(None, map(_ulysses_refusal, bound)), None)
+    return tuple(
+        ScheduleEntry(
+            steps,
+            bound[i],
+            observers=tuple(m for m in methods[i + 1 :] if m is not None and m.observes),
+            ulysses_refusal=refusal,
+        )
+        for i, (steps, _) in enumerate(schedule)
+    )
+
+
+def _ulysses_refusal(bound: Binding) -> str | None:
+    """Return why a binding cannot serve a share of the heads, with the remedy, or None."""
+    reason = bound.impl.limits.ulysses
+    return reason and (
+        f"attention backend {bound.selection.label} must have all heads in one process: "
+        f"{reason}; use --sp-degree 1, or choose another backend"
+    )
+
+
+def entry_at(entries: tuple[ScheduleEntry, ...], context: ForwardContext | None) -> ScheduleEntry:
+    """Return the entry that serves the running step; in the last one, others drop what they keep.
+
+    Raises:
+        UsageError: no denoiser call is running.
+        ConfigError: an implementation does not fit the run, even if for a later step.
+        UnsupportedBackendError: the same, for a kernel that was asked for.
+    """
+    if context is None:
+        raise UsageError(
+            "a schedule by denoising step must run inside a denoiser call, got none; wrap "
+            "the call in `with set_forward_context(step):`"
+        )
+    for entry in entries:
+        entry.check_run(context)
+    found = next(entry for entry in entries if entry.serves(context))
+    if context.request_id is not None and context.is_last_step:
+        for entry in entries:
+            if entry is not found:
+                entry.end_request(context.request_id)
+    return found
+
+
+def _entries(
+    binding: Binding, steps: str | None, sigma: SigmaSteps | None = None
+) -> tuple[tuple[ReportEntry, ...], tuple[ReportEntry, ...]]:
+    """Return what ran in some steps, and what served calls in its place."""
     own: defaultdict[Selection, list[Binding]] = defaultdict(list)
     instead: Counter[Selection] = Counter()
-    backward: defaultdict[Selection, frozenset[str]] = defaultdict(frozenset)
+    backward: defaultdict[Selection, set[str]] = defaultdict(set)
     for bound in binding.family():
         kernel = bound.impl.kernel or SelectedKernel(KERNEL_AUTO)
+        backward[bound.selection] |= kernel.gradients()
         for (name, reason), calls in kernel.fallbacks().items():
             other = replace(bound.selection, variant=name, reason=reason)
             instead[other] += calls
@@ -448,51 +528,38 @@ def report_entries(
             own[bound.selection].append(bound)
         else:
             instead[bound.selection] += bound.own_calls()
-            backward[bound.selection] |= kernel.gradients()
         instead.update(bound.rerouted)
-    others = tuple(
-        ReportEntry(
-            steps=steps,
-            selection=selection,
-            calls=calls,
-            backward=tuple(sorted(backward[selection])),
-        )
-        for selection, calls in instead.items()
-        if calls
-    )
-    found = [_own_entry(selection, same, steps, sigma) for selection, same in own.items()]
-    ran = [entry for entry in found if entry.calls]
-    if ran or others:
-        return tuple(ran or found[:1]), others
-    return (_before_the_first_call(binding, found[0]),), ()
+
+    def entry(selection: Selection, calls: int) -> ReportEntry:
+        gradients = tuple(sorted(backward[selection]))
+        return ReportEntry(steps=steps, selection=selection, calls=calls, backward=gradients)
+
+    others = tuple(entry(selection, calls) for selection, calls in instead.items() if calls)
+    found = [
+        _with_facts(entry(selection, sum(each.own_calls() for each in same)), same, sigma)
+        for selection, same in own.items()
+    ]
+    ran = tuple(each for each in found if each.calls)
+    if ran or others or binding.by_shape is None:
+        return ran or tuple(found[:1]), others
+    table = binding.by_shape.table.name
+    reason = f"{binding.selection.reason}; at measured shapes the fastest of {table}"
+    return (replace(found[0], selection=replace(binding.selection, reason=reason)),), ()
 
 
-def _own_entry(
-    selection: Selection, same: Sequence[Binding], steps: str | None, sigma: SigmaSteps | None
+def _with_facts(
+    entry: ReportEntry, same: Sequence[Binding], sigma: SigmaSteps | None
 ) -> ReportEntry:
-    """Return the entry of bindings of one selection."""
+    """Return the entry of bindings of one selection with what is known of their calls."""
     facts = [bound.impl.facts() for bound in same]
     densities = {step: share for each in facts for step, share in each.densities.items()}
-    shares = [each.skipped for each in facts if each.skipped is not None]
-    gradients = {g for bound in same if bound.impl.kernel for g in bound.impl.kernel.gradients()}
-    return ReportEntry(
-        steps=steps,
-        selection=selection,
-        calls=sum(bound.own_calls() for bound in same),
-        densities=tuple(sorted(densities.items())),
-        backward=tuple(sorted(gradients)),
+    return replace(
+        entry,
         sigma=sigma,
-        skipped=shares[0] if shares else None,
+        densities=tuple(sorted(densities.items())),
+        skipped=next((each.skipped for each in facts if each.skipped is not None), None),
         shapes=tuple(shape for bound in same for shape in bound.shapes),
     )
-
-
-def _before_the_first_call(binding: Binding, entry: ReportEntry) -> ReportEntry:
-    if binding.by_shape is None:
-        return entry
-    table = binding.by_shape.table.name
-    reason = f"{entry.selection.reason}; at measured shapes the fastest of {table}"
-    return replace(entry, selection=replace(entry.selection, reason=reason))
 
 
 def plannable_dtype(schedule: PreferenceSchedule, demand: Demand) -> torch.dtype:
@@ -528,7 +595,7 @@ def plannable_dtype(schedule: PreferenceSchedule, demand: Demand) -> torch.dtype
 def _dtypes_of(schedule: PreferenceSchedule, request: AttentionRequest) -> list[torch.dtype]:
     names = [asked.backend for _, asked in schedule if asked.backend is not None]
     if len(names) < len(schedule):
-        names += [AttentionBackendEnum(name) for name in request.environment.priority]
+        names += request.environment.priority
     declared = {
         dtype
         for name in names

@@ -15,7 +15,7 @@ from torch import nn
 
 from multimodal_gen.runtime.layers.attention.backends.block_masks import AnyBlockMask
 from multimodal_gen.runtime.layers.attention.masks import VarlenMaskMeta
-from multimodal_gen.runtime.layers.attention.scope import LayerSite
+from multimodal_gen.runtime.layers.attention.request import LayerSite
 from multimodal_gen.runtime.layers.attention.warn_once import PROCESS, WarnOnce
 
 if TYPE_CHECKING:

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
@@ -53,6 +54,9 @@ __all__ = [
 
 _MOST = 240
 
+# Nine digits are plenty for an index.
+_RANGE = re.compile(r"([0-9]{1,9})?\s*(?:(-)\s*([0-9]{1,9})?)?")
+
 
 @dataclass(frozen=True, slots=True)
 class IndexSelector:
@@ -82,7 +86,7 @@ class IndexSelector:
                 f"{name} must be {cls.expected}, got {short(value)}; the range from the start "
                 f"is '0{value}', and nothing counts from the end"
             )
-        # Nine digits are plenty for an index, and Python refuses to write thousands.
+        # Python refuses to write numbers of thousands of digits.
         if not all(type(i) is str or (type(i) is int and 0 <= i < 10**9) for i in given):
             raise _malformed(name, value)
         text = ",".join(map(str, given))
@@ -96,13 +100,11 @@ class IndexSelector:
     def __and__(self, other: "IndexSelector") -> "IndexSelector | None":
         """Return the indices in both, or None where there are none."""
         shared = []
-        for first, last in self.ranges:
-            for start, stop in other.ranges:
-                low = max(first, start)
-                ends = [end for end in (last, stop) if end is not None]
-                high = min(ends) if ends else None
-                if high is None or low <= high:
-                    shared.append((low, high))
+        for (first, last), (start, stop) in product(self.ranges, other.ranges):
+            low = max(first, start)
+            high = min((end for end in (last, stop) if end is not None), default=None)
+            if high is None or low <= high:
+                shared.append((low, high))
         return IndexSelector(tuple(shared)) if shared else None
 
     def __str__(self) -> str:
@@ -110,16 +112,13 @@ class IndexSelector:
 
 
 def _parse_range(part: str, name: str, value: object) -> tuple[int, int | None]:
-    first, dash, last = part.partition("-")
-    first, last = first.strip(), last.strip()
-    given = [text for text in (first, last) if text]
-    numbers_ok = all(text.isascii() and text.isdigit() and len(text) <= 9 for text in given)
-    if not numbers_ok or not (first or last):
+    match = _RANGE.fullmatch(part)
+    if match is None or not (match[1] or match[3]):
         raise _malformed(name, value)
+    first, dash, last = match.groups()
     if not dash:
         return int(first), int(first)
-    low = int(first) if first else 0
-    high = int(last) if last else None
+    low, high = int(first or 0), int(last) if last else None
     if high is not None and high < low:
         raise ConfigError(f"{name} must have ranges that run upwards, got {part!r} in {value!r}")
     return low, high
@@ -195,12 +194,11 @@ class SigmaSelector:
     def __and__(self, other: "SigmaSelector") -> "SigmaSelector | None":
         """Return the noise levels in both, or None where there are none."""
         shared = []
-        for low, low_held, high, high_held in self.ranges:
-            for start, start_held, stop, stop_held in other.ranges:
-                lowest, lowest_open = max((low, not low_held), (start, not start_held))
-                highest, highest_held = min((high, high_held), (stop, stop_held))
-                if lowest < highest or (lowest == highest and highest_held and not lowest_open):
-                    shared.append((lowest, not lowest_open, highest, highest_held))
+        for one, two in product(self.ranges, other.ranges):
+            low, low_open = max((held[0], not held[1]) for held in (one, two))
+            high, high_held = min(held[2:] for held in (one, two))
+            if low < high or (low == high and high_held and not low_open):
+                shared.append((low, not low_open, high, high_held))
         return SigmaSelector(tuple(shared)) if shared else None
 
     def __str__(self) -> str:
@@ -278,12 +276,10 @@ class StepSet:
         indices, sigma = self.indices or other.indices, self.sigma or other.sigma
         if self.indices and other.indices:
             indices = self.indices & other.indices
-            if indices is None:
-                return None
         if self.sigma and other.sigma:
             sigma = self.sigma & other.sigma
-            if sigma is None:
-                return None
+        if (self.indices and indices is None) or (self.sigma and sigma is None):
+            return None
         shares = [one.first for one in (self, other) if one.first is not None]
         return StepSet(indices=indices, first=min(shares, default=None), sigma=sigma)
 
@@ -562,8 +558,7 @@ def build_config(
             type or out of range, or values that contradict each other.
     """
     parameters = parameters_of(config_cls)
-    canonical = {name: name for name in parameters}
-    canonical |= {alias: p.name for p in parameters.values() for alias in p.aliases}
+    canonical = {name: p.name for p in parameters.values() for name in (p.name, *p.aliases)}
     given: dict[str, tuple[str, object]] = {}
     for shown, key, value in _flatten(config_cls, raw, backend):
         name = canonical.get(key) if isinstance(key, str) else None

@@ -3,18 +3,33 @@
 B batch, S tokens, H heads; q/k suffix = query/key side.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from multimodal_gen.errors import UsageError
+from multimodal_gen.runtime.managers.forward_context import current_forward_context
+
+_T = TypeVar("_T")
+
+
+def once_per_call(mask: torch.Tensor, use: Hashable, make: Callable[[], _T]) -> _T:
+    """Return what `make` derives from a mask, which the layers of a denoiser call share."""
+    context = current_forward_context()
+    return make() if context is None else context.cache.get(mask, use, make)
 
 
 def bottom_right_causal_mask(num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor:
     """Return bool [Sq, Sk]: True where the key is not after the query, both ends aligned."""
     allowed = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
     return allowed.tril(num_keys - num_queries)
+
+
+def masks_keys(mask: torch.Tensor) -> bool:
+    """Whether a mask has the shape of one of keys alone: [B, Sk] or [B, 1, 1, Sk]."""
+    return mask.dim() == 2 or (mask.dim() == 4 and mask.shape[1] == mask.shape[2] == 1)
 
 
 def with_causal(mask: torch.Tensor, num_queries: int, num_keys: int | None = None) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, TypeAlias, cast
 
 from multimodal_gen.runtime.distributed.timing import TimeTaken, sum_of
@@ -20,8 +21,6 @@ __all__ = [
     "SigmaSteps",
     "grouped",
     "ranges",
-    "selection_as_dict",
-    "summary",
 ]
 
 Json: TypeAlias = "dict[str, Json] | list[Json] | str | int | float | bool | None"
@@ -90,23 +89,34 @@ class ReportEntry:
         return sum(density for _, density in self.densities) / len(self.densities)
 
     def as_dict(self) -> dict[str, Json]:
-        """Return the entry as JSON data."""
-        data: dict[str, Json] = {
-            "steps": self.steps,
-            **selection_as_dict(self.selection),
-            "calls": self.calls,
+        """Return the entry as JSON data; "config" is None where no parameter was settled."""
+        selection = self.selection
+        asked, config = selection.asked, selection.config
+        rejected: list[Json] = [
+            {"backend": str(each.backend), "reasons": list(each.reasons)}
+            for each in selection.rejected
+        ]
+        more: dict[str, Json] = {
+            "skipped": self.skipped,
+            "sigma": None if self.sigma is None else self.sigma.as_dict(),
+            "density_by_step": {str(step): density for step, density in self.densities},
+            "shapes": list(self.shapes),
+            "backward": list(self.backward),
         }
-        if self.skipped is not None:
-            data["skipped"] = self.skipped
-        if self.sigma is not None:
-            data["sigma"] = self.sigma.as_dict()
-        if self.densities:
-            data["density_by_step"] = {str(step): density for step, density in self.densities}
-        if self.shapes:
-            data["shapes"] = list(self.shapes)
-        if self.backward:
-            data["backward"] = list(self.backward)
-        return data
+        return {
+            "steps": self.steps,
+            "backend": str(selection.backend),
+            "variant": selection.variant,
+            "source": str(selection.source),
+            "detail": asked.detail,
+            "config": cast("Json", config and (config_as_dict(config) or None)),
+            "asked": asked.backend and str(asked.backend),
+            "reason": selection.reason,
+            "fallback": selection.fallback,
+            "rejected": rejected,
+            "calls": self.calls,
+            **{name: value for name, value in more.items() if value not in (None, {}, [])},
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,37 +222,38 @@ class AttentionReport:
 
     def summary(self) -> str:
         """Return one line per group of layers that ran the same way, then notes and footnotes."""
-        return "\n".join(summary(self))
-
-
-def selection_as_dict(selection: Selection) -> dict[str, Json]:
-    """Return a selection as JSON data; its "config" is None where no parameter was settled."""
-    return {
-        "backend": str(selection.backend),
-        "variant": selection.variant,
-        "source": str(selection.source),
-        "detail": selection.asked.detail,
-        "config": _config_in_use(selection),
-        "asked": str(selection.asked.backend) if selection.asked.backend else None,
-        "reason": selection.reason,
-        "fallback": selection.fallback,
-        "rejected": [
-            {"backend": str(rejected.backend), "reasons": list(rejected.reasons)}
-            for rejected in selection.rejected
-        ],
-    }
+        footnotes = Footnotes()
+        lines: list[str] = []
+        said: list[str] = []
+        for group in grouped(self):
+            steps = f", steps {group.steps}"
+            if group.steps == "all":
+                steps = ""
+            elif group.steps.startswith("first"):
+                steps = f", the {group.steps} steps"
+            elif group.entry.sigma is not None:
+                steps += f" ({group.entry.sigma})"
+            detour = "detour to " if group.detour else ""
+            selection, calls = group.entry.selection, group.entry.calls
+            density = f"{group.density_text}, " if group.density_text else ""
+            if group.skipped is not None:
+                density += f"{100 * group.skipped:.1f} % of them skipped (`skip_below`), "
+            shapes = f"{_shapes_text(group.entry.shapes)}, " if group.entry.shapes else ""
+            ran = group.entry.backward
+            backward = f"gradients by {' and '.join(ran)}, " if ran else ""
+            because = _once(footnotes.reason(selection), said)
+            lines.append(
+                f"{group.component}.{group.role}, layers {group.layers_text}{steps}: "
+                f"{detour}{selection.label} [{group.source}], {density}{shapes}{backward}"
+                f"{calls} {'call' if calls == 1 else 'calls'} each; {because}"
+            )
+        notes = [f"note: {note}" for note in self.notes]
+        lines += [*_not_run_lines(self), *_time_line(self), *notes, *footnotes.lines()]
+        return "\n".join(lines)
 
 
 def _times(times: TimeTaken | None) -> dict[str, Json]:
     return {} if times is None else {"times": {**times.as_dict()}}
-
-
-def _config_in_use(selection: Selection) -> Json:
-    """Return the parameters that run; those asked for belong to the backend asked for."""
-    asked = selection.asked
-    if asked.config is None or selection.backend is not asked.backend:
-        return None
-    return cast("Json", config_as_dict(asked.config) or None)
 
 
 _WORTH_A_REFERENCE = 24  # characters of a reason
@@ -278,14 +289,9 @@ class Group:
         return tuple(layer.layer for layer, _ in self.members if layer.layer is not None)
 
     @property
-    def count(self) -> int:
-        """How many they are."""
-        return len(self.members)
-
-    @property
     def layers_text(self) -> str:
         """The layers as a selector, e.g. "0-3,38", or how many they are."""
-        return ranges(self.layers) if self.layers else f"{self.count} unnumbered"
+        return ranges(self.layers) if self.layers else f"{len(self.members)} unnumbered"
 
     @property
     def density_text(self) -> str:
@@ -321,7 +327,7 @@ class Group:
             "component": self.component,
             "role": self.role,
             "layers": list(self.layers),
-            "count": self.count,
+            "count": len(self.members),
             "steps": self.steps,
             "detour": self.detour,
             **entry,
@@ -332,11 +338,13 @@ class Footnotes:
     """Numbers rejected candidates, so that each long list of reasons is printed once."""
 
     def __init__(self) -> None:
-        self._rejected: list[Rejected] = []
+        self._numbers: dict[Rejected, int] = {}
 
     def reason(self, selection: "Selection") -> str:
         """Return why a backend runs, with the numbers of what was rejected for it."""
-        marks = "".join(f" [{self._number(rejected)}]" for rejected in selection.rejected)
+        numbers = self._numbers
+        found = (numbers.setdefault(each, len(numbers) + 1) for each in selection.rejected)
+        marks = "".join(f" [{number}]" for number in found)
         if selection.fallback:
             return f"fallback, because {selection.asked.backend} cannot serve this layer{marks}"
         return selection.reason + marks
@@ -345,13 +353,8 @@ class Footnotes:
         """Return the footnotes, one text per number."""
         return [
             f"[{number}] {rejected.backend} rejected: {'; '.join(condensed(rejected.reasons))}"
-            for number, rejected in enumerate(self._rejected, start=1)
+            for rejected, number in self._numbers.items()
         ]
-
-    def _number(self, rejected: "Rejected") -> int:
-        if rejected not in self._rejected:
-            self._rejected.append(rejected)
-        return self._rejected.index(rejected) + 1
 
 
 def grouped(report: "AttentionReport") -> list[Group]:
@@ -378,13 +381,8 @@ def _by_step(densities: Iterable[tuple[int, float]]) -> list[str]:
     shares: dict[int, list[float]] = {}
     for step, share in densities:
         shares.setdefault(step, []).append(share)
-    runs: list[tuple[list[int], float]] = []
-    for step in sorted(shares):
-        percent = round(100 * sum(shares[step]) / len(shares[step]), 1)
-        if runs and percent == runs[-1][1]:
-            runs[-1][0].append(step)
-        else:
-            runs.append(([step], percent))
+    percents = {step: round(100 * sum(s) / len(s), 1) for step, s in sorted(shares.items())}
+    runs = [(list(steps), percent) for percent, steps in groupby(percents, percents.__getitem__)]
     size = max(1, -(-len(runs) // _MOST_PARTS))
     parts = []
     for first in range(0, len(runs), size):
@@ -393,37 +391,6 @@ def _by_step(densities: Iterable[tuple[int, float]]) -> list[str]:
         least, most = min(p for _, p in part), max(p for _, p in part)
         parts.append(f"{steps}: {least:.1f}" + (f" to {most:.1f}" if most > least else ""))
     return parts
-
-
-def summary(report: "AttentionReport") -> list[str]:
-    """Return one line per group of layers, then notes, then footnotes."""
-    footnotes = Footnotes()
-    lines: list[str] = []
-    said: list[str] = []
-    for group in grouped(report):
-        steps = f", steps {group.steps}"
-        if group.steps == "all":
-            steps = ""
-        elif group.steps.startswith("first"):
-            steps = f", the {group.steps} steps"
-        elif group.entry.sigma is not None:
-            steps += f" ({group.entry.sigma})"
-        detour = "detour to " if group.detour else ""
-        selection, calls = group.entry.selection, group.entry.calls
-        density = f"{group.density_text}, " if group.density_text else ""
-        if group.skipped is not None:
-            density += f"{100 * group.skipped:.1f} % of them skipped (`skip_below`), "
-        shapes = f"{_shapes_text(group.entry.shapes)}, " if group.entry.shapes else ""
-        ran = group.entry.backward
-        backward = f"gradients by {' and '.join(ran)}, " if ran else ""
-        because = _once(footnotes.reason(selection), said)
-        lines.append(
-            f"{group.component}.{group.role}, layers {group.layers_text}{steps}: "
-            f"{detour}{selection.label} [{group.source}], {density}{shapes}{backward}"
-            f"{calls} {'call' if calls == 1 else 'calls'} each; {because}"
-        )
-    notes = [f"note: {note}" for note in report.notes]
-    return [*lines, *_not_run_lines(report), *_time_line(report), *notes, *footnotes.lines()]
 
 
 def _not_run_lines(report: "AttentionReport") -> list[str]:

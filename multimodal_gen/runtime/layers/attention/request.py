@@ -2,27 +2,29 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from enum import Enum
 
 import torch
 
 from multimodal_gen.kernels.launch.self_check import SelfCheck
 from multimodal_gen.kernels.requirements import PackageProbe, installed
-from multimodal_gen.runtime.platforms import DeviceCapability, Platform, PlatformEnum
+from multimodal_gen.runtime.backend_names import NamedEnum
+from multimodal_gen.runtime.platforms import (
+    AttentionBackendEnum,
+    DeviceCapability,
+    Platform,
+    PlatformEnum,
+)
 
 
-class AttentionRole(Enum):
+class AttentionRole(NamedEnum):
     """What a layer attends to; keys such as `transformer.cross` name it."""
 
     SELF = "self"
     CROSS = "cross"
     ENCODER = "encoder"
 
-    def __str__(self) -> str:
-        return str(self.value)
 
-
-class Feature(Enum):
+class Feature(NamedEnum):
     """What a call may need beyond plain softmax attention with a scale."""
 
     GQA = "gqa"
@@ -34,8 +36,25 @@ class Feature(Enum):
     BACKWARD = "backward"
     RING = "ring"
 
-    def __str__(self) -> str:
-        return str(self.value)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSite:
+    """Where a layer sits in a pipeline.
+
+    Attributes:
+        name: dotted path of the attention module within its component.
+        component: key of `model_index.json`, e.g. "transformer_2", or None outside a pipeline.
+        role: what the layer attends to.
+        layer: index of the layer among those of its role in its component, or None. Layers built
+            with a `prefix` and no site have the first number of that path: 2 in `blocks.2.attn1`.
+        num_layers: how many layers of its role its component has, or None when unknown.
+    """
+
+    name: str = ""
+    component: str | None = None
+    role: AttentionRole = AttentionRole.SELF
+    layer: int | None = None
+    num_layers: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +65,7 @@ class Environment:
         platform: kind of device.
         device_name: readable name.
         capability: compute capability, or None where the notion does not exist.
-        priority: dense backends the platform prefers, as names, best first.
+        priority: dense backends the platform prefers, best first.
         always: backend that serves every request on this platform, or None.
         dense_fallback: what unsupported explicit requests fall back to here, or None.
         packages: (module, distribution, version) of every probed package that is installed.
@@ -57,9 +76,9 @@ class Environment:
     platform: PlatformEnum
     device_name: str = ""
     capability: DeviceCapability | None = None
-    priority: tuple[str, ...] = ()
-    always: str | None = None
-    dense_fallback: str | None = None
+    priority: tuple[AttentionBackendEnum, ...] = ()
+    always: AttentionBackendEnum | None = None
+    dense_fallback: AttentionBackendEnum | None = None
     packages: frozenset[tuple[str, str, str]] = frozenset()
     broken: frozenset[tuple[str, str]] = frozenset()
     checked: tuple[tuple[str, SelfCheck], ...] = ()
@@ -73,18 +92,16 @@ class Environment:
             platform=platform.name,
             device_name=platform.get_device_name(),
             capability=capability,
-            priority=tuple(str(b) for b in platform.attention_priority(capability)),
-            always=str(platform.always) if platform.always else None,
-            dense_fallback=str(platform.dense_fallback) if platform.dense_fallback else None,
+            priority=tuple(platform.attention_priority(capability)),
+            always=platform.always,
+            dense_fallback=platform.dense_fallback,
             packages=frozenset((m, d, v) for m, d, v in found if v is not None),
         )
 
     def version(self, probe: PackageProbe) -> str | None:
         """Return the version found for `probe`, "" when it has none, or None when absent."""
-        for module, distribution, version in self.packages:
-            if (module, distribution) == (probe.module, probe.distribution):
-                return version
-        return None
+        found = {(module, distribution): version for module, distribution, version in self.packages}
+        return found.get((probe.module, probe.distribution))
 
     def lacks(self, probe: PackageProbe) -> str | None:
         """Return why a package is not usable here, or None when it is."""

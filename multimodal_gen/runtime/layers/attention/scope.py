@@ -1,33 +1,75 @@
-"""Who asked for which backend: precedence, resolved before anything is looked up or cached.
+"""Who asked for which backend: what a user configured, and what that is for one layer.
 
-From the strongest: forced (process-wide or by context manager), component with role, component,
-the command line (`--attention-backend`, or the rules of `--attention-config`), the layer's own
-default, automatic choice.
+`scope_from` reads settings into a `SelectionScope`; `decide` says what they ask for at a layer,
+before anything is looked up or cached. From the strongest: forced (process-wide or by context
+manager), component with role, component, the command line (`--attention-backend`, or the rules of
+`--attention-config`), the layer's own default, automatic choice.
+
+`--attention-config` is a mapping, here with everything it may hold:
+
+    backend: fa              # what runs where no rule matches; auto or absent: automatic
+    config: {}               # parameters of that backend
+    strict: false            # refuse the documented fallbacks too
+    rules:                   # the first rule that matches a layer and a step wins
+      - component: transformer
+        role: self           # self, cross or encoder
+        layers: 0-3,38
+        steps: 0-9           # or, by the noise level of the scheduler, sigma: ">0.9"
+        backend: torch_sdpa
+        config: {}
 """
 
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, fields
-from enum import Enum
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from multimodal_gen.errors import ComponentAttentionBackendNotAppliedError, ConfigError
-from multimodal_gen.runtime.layers.attention.auto_table import AutoTable
+from multimodal_gen.errors import (
+    ComponentAttentionBackendNotAppliedError,
+    ConfigError,
+    nearest,
+)
+from multimodal_gen.runtime.backend_names import (
+    ROLES,
+    NamedEnum,
+    check_exclusive,
+    parse_attention_backend,
+    parse_component_backends,
+    parse_component_key,
+)
+from multimodal_gen.runtime.layers.attention.auto_table import AutoTable, table_for
+from multimodal_gen.runtime.layers.attention.backends.registry import (
+    cpu_environment,
+    current_environment,
+    find_backend,
+)
 from multimodal_gen.runtime.layers.attention.config import (
     BackendConfig,
+    DensePart,
     IndexSelector,
     SigmaSelector,
+    SparseConfig,
     StepSet,
+    build_config,
 )
-from multimodal_gen.runtime.layers.attention.request import AttentionRole
+from multimodal_gen.runtime.layers.attention.request import AttentionRole, LayerSite
 from multimodal_gen.runtime.layers.attention.warn_once import PROCESS, WarnOnce
-from multimodal_gen.runtime.platforms import AttentionBackendEnum
+from multimodal_gen.runtime.platforms import (
+    AttentionBackendEnum,
+    PlatformEnum,
+    current_platform,
+)
+from multimodal_gen.settings import as_flag, read_mapping, short
+
+if TYPE_CHECKING:
+    from multimodal_gen.runtime.server_args import ServerArgs
 
 
-class Source(Enum):
+class Source(NamedEnum):
     """Who asked for a backend, from the strongest."""
 
     ARGUMENT = "argument"
@@ -36,9 +78,6 @@ class Source(Enum):
     SETTINGS = "settings"
     LAYER_DEFAULT = "layer default"
     AUTO = "auto"
-
-    def __str__(self) -> str:
-        return str(self.value)
 
     @property
     def explicit(self) -> bool:
@@ -77,26 +116,6 @@ AUTO = BackendPreference(source=Source.AUTO)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerSite:
-    """Where a layer sits in a pipeline.
-
-    Attributes:
-        name: dotted path of the attention module within its component.
-        component: key of `model_index.json`, e.g. "transformer_2", or None outside a pipeline.
-        role: what the layer attends to.
-        layer: index of the layer among those of its role in its component, or None. Layers built
-            with a `prefix` and no site have the first number of that path: 2 in `blocks.2.attn1`.
-        num_layers: how many layers of its role its component has, or None when unknown.
-    """
-
-    name: str = ""
-    component: str | None = None
-    role: AttentionRole = AttentionRole.SELF
-    layer: int | None = None
-    num_layers: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     """One rule of `--attention-config`; a field that is None matches everything.
 
@@ -129,13 +148,12 @@ class Rule:
 
     def matches(self, site: LayerSite) -> bool:
         """Whether the rule speaks of `site`, whatever the step."""
-        if self.component is not None and self.component not in component_names(site.component):
-            return False
-        if self.role is not None and self.role is not site.role:
-            return False
-        if self.when is not None and site.role is AttentionRole.ENCODER:
-            return False
-        return self.layers is None or (site.layer is not None and site.layer in self.layers)
+        return (
+            (self.component is None or self.component in component_names(site.component))
+            and (self.role is None or self.role is site.role)
+            and (self.when is None or site.role is not AttentionRole.ENCODER)
+            and (self.layers is None or (site.layer is not None and site.layer in self.layers))
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,13 +186,11 @@ class SelectionScope:
         given = {each.name: getattr(self, each.name) for each in fields(self)}
         return partial(SelectionScope, **given | {"components": dict(self.components)}), ()
 
-    def component_override(self, site: LayerSite) -> tuple[str, BackendPreference] | None:
-        """Return the override that applies to `site` and its key; a role beats its component."""
+    def component_override(self, site: LayerSite) -> BackendPreference | None:
+        """Return the override that applies to `site`; a role beats its component."""
         names = component_names(site.component)
-        for key in (*(f"{name}.{site.role}" for name in names), *names):
-            if key in self.components:
-                return key, self.components[key]
-        return None
+        keys = (*(f"{name}.{site.role}" for name in names), *names)
+        return next((self.components[key] for key in keys if key in self.components), None)
 
 
 # A schedule as asked for: the first entry whose steps hold (None: every step) is the one that runs.
@@ -211,13 +227,11 @@ def decide(
         construction: the override of the component the layer was constructed in, or None.
         layer_default: the layer's own preference, or None.
     """
+    override = construction or scope.component_override(site)
     if forced is not None:
-        return ((None, BackendPreference(source=Source.FORCED, backend=forced)),)
-    if construction is not None:
-        return ((None, construction),)
-    override = scope.component_override(site)
+        override = BackendPreference(source=Source.FORCED, backend=forced)
     if override is not None:
-        return ((None, override[1]),)
+        return ((None, override),)
     schedule: list[tuple[StepSet | None, BackendPreference]] = []
     for number, rule in enumerate(scope.rules, start=1):
         if rule.matches(site):
@@ -238,6 +252,75 @@ def decide(
     else:
         last = AUTO
     return (*schedule, (None, last))
+
+
+def with_dense_parts(
+    schedule: PreferenceSchedule,
+    site: LayerSite,
+    platform: PlatformEnum,
+    warnings: WarnOnce = PROCESS,
+) -> PreferenceSchedule:
+    """Add to a schedule the parts that sparse backends leave to a dense one.
+
+    Args:
+        schedule: who asks for what; the first entry whose steps hold is the one that runs.
+        site: where the layer sits.
+        platform: where it runs.
+        warnings: of the pipeline, which gets one where all of its layers are dense.
+
+    Raises:
+        ConfigError: a sparse backend was asked for without parameters it must have, or with a share
+            of layers whose number is unknown.
+    """
+    if site.role is not AttentionRole.SELF:
+        return schedule
+    found: list[tuple[StepSet | None, BackendPreference]] = []
+    for steps, asked in schedule:
+        config = _sparse_config(asked, platform)
+        never = config and config.never_sparse("layers", site.num_layers)
+        if never is not None:
+            warnings.warn(f"{asked.backend} {never}")
+        found += [(steps, asked)] if config is None else _parts(steps, asked, site, config)
+    return tuple(found)
+
+
+def _parts(
+    steps: StepSet | None, asked: BackendPreference, site: LayerSite, config: SparseConfig
+) -> Iterator[tuple[StepSet | None, BackendPreference]]:
+    for part in config.dense_parts("layers"):
+        if site.layer is not None and _holds_layer(part, site.layer, site, asked):
+            yield steps, replace(asked, dense_reason=_reason("layers", str(part.indices), part))
+            return
+    for part in config.dense_parts("steps"):
+        shared = part.indices if steps is None else part.indices & steps
+        if shared is not None:
+            yield shared, replace(asked, dense_reason=_reason("steps", str(shared), part))
+    yield steps, asked
+
+
+def _reason(axis: str, indices: str, part: DensePart) -> str:
+    if part.indices.first is not None:
+        return f"the {indices} {axis} are dense (`{part.given}`)"
+    single = indices.isdigit()
+    verb = f"{axis[:-1]} {indices} is" if single else f"{axis} {indices} are"
+    return f"{verb} dense (`{part.given}`)"
+
+
+def _holds_layer(part: DensePart, layer: int, site: LayerSite, asked: BackendPreference) -> bool:
+    if site.num_layers is None and part.indices.first is not None:
+        raise ConfigError(
+            f"{asked.backend} must know how many layers a model has to keep a share of them dense, "
+            f"got layer {layer} of an unknown number; pass site=LayerSite(layer=..., "
+            f"num_layers=...), or give a number of layers above 1 or 0"
+        )
+    return part.indices.holds(layer, site.num_layers or 0)
+
+
+def _sparse_config(asked: BackendPreference, platform: PlatformEnum) -> SparseConfig | None:
+    if asked.backend is None or not asked.backend.is_sparse:
+        return None
+    config = asked.config or find_backend(asked.backend, platform).config_cls()
+    return config if isinstance(config, SparseConfig) else None
 
 
 class _Forced:
@@ -396,9 +479,201 @@ def _role_name(role: str | AttentionRole) -> str:
     try:
         return str(AttentionRole(role))
     except ValueError:
-        valid = ", ".join(str(member) for member in AttentionRole)
-        raise ConfigError(f"backend_by_role must have keys among {valid}, got {role!r}") from None
+        roles = ", ".join(ROLES)
+        raise ConfigError(f"backend_by_role must have keys among {roles}, got {role!r}") from None
 
 
 def _component_asked(backend: AttentionBackendEnum | str, detail: str) -> BackendPreference:
     return BackendPreference(source=Source.COMPONENT, backend=as_backend(backend), detail=detail)
+
+
+_RawConfig = str | os.PathLike[str] | Mapping[str, object]
+
+_TOP_KEYS = ("backend", "config", "strict", "rules")
+_RULE_KEYS = ("component", "role", "layers", "steps", "sigma", "backend", "config")
+
+
+def scope_from_args(args: "ServerArgs") -> SelectionScope:
+    """Return the scope a run's arguments ask for; empty with backend `diffusers`.
+
+    Raises:
+        ConfigError: a configuration cannot be read or does not fit its backend.
+    """
+    if args.backend == "diffusers":
+        return SelectionScope(strict=args.strict_attention)
+    return scope_from(
+        attention_backend=args.attention_backend,
+        attention_backend_config=args.attention_backend_config,
+        component_attention_backends=args.component_attention_backends,
+        attention_config=args.attention_config,
+        attention_auto_table=args.attention_auto_table,
+        strict=args.strict_attention,
+        spell=as_flag,
+    )
+
+
+def scope_from(
+    *,
+    attention_backend: AttentionBackendEnum | str | None = None,
+    attention_backend_config: _RawConfig | BackendConfig | None = None,
+    component_attention_backends: Mapping[str, AttentionBackendEnum | str | None]
+    | str
+    | None = None,
+    attention_config: _RawConfig | None = None,
+    attention_auto_table: str | os.PathLike[str] | None = None,
+    strict: bool = False,
+    spell: Callable[[str], str] = str,
+) -> SelectionScope:
+    """Return the scope these settings ask for.
+
+    Args:
+        attention_backend: backend of every layer; None or "auto" for an automatic choice.
+        attention_backend_config: its parameters: its configuration object, a mapping, a path to
+            a JSON or YAML file, a JSON object, or `k=v,k=v`.
+        component_attention_backends: backend by `component` or `component.role`, stronger than
+            everything else here: a mapping, a JSON object or `a=x,b=y`.
+        attention_config: rules over component, role, layers and steps, in the same forms as
+            `attention_backend_config`; excludes `attention_backend`.
+        attention_auto_table: a file that `sglang attention bench --save` wrote on this machine,
+            which automatic choices then go by.
+        strict: refuse the documented fallbacks too.
+        spell: what messages call the setting of a name; by default that name.
+
+    Raises:
+        ConfigError: settings contradict each other, cannot be read or do not fit their backend.
+    """
+    backend = parse_attention_backend(attention_backend, name=spell("attention_backend"))
+    # Empty text and empty mappings ask for nothing.
+    given = attention_backend_config or None
+    structured = attention_config or None
+    check_exclusive(backend, given, structured, spell=spell)
+    overrides = parse_component_backends(
+        component_attention_backends, name=spell("component_attention_backends")
+    )
+    name = spell("attention_backend_config")
+    components = {
+        key: BackendPreference(
+            source=Source.COMPONENT,
+            backend=override,
+            config=_config(override, None, name=name),
+            detail=key,
+        )
+        for key, override in overrides.items()
+    }
+    if structured is not None:
+        scope = _structured(structured, spell("attention_config"))
+    else:
+        scope = SelectionScope(default=_asked(backend, _config(backend, given, name=name)))
+    table = None
+    if attention_auto_table is not None:
+        here = (current_environment(), cpu_environment())
+        table = table_for(attention_auto_table, here, name=spell("attention_auto_table"))
+    return replace(
+        scope,
+        components=MappingProxyType(components),
+        strict=strict or scope.strict,
+        auto_table=table,
+    )
+
+
+def _asked(
+    backend: AttentionBackendEnum | None, config: BackendConfig | None
+) -> BackendPreference | None:
+    if backend is None:
+        return None
+    return BackendPreference(source=Source.SETTINGS, backend=backend, config=config)
+
+
+def _config(
+    backend: AttentionBackendEnum | None,
+    raw: _RawConfig | BackendConfig | None,
+    *,
+    name: str,
+) -> BackendConfig | None:
+    """Return the configuration of `backend`; its defaults are checked too."""
+    if backend is None:
+        return None
+    cls = find_backend(backend, current_platform().name)
+    if isinstance(raw, BackendConfig):
+        if not isinstance(raw, cls.config_cls):
+            raise ConfigError(
+                f"{name} must be a {cls.config_cls.__name__} for {backend}, got {short(raw)}"
+            )
+        return raw
+    mapping = {} if raw is None else read_mapping(raw, name=name)
+    return build_config(cls.config_cls, mapping, backend=str(backend))
+
+
+def _structured(raw: _RawConfig, name: str) -> SelectionScope:
+    mapping = read_mapping(raw, name=name)
+    _check_keys(mapping, _TOP_KEYS, name)
+    strict = mapping.get("strict", False)
+    if not isinstance(strict, bool):
+        raise ConfigError(f"{name}: strict must be true or false, got {short(strict)}")
+    backend, config = _backend_and_config(mapping, f"{name}: ")
+    rules = mapping.get("rules", ())
+    if not isinstance(rules, Sequence) or isinstance(rules, str):
+        raise ConfigError(f"{name}: rules must be a list of mappings, got {short(rules)}")
+    parsed = tuple(_rule(rule, f"{name}: rules[{i}]") for i, rule in enumerate(rules))
+    return SelectionScope(default=_asked(backend, config), rules=parsed, strict=strict)
+
+
+def _rule(raw: object, where: str) -> Rule:
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"{where} must be a mapping, got {short(raw)}")
+    _check_keys(raw, _RULE_KEYS, where)
+    if "backend" not in raw:
+        raise ConfigError(f"{where}.backend must be given: the backend's name, or auto")
+    backend, config = _backend_and_config(raw, f"{where}.")
+    component, sigma = raw.get("component"), raw.get("sigma")
+    if component is not None:
+        component = parse_component_key(component, name=f"{where}.component", roles=False)
+    return Rule(
+        backend=backend,
+        config=config,
+        component=component,
+        role=_role(raw.get("role"), f"{where}.role"),
+        layers=_selector(raw.get("layers"), f"{where}.layers"),
+        steps=_selector(raw.get("steps"), f"{where}.steps"),
+        sigma=None if sigma is None else SigmaSelector.parse(sigma, name=f"{where}.sigma"),
+    )
+
+
+def _backend_and_config(
+    mapping: Mapping[str, object], prefix: str
+) -> tuple[AttentionBackendEnum | None, BackendConfig | None]:
+    named = mapping.get("backend")
+    backend = parse_attention_backend(named, name=f"{prefix}backend")
+    raw = mapping.get("config")
+    if not isinstance(raw, (Mapping, str, type(None))):
+        raise ConfigError(f"{prefix}config must be a mapping, got {short(raw)}")
+    if raw is not None and backend is None:
+        raise ConfigError(
+            f"{prefix}config needs {prefix}backend, which says whose parameters they are; name a "
+            f"backend"
+        )
+    return backend, _config(backend, raw, name=f"{prefix}config")
+
+
+def _check_keys(mapping: Mapping[str, object], valid: tuple[str, ...], where: str) -> None:
+    for key in mapping:
+        if key not in valid:
+            raise ConfigError(
+                f"{where} must have keys among {', '.join(valid)}, got {short(key)}"
+                f"{nearest(str(key), valid)}"
+            )
+
+
+def _role(value: object, where: str) -> AttentionRole | None:
+    if value is None:
+        return None
+    text = value.strip().lower() if isinstance(value, str) else ""
+    if text not in ROLES:
+        raise ConfigError(
+            f"{where} must be one of {', '.join(ROLES)}, got {short(value)}{nearest(text, ROLES)}"
+        )
+    return AttentionRole(text)
+
+
+def _selector(value: object, where: str) -> IndexSelector | None:
+    return None if value is None else IndexSelector.parse(value, name=where)

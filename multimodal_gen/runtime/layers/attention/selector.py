@@ -4,12 +4,12 @@
 before it, in `scope.py`; what a backend can do is declared in `backends/`.
 """
 
-import logging
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 
@@ -26,10 +26,10 @@ from multimodal_gen.runtime.layers.attention.request import (
     AttentionRole,
     Environment,
     Feature,
+    LayerSite,
 )
 from multimodal_gen.runtime.layers.attention.scope import (
     BackendPreference,
-    LayerSite,
     Source,
     as_backend,
     claim_component_override,
@@ -41,6 +41,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
     global_force_attn_backend,
     global_force_attn_backend_context_manager,
 )
+from multimodal_gen.runtime.layers.attention.warn_once import PROCESS
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "after_self_checks",
     "component_attn_backend_context_manager",
     "condensed",
+    "declared",
     "fallback_warning",
     "get_attn_backend",
     "global_force_attn_backend",
@@ -62,8 +64,6 @@ __all__ = [
     "trainable",
     "warn_of_fallback",
 ]
-
-logger = logging.getLogger(__name__)
 
 # The documented fallbacks of explicit requests. `Platform.dense_fallback` goes before them, but
 # for the platforms below, where it only adds to them.
@@ -141,6 +141,16 @@ class Selection:
         name = str(self.backend)
         return name if self.variant in ("", name) else f"{name} ({self.variant})"
 
+    @property
+    def named(self) -> bool:
+        """Whether a user asked for the very backend that runs."""
+        return self.source.explicit and self.asked.backend is self.backend
+
+    @property
+    def config(self) -> BackendConfig | None:
+        """The parameters that run: those asked for belong to the backend asked for."""
+        return self.asked.config if self.asked.backend is self.backend else None
+
 
 def resolve(
     request: AttentionRequest, asked: BackendPreference, *, strict: bool = False
@@ -159,38 +169,42 @@ def resolve(
         UnsupportedBackendError: an explicit request cannot be served and has no fallback, or no
             automatic candidate can serve the request.
     """
-    return _resolve(request, asked, strict)
+    return _resolve(_Ask(request, asked, strict))
+
+
+class _Ask(NamedTuple):
+    """What `resolve` is asked."""
+
+    request: AttentionRequest
+    asked: BackendPreference
+    strict: bool = False
 
 
 @lru_cache(maxsize=4096)
-def _resolve(request: AttentionRequest, asked: BackendPreference, strict: bool) -> Selection:
+def _resolve(ask: _Ask) -> Selection:
+    request, asked, _ = ask
     if asked.backend is None or asked.dense_reason:
-        chosen = _automatic(request, asked, ())
+        chosen = _automatic(ask)
         return _because(chosen, asked.dense_reason) if asked.dense_reason else chosen
+    or_else = _fall_back if asked.source.explicit else _automatic
     environment = request.environment
-    if environment.always and str(asked.backend) != environment.always:
+    if environment.always not in (None, asked.backend):
         reason = f"{environment.platform} always runs {environment.always}"
-        rejected = (Rejected(backend=asked.backend, reasons=(reason,)),)
-        if not asked.source.explicit:
-            return _automatic(request, asked, rejected)
-        return _fall_back(request, asked, rejected, strict)
+        return or_else(ask, (Rejected(backend=asked.backend, reasons=(reason,)),))
     cls, reasons = _look(asked.backend, request, asked.config)
     if not reasons:
         by = f" by {asked.detail}" if asked.detail else ""
-        return _chosen(cls, request, asked, f"asked for ({asked.source}{by})", config=asked.config)
+        return _chosen(cls, ask, f"asked for ({asked.source}{by})", config=asked.config)
     rejected = (Rejected(backend=asked.backend, reasons=reasons),)
-    excuse = _excuse(asked.backend, request, asked, strict)
+    excuse = _excuse(asked.backend, ask)
     if excuse is not None:
-        return _because(_automatic(request, asked, rejected), excuse)
-    if not asked.source.explicit:
-        return _automatic(request, asked, rejected)
-    return _fall_back(request, asked, rejected, strict)
+        return _because(_automatic(ask, rejected), excuse)
+    return or_else(ask, rejected)
 
 
-def _excuse(
-    backend: AttentionBackendEnum, request: AttentionRequest, asked: BackendPreference, strict: bool
-) -> str | None:
+def _excuse(backend: AttentionBackendEnum, ask: _Ask) -> str | None:
     """Return why an unsupported request does not concern this layer, or None when it does."""
+    request, asked, strict = ask
     if backend.is_sparse and request.role is not AttentionRole.SELF:
         return f"{backend} is sparse and this is {request.role} attention"
     pipeline_wide = asked.source is Source.SETTINGS and not asked.narrow
@@ -199,46 +213,38 @@ def _excuse(
     return None
 
 
-def _fall_back(
-    request: AttentionRequest,
-    asked: BackendPreference,
-    rejected: tuple[Rejected, ...],
-    strict: bool,
-) -> Selection:
+def _fall_back(ask: _Ask, rejected: tuple[Rejected, ...]) -> Selection:
     # Who names a kernel wants no other backend: none has that kernel.
-    named = {getattr(asked.config, name, "auto") for name in ("kernel", "kmeans_kernel")}
-    while not strict and named == {"auto"}:
-        target = _fallback_of(rejected[-1].backend, request.environment)
+    named = {getattr(ask.asked.config, name, "auto") for name in ("kernel", "kmeans_kernel")}
+    while not ask.strict and named == {"auto"}:
+        target = _fallback_of(rejected[-1].backend, ask.request.environment)
         if target is None or target in {r.backend for r in rejected}:
             break
-        cls, reasons = _look(target, request)
+        cls, reasons = _look(target, ask.request)
         if not reasons:
             first = rejected[0]
             why = f"{first.backend} cannot serve this layer: {'; '.join(first.reasons)}"
-            return _chosen(cls, request, asked, why, rejected, fallback=True)
+            return _chosen(cls, ask, why, rejected, fallback=True)
         rejected = (*rejected, Rejected(backend=target, reasons=reasons))
-    raise _refused(request, asked, rejected)
+    raise _refused(ask, rejected)
 
 
 def _fallback_of(
     backend: AttentionBackendEnum, environment: Environment
 ) -> AttentionBackendEnum | None:
-    if environment.always:
-        return AttentionBackendEnum(environment.always)
-    platforms = environment.dense_fallback
-    if platforms and environment.platform not in FALLBACKS_FIRST:
-        return AttentionBackendEnum(platforms)
-    return FALLBACKS.get(backend) or (AttentionBackendEnum(platforms) if platforms else None)
+    own = environment.always or environment.dense_fallback
+    documented = FALLBACKS.get(backend)
+    if environment.always is None and environment.platform in FALLBACKS_FIRST:
+        return documented or own
+    return own or documented
 
 
-def _automatic(
-    request: AttentionRequest, asked: BackendPreference, rejected: tuple[Rejected, ...]
-) -> Selection:
-    measured = _fastest(request, asked, rejected)
+def _automatic(ask: _Ask, rejected: tuple[Rejected, ...] = ()) -> Selection:
+    request = ask.request
+    measured = _fastest(ask, rejected)
     if measured is not None:
         return measured
-    for name in request.environment.priority:
-        backend = AttentionBackendEnum(name)
+    for backend in request.environment.priority:
         if backend in {r.backend for r in rejected}:
             continue
         cls, reasons = _look(backend, request)
@@ -246,7 +252,7 @@ def _automatic(
         if not reasons:
             platform = request.environment.platform
             why = f"first of {platform}'s automatic choices that serves this layer"
-            return replace(_chosen(cls, request, asked, why, rejected), automatic=True)
+            return replace(_chosen(cls, ask, why, rejected), automatic=True)
         rejected = (*rejected, Rejected(backend=backend, reasons=reasons))
     tried = "; ".join(str(r) for r in rejected)
     raise UnsupportedBackendError(
@@ -254,13 +260,12 @@ def _automatic(
     )
 
 
-def _fastest(
-    request: AttentionRequest, asked: BackendPreference, rejected: tuple[Rejected, ...]
-) -> Selection | None:
+def _fastest(ask: _Ask, rejected: tuple[Rejected, ...]) -> Selection | None:
     """Return what was the fastest for calls of this shape, or None where nothing was compared.
 
     Only what can serve the request counts, by the very kernel library that was measured.
     """
+    request = ask.request
     if request.ranking is None or request.environment.always:
         return None
     excluded = {r.backend for r in rejected}
@@ -280,7 +285,7 @@ def _fastest(
         f"fastest of {len(found)} at {request.ranking.source}: {best.ms:.4g} ms, "
         f"{second.backend} {second.ms / best.ms:.2f} times that"
     )
-    return replace(_chosen(cls, request, asked, why, rejected), automatic=True)
+    return replace(_chosen(cls, ask, why, rejected), automatic=True)
 
 
 def trainable(selection: Selection, request: AttentionRequest, *needs: Feature) -> Selection:
@@ -298,7 +303,7 @@ def trainable(selection: Selection, request: AttentionRequest, *needs: Feature) 
     fuller, config = request.with_needs(*needs), selection.asked.config
     if cls.choose_variant(fuller, config) is not None:
         why = f"{selection.label} has no backward"
-        return _chosen(cls, fuller, selection.asked, why, config=config)
+        return _chosen(cls, _Ask(fuller, selection.asked), why, config=config)
     remedy = f"train with {cls.trained_by}" if cls.trained_by else "choose another backend"
     if cls.choose_variant(fuller) is not None:
         remedy = "leave out `kernel`"
@@ -317,21 +322,20 @@ def _look(
 
 def _chosen(
     cls: type[AttentionBackend],
-    request: AttentionRequest,
-    asked: BackendPreference,
+    ask: _Ask,
     reason: str,
     rejected: tuple[Rejected, ...] = (),
     *,
     fallback: bool = False,
     config: BackendConfig | None = None,
 ) -> Selection:
-    variant: Variant | None = cls.choose_variant(request, config)
+    variant: Variant | None = cls.choose_variant(ask.request, config)
     assert variant is not None, "a backend without reasons has a variant"
-    checks = (str(check) for _, check in request.environment.checked)
+    checks = (str(check) for _, check in ask.request.environment.checked)
     return Selection(
         backend=cls.get_enum(),
         variant=variant.name,
-        asked=asked,
+        asked=ask.asked,
         reason="; ".join([reason, *checks]),
         rejected=rejected,
         fallback=fallback,
@@ -359,14 +363,19 @@ def after_self_checks(
         selection = choose(request)
         if request.environment.platform is not PlatformEnum.CUDA:
             return selection  # nothing is checked elsewhere
-        asked = selection.asked
-        config = asked.config if asked.backend is selection.backend else None
-        cls = find_backend(selection.backend, request.environment.platform)
-        variant = next(each for each in cls.variants if each.name == selection.variant)
-        checked = variant.after_self_checks(request, tail=_pools_tail(cls, config))
+        cls, variant = declared(selection, request)
+        checked = variant.after_self_checks(request, tail=_pools_tail(cls, selection.config))
         if checked == request:
             return selection
         request = checked
+
+
+def declared(
+    selection: Selection, request: AttentionRequest
+) -> tuple[type[AttentionBackend], Variant]:
+    """Return the declarations of what was chosen: the backend's, and its kernel library's."""
+    cls = find_backend(selection.backend, request.environment.platform)
+    return cls, next(each for each in cls.variants if each.name == selection.variant)
 
 
 def _pools_tail(cls: type[AttentionBackend], config: BackendConfig | None) -> bool:
@@ -379,15 +388,13 @@ def _because(selection: Selection, reason: str) -> Selection:
     return replace(selection, reason=f"{reason}; {selection.reason}")
 
 
-def _refused(
-    request: AttentionRequest, asked: BackendPreference, rejected: tuple[Rejected, ...]
-) -> UnsupportedBackendError:
+def _refused(ask: _Ask, rejected: tuple[Rejected, ...]) -> UnsupportedBackendError:
     tried = ". ".join(map(str, rejected))
-    kernel = getattr(asked.config, "kernel", "auto")
+    kernel = getattr(ask.asked.config, "kernel", "auto")
     named = "" if kernel == "auto" else f" with kernel={kernel}"
     return UnsupportedBackendError(
-        f"attention backend {rejected[0].backend} ({asked.who}){named} cannot serve "
-        f"{_describe(request)}. {tried}. Choose another backend (`sglang attention list` "
+        f"attention backend {rejected[0].backend} ({ask.asked.who}){named} cannot serve "
+        f"{_describe(ask.request)}. {tried}. Choose another backend (`sglang attention list` "
         f"shows what runs here){named and ', leave kernel out'}, or leave the choice to auto"
     )
 
@@ -403,15 +410,10 @@ def _describe(request: AttentionRequest) -> str:
     )
 
 
-@cache
-def _warn_once(message: str) -> None:
-    logger.warning(message)
-
-
 def warn_of_fallback(selection: Selection) -> None:
     """Log one warning per distinct fallback in the life of the process."""
     if selection.fallback:
-        _warn_once(fallback_warning(selection))
+        PROCESS.warn(fallback_warning(selection))
 
 
 def fallback_warning(selection: Selection) -> str:
@@ -501,7 +503,7 @@ def prefer_supported(
     request outside it is honoured, and so is a call none of its members can serve.
     """
     members = [as_backend(backend) for backend in supported or ()]
-    names = sorted(str(backend) for backend in members if not backend.is_sparse)
-    preferred = [name for name in environment.priority if name in names]
-    priority = dict.fromkeys((*preferred, *names, *environment.priority))
+    dense = sorted((backend for backend in members if not backend.is_sparse), key=str)
+    preferred = [backend for backend in environment.priority if backend in dense]
+    priority = dict.fromkeys((*preferred, *dense, *environment.priority))
     return replace(environment, priority=tuple(priority))

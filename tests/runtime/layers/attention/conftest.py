@@ -6,7 +6,7 @@ from typing import ClassVar
 import pytest
 
 from multimodal_gen.runtime import platforms
-from multimodal_gen.runtime.layers.attention import binding, selector
+from multimodal_gen.runtime.layers.attention import binding, selector, warn_once
 from multimodal_gen.runtime.layers.attention.backends import registry
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionBackend
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
@@ -16,7 +16,7 @@ from multimodal_gen.runtime.platforms.devices import CpuPlatform
 def _forget() -> None:
     selector.global_force_attn_backend(None)
     selector._resolve.cache_clear()
-    selector._warn_once.cache_clear()
+    warn_once.PROCESS._given.clear()
     binding._BROKEN.clear()
     platforms.current_platform.cache_clear()
     for remembered in (registry.current_environment, registry.cpu_environment):

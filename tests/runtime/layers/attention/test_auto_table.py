@@ -37,13 +37,13 @@ from multimodal_gen.runtime.layers.attention.request import (
     Feature,
     Timing,
 )
-from multimodal_gen.runtime.layers.attention.rules import scope_from
 from multimodal_gen.runtime.layers.attention.scope import (
     AUTO,
     BackendPreference,
     SelectionScope,
     Source,
     global_force_attn_backend_context_manager,
+    scope_from,
 )
 from multimodal_gen.runtime.layers.attention.selector import resolve
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum

@@ -113,7 +113,7 @@ def test_a_gate_without_a_coarse_branch_is_refused(inputs, gate):
 
 
 def test_dense_steps_of_the_schedule_get_the_coarse_branch_too(inputs, gate, monkeypatch):
-    from multimodal_gen.runtime.layers.attention.rules import scope_from
+    from multimodal_gen.runtime.layers.attention.scope import scope_from
 
     rules = {"rules": [{"steps": "0", "backend": "torch_sdpa"}]}
     layer = UlyssesAttention_VSA(4, 8, scope=scope_from(attention_config=rules))

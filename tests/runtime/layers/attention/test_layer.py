@@ -356,7 +356,7 @@ class TestSchedules:
         def fails(*args, **kwargs):
             raise torch.OutOfMemoryError
 
-        monkeypatch.setattr(layer.schedule()[-1].primary, "forward", fails)
+        monkeypatch.setattr(layer.schedule()[-1].primary.impl, "forward", fails)
         for mask in (None, torch.ones(1, 1, 3, 3, dtype=torch.bool)):
             with pytest.raises(torch.OutOfMemoryError):
                 layer(*make_qkv(1, 3, 2, 8), mask)

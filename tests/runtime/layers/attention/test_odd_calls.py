@@ -14,12 +14,12 @@ from multimodal_gen.runtime.layers.attention import (
 from multimodal_gen.runtime.layers.attention.call import AttentionCall, watching
 from multimodal_gen.runtime.layers.attention.config import build_config
 from multimodal_gen.runtime.layers.attention.kinds.masks import as_key_mask
-from multimodal_gen.runtime.layers.attention.rules import scope_from
 from multimodal_gen.runtime.layers.attention.scope import (
     BackendPreference,
     LayerSite,
     SelectionScope,
     Source,
+    scope_from,
 )
 from multimodal_gen.runtime.layers.attention.sparse.methods.sla import SLAConfig
 from multimodal_gen.runtime.layers.attention.sparse.methods.sta.router import SlidingTileConfig

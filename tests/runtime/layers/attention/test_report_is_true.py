@@ -27,12 +27,11 @@ from multimodal_gen.runtime.layers.attention.backends import flex_attn, sage_att
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionBackend
 from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.backends.registry import backends_of
-from multimodal_gen.runtime.layers.attention.binding import Demand
+from multimodal_gen.runtime.layers.attention.binding import Demand, ScheduleEntry, bind_schedule
 from multimodal_gen.runtime.layers.attention.call import LayerGeometry
 from multimodal_gen.runtime.layers.attention.config import BackendConfig
 from multimodal_gen.runtime.layers.attention.report import ReportEntry
 from multimodal_gen.runtime.layers.attention.request import AttentionRequest, Environment
-from multimodal_gen.runtime.layers.attention.schedule import ScheduleEntry, bind_schedule
 from multimodal_gen.runtime.layers.attention.scope import (
     BackendPreference,
     LayerSite,
@@ -320,7 +319,7 @@ def said_and_ran(
     q, k, v = torch.ones(3, 1, tokens, HEADS, machine.head_size, dtype=machine.dtype)
     with set_forward_context(0, latent_grid=grid, num_steps=1) as context:
         entry.primary.calls += 1
-        entry.primary.forward(q, k, v, context)
+        entry.primary.impl.forward(q, k, v, context)
     return set(reported(entry) - before), set(ran)
 
 

@@ -9,7 +9,6 @@ from multimodal_gen.runtime.layers.attention.report import (
     ReportEntry,
     grouped,
     ranges,
-    summary,
 )
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import BackendPreference, Source
@@ -53,7 +52,7 @@ def test_layers_that_run_alike_share_a_group() -> None:
             _layer(0, (None, AUTO, 4), component="text_encoder"),
         )
     )
-    found = [(g.component, g.layers_text, g.count, g.steps) for g in grouped(report)]
+    found = [(g.component, g.layers_text, len(g.members), g.steps) for g in grouped(report)]
     assert found == [
         ("transformer", "0,2-3", 3, "all"),
         ("transformer", "1", 1, "all"),
@@ -82,7 +81,7 @@ def test_a_summary_has_a_line_per_group_and_each_rejection_once() -> None:
         ),
         notes=("vae left alone",),
     )
-    assert summary(report) == [
+    assert report.summary().splitlines() == [
         "transformer.self, layers 0, steps 0-3: torch_sdpa [settings (rule 1)], 8 calls each; "
         "fallback, because fa cannot serve this layer [1]",
         "transformer.self, layers 0, steps other: torch_sdpa [auto], 1 call each; first",
@@ -156,4 +155,4 @@ def _sparse(number: int, *densities: float, first: int = 0) -> LayerReport:
 def test_density_is_told_by_step_where_steps_differ(layers, text) -> None:
     (group,) = grouped(AttentionReport(layers=layers))
     assert group.density_text == text
-    assert f" [auto], {text}, 1 call each" in summary(AttentionReport(layers=layers))[0]
+    assert f" [auto], {text}, 1 call each" in AttentionReport(layers=layers).summary()

@@ -10,15 +10,13 @@ from hypothesis import strategies as st
 
 from multimodal_gen.errors import ConfigError
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
-from multimodal_gen.runtime.layers.attention.rules import (
-    scope_from,
-    scope_from_args,
-)
 from multimodal_gen.runtime.layers.attention.scope import (
     LayerSite,
     SelectionScope,
     Source,
     decide,
+    scope_from,
+    scope_from_args,
 )
 from multimodal_gen.runtime.layers.attention.sparse.methods.vsa import VideoSparseConfig
 from multimodal_gen.runtime.platforms import AttentionBackendEnum

@@ -4,8 +4,13 @@ import pytest
 
 from multimodal_gen.runtime.layers.attention.config import IndexSelector, StepSet
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
-from multimodal_gen.runtime.layers.attention.schedule import with_dense_parts
-from multimodal_gen.runtime.layers.attention.scope import AUTO, BackendPreference, LayerSite, Source
+from multimodal_gen.runtime.layers.attention.scope import (
+    AUTO,
+    BackendPreference,
+    LayerSite,
+    Source,
+    with_dense_parts,
+)
 from multimodal_gen.runtime.layers.attention.sparse.methods.vmoba import VMoBAConfig
 from multimodal_gen.runtime.layers.attention.sparse.methods.vsa import VideoSparseConfig
 from multimodal_gen.runtime.layers.attention.warn_once import WarnOnce

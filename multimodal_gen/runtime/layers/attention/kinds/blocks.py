@@ -85,27 +85,24 @@ def _num_heads(mask: AnyBlockMask) -> int:
     return mask.kv_indices.shape[1]
 
 
-def attend_blocks(bound: Binding, call: AttentionCall, geometry: LayerGeometry) -> torch.Tensor:
+def attend_blocks(bound: Binding, call: AttentionCall) -> torch.Tensor:
     """Return attention of a call with a mask of blocks or sink logits, [B, Sq, H, Dv].
 
     Sparse methods choose their keys themselves: a mask of blocks makes their calls dense.
     """
-    plans: Plans = ()
-    if call.block_mask is not None:
-        plans = () if _flex_with_mask(bound, call) else _plans(call)
-        if bound.is_sparse:
-            bound = bound.without_grid(_BY_BLOCKS)
-    if plans:
-        return attend_on_engine(bound, call, plans, geometry, _BY_BLOCKS)
-    return attend_on_backend(bound, call)
+    if call.block_mask is None:
+        return attend_on_backend(bound, call)
+    out = _on_flex_attention(bound, call)
+    if out is not None:
+        return out
+    plans = _plans(call)
+    if bound.is_sparse:
+        bound = bound.without_grid(_BY_BLOCKS)
+    return attend_on_engine(bound, call, plans, _BY_BLOCKS)
 
 
 def attend_on_backend(bound: Binding, call: AttentionCall) -> torch.Tensor:
     """Return the output on the layer's own backend, as sink logits, if any, leave it."""
-    mask, flex = call.block_mask, _flex_with_mask(bound, call)
-    if flex is not None and mask is not None and not isinstance(mask, BlockPlan):
-        found = flex.forward_blocks(*call[:3], mask, lse=call.sink_logits is not None)
-        return apply_sink(call, *bound.count(found))
     if call.sink_logits is not None:
         bound = bound.with_features(Feature.LSE)
         return apply_sink(call, *bound.count(bound.impl.forward_lse(*call[:3])))
@@ -114,16 +111,13 @@ def attend_on_backend(bound: Binding, call: AttentionCall) -> torch.Tensor:
     return bound.attend(call)
 
 
-def attend_on_engine(
-    bound: Binding, call: AttentionCall, plans: Plans, geometry: LayerGeometry, why: str
-) -> torch.Tensor:
+def attend_on_engine(bound: Binding, call: AttentionCall, plans: Plans, why: str) -> torch.Tensor:
     """Return the output on the block-sparse engine, as sink logits, if any, leave it.
 
     Args:
         bound: what would serve the call if it took a mask of blocks.
         call: the call.
         plans: what is attended to.
-        geometry: what the layer is.
         why: why there are blocks, for the report.
     """
     query, key, value = (x if loadable(x) else x.contiguous() for x in call[:3])
@@ -134,7 +128,7 @@ def attend_on_engine(
             key,
             value,
             plan,
-            scale=geometry.softmax_scale,
+            scale=bound.demand.geometry.softmax_scale,
             kernel=kernel,
             return_lse=call.sink_logits is not None or len(plans) > 1,
         )
@@ -151,7 +145,8 @@ def attend_on_engine(
         variant=" and ".join(dict.fromkeys(kernels)),
         reason=f"{bound.selection.label} takes no lists of blocks, and {why}",
     )
-    return apply_sink(call, bound.count(out, by=ran), out_lse)
+    bound.rerouted[ran] += 1
+    return apply_sink(call, out, out_lse)
 
 
 def apply_sink(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
@@ -165,8 +160,8 @@ def apply_sink(call: AttentionCall, out: torch.Tensor, lse: torch.Tensor | None)
     return (out * kept.transpose(1, 2).unsqueeze(-1)).to(out.dtype)
 
 
-def _flex_with_mask(bound: Binding, call: AttentionCall) -> FlexAttentionImpl | None:
-    """Return FlexAttention where it is asked for and can take the block mask of a call."""
+def _on_flex_attention(bound: Binding, call: AttentionCall) -> torch.Tensor | None:
+    """Return the output of FlexAttention, where it is asked for and can take a call's mask."""
     impl, mask = bound.impl, call.block_mask
     if (
         not isinstance(impl, FlexAttentionImpl)
@@ -176,7 +171,8 @@ def _flex_with_mask(bound: Binding, call: AttentionCall) -> FlexAttentionImpl | 
         or (call.wants_gradient() and Feature.BACKWARD not in bound.features)
     ):
         return None
-    return impl
+    found = impl.forward_blocks(*call[:3], mask, lse=call.sink_logits is not None)
+    return apply_sink(call, *bound.count(found))
 
 
 def _plans(call: AttentionCall) -> Plans:

@@ -49,62 +49,34 @@ def check_extended(
     if context is not None and context.kv_cache is not None:
         call = _with_cache(call, geometry, context.kv_cache)
     check_blocks(call, geometry)
-    if call.cache is not None:
-        _check_cache(call.cache)
+    cache: object = call.cache
+    if cache is not None and not isinstance(cache, LayerCache):
+        raise UsageError(
+            f"cache must be a layer's part of a CausalCache, got a {type(cache).__name__}; pass "
+            f"cache.layers[i]"
+        )
+    if cache is not None and not cache.cache.is_running:
+        raise UsageError("a chunk must be running, got none; call begin(start, tokens) first")
     return call
 
 
-def attend_extended(bound: Binding, call: AttentionCall, geometry: LayerGeometry) -> torch.Tensor:
+def attend_extended(bound: Binding, call: AttentionCall) -> torch.Tensor:
     """Return attention of a call with a cache, a mask of blocks or sink logits, [B, Sq, H, Dv].
+
+    With a cache it is that of the running chunk, once it is written. Sparse methods choose among
+    the blocks of what is kept, where they can; else such calls run dense.
 
     Args:
         bound: what serves the layer at the running step.
         call: the call; `check_extended` has nothing against it.
-        geometry: what the layer is.
 
     Raises:
         UsageError: the tensors are not those of the running chunk, or of the mask.
         UnsupportedBackendError: the layer's method is sparse, and fallbacks are refused.
     """
-    if call.cache is None:
-        return attend_blocks(bound, call, geometry)
-    return _attend_cached(bound, call, call.cache, geometry)
-
-
-def _with_cache(call: AttentionCall, geometry: LayerGeometry, cache: object) -> AttentionCall:
-    """Return a call with its layer's part of a cache, unless it has one or attends to text."""
-    if call.cache is not None or geometry.site.role is not AttentionRole.SELF:
-        return call
-    if not isinstance(cache, CausalCache):
-        raise UsageError(f"kv_cache must be a CausalCache or None, got a {type(cache).__name__}")
-    layer = geometry.site.layer
-    if layer is None or layer >= len(cache.layers):
-        raise UsageError(
-            f"a layer must have a number below {len(cache.layers)} to find its part of the "
-            f"context's cache, got {layer}; pass cache=cache.layers[i], or prefix= to the layer"
-        )
-    return call._replace(cache=cache.layers[layer])
-
-
-def _check_cache(cache: object) -> None:
-    """Refuse what is no part of a cache whose chunk runs."""
-    if not isinstance(cache, LayerCache):
-        raise UsageError(
-            f"cache must be a layer's part of a CausalCache, got a {type(cache).__name__}; pass "
-            f"cache.layers[i]"
-        )
-    if not cache.cache.is_running:
-        raise UsageError("a chunk must be running, got none; call begin(start, tokens) first")
-
-
-def _attend_cached(
-    bound: Binding, call: AttentionCall, cache: LayerCache, geometry: LayerGeometry
-) -> torch.Tensor:
-    """Return attention of the running chunk of a cache, once it is written.
-
-    Sparse methods choose among the blocks of what is kept, where they can; else such calls run
-    dense.
-    """
+    cache = call.cache
+    if cache is None:
+        return attend_blocks(bound, call)
     tokens = cache.cache.running.tokens
     if call.query.shape[1] != tokens:
         raise UsageError(
@@ -138,9 +110,24 @@ def _attend_cached(
         found = attend_cache(method.router, settings, query, key, value, tiles, context)
         out = apply_sink(call, *bound.count(found))
     else:
-        out = attend_on_engine(bound, call, (seen.plan,), geometry, _IN_PIECES)
+        out = attend_on_engine(bound, call, (seen.plan,), _IN_PIECES)
     if tiles is None or tiles.in_order:
         return out
     in_order = torch.empty_like(out, memory_format=torch.contiguous_format)
     scatter_tokens(out, tiles.order.order, in_order)
     return in_order
+
+
+def _with_cache(call: AttentionCall, geometry: LayerGeometry, cache: object) -> AttentionCall:
+    """Return a call with its layer's part of a cache, unless it has one or attends to text."""
+    if call.cache is not None or geometry.site.role is not AttentionRole.SELF:
+        return call
+    if not isinstance(cache, CausalCache):
+        raise UsageError(f"kv_cache must be a CausalCache or None, got a {type(cache).__name__}")
+    layer = geometry.site.layer
+    if layer is None or layer >= len(cache.layers):
+        raise UsageError(
+            f"a layer must have a number below {len(cache.layers)} to find its part of the "
+            f"context's cache, got {layer}; pass cache=cache.layers[i], or prefix= to the layer"
+        )
+    return call._replace(cache=cache.layers[layer])

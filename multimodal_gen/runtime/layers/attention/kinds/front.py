@@ -48,13 +48,7 @@ def _with_queries(call: AttentionCall, context: ForwardContext) -> AttentionCall
     if mask is not None and mask.dim() == 2:  # over as many queries it would mask those too
         mask = mask[:, None, None, :]
     elif mask is not None and mask.dim() > 2 and mask.shape[-2] == call.query.shape[1] > 1:
-        given = mask
-        mask = context.cache.get(given, ("rows", count), lambda: _with_rows(given, count))
+        rows = (*[mask.narrow(-2, 0, 1)] * count, mask)  # the first, for queries that nothing reads
+        mask = context.cache.get(mask, ("rows", count), lambda: torch.cat(rows, dim=-2))
     query = F.pad(call.query, (0, 0, 0, 0, count, 0))
     return call._replace(query=query, mask=mask, mask_meta=None, replicated=(count, behind, 0))
-
-
-def _with_rows(mask: torch.Tensor, count: int) -> torch.Tensor:
-    """Return a mask with its first row that often in front, for queries that nothing reads."""
-    first = mask.narrow(-2, 0, 1)
-    return torch.cat((*[first] * count, mask), dim=-2)

@@ -9,15 +9,14 @@ import torch
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.runtime.layers.attention.binding import Binding
-from multimodal_gen.runtime.layers.attention.call import AttentionCall, LayerGeometry
+from multimodal_gen.runtime.layers.attention.call import AttentionCall
 from multimodal_gen.runtime.layers.attention.masks import (
-    VarlenMaskMeta,
     build_varlen_mask_meta,
+    once_per_call,
     with_causal,
     zero_masked_rows,
 )
 from multimodal_gen.runtime.layers.attention.request import AttentionRole, Feature
-from multimodal_gen.runtime.managers.forward_context import current_forward_context
 
 __all__ = ["KeyMask", "as_key_mask", "attend_masked", "normalise_mask"]
 
@@ -125,34 +124,38 @@ def as_key_mask(mask: torch.Tensor, *, self_attention: bool) -> KeyMask | None:
     return KeyMask(keep=common, covers_queries=not every)
 
 
-def attend_masked(bound: Binding, call: AttentionCall, geometry: LayerGeometry) -> torch.Tensor:
+def attend_masked(bound: Binding, call: AttentionCall) -> torch.Tensor:
     """Return attention of a call under its mask, [B, Sq, H, Dv].
 
     Args:
         bound: what serves calls like it without one.
         call: the call.
-        geometry: what the layer is.
 
     Raises:
         UsageError: the mask's shape does not fit.
         UnsupportedBackendError: no backend can honour it, or fallbacks are refused.
     """
+    geometry = bound.demand.geometry
     training = (Feature.BACKWARD,) if call.wants_gradient() else ()
     mask = _mask_for(bound, call, self_attention=geometry.site.role is not AttentionRole.CROSS)
-    if not isinstance(mask, KeyMask):
-        return _attend_under(mask, bound, call, (Feature.DENSE_MASK, *training), geometry.causal)
-    packs = not geometry.causal or mask.covers_queries
-    if packs and bound.features.issuperset((Feature.VARLEN, *training)):
-        return _attend_packed(bound, call, mask)
-    # A mask alone does not keep NaN in padding out: a weight of zero times NaN is NaN.
-    query, key, value = call.query, *(zero_masked_rows(x, mask.keep) for x in call[1:3])
-    if training and mask.covers_queries:
-        # The gradients of K and V sum over all queries: zero times NaN would reach every row.
-        query = zero_masked_rows(query, mask.keep)
-    call = call._replace(query=query, key=key, value=value)
-    needs = (Feature.KEY_MASK, *training)
-    out = _attend_under(mask.broadcastable(), bound, call, needs, geometry.causal)
-    return zero_masked_rows(out, mask.keep) if mask.covers_queries else out
+    kind, rows = Feature.DENSE_MASK, None
+    if isinstance(mask, KeyMask):
+        packs = not geometry.causal or mask.covers_queries
+        if packs and bound.features.issuperset((Feature.VARLEN, *training)):
+            return _attend_packed(bound, call, mask)
+        # A mask alone does not keep NaN in padding out: a weight of zero times NaN is NaN.
+        query, key, value = call.query, *(zero_masked_rows(x, mask.keep) for x in call[1:3])
+        if training and mask.covers_queries:
+            # The gradients of K and V sum over all queries: zero times NaN would reach every row.
+            query = zero_masked_rows(query, mask.keep)
+        call = call._replace(query=query, key=key, value=value)
+        kind, rows = Feature.KEY_MASK, mask.keep if mask.covers_queries else None
+        mask = mask.broadcastable()
+    if geometry.causal:
+        kind, mask = Feature.DENSE_MASK, with_causal(mask, call.query.shape[1])
+    serving = bound.with_features(kind, *training, causal_in_mask=geometry.causal)
+    out = serving.attend(call, mask)
+    return out if rows is None else zero_masked_rows(out, rows)
 
 
 def _mask_for(
@@ -174,34 +177,22 @@ def _mask_for(
     def look() -> KeyMask | None:
         return as_key_mask(mask, self_attention=self_attention)
 
-    context = current_forward_context()
-    use = ("key mask", mask.dtype, self_attention)
-    found = look() if context is None else context.cache.get(given, use, look)
+    found = once_per_call(given, ("key mask", mask.dtype, self_attention), look)
     if found is None:
         return mask
     batch, num_keys = call.key.shape[:2]
     return replace(found, keep=found.keep.expand(batch, num_keys))
 
 
-def _attend_under(
-    mask: torch.Tensor,
-    bound: Binding,
-    call: AttentionCall,
-    needs: tuple[Feature, ...],
-    causal: bool,
-) -> torch.Tensor:
-    if causal:
-        mask = with_causal(mask, call.query.shape[1])
-        needs = (Feature.DENSE_MASK, *needs[1:])
-    return bound.with_features(*needs, causal_in_mask=causal).attend(call, mask)
-
-
 def _attend_packed(bound: Binding, call: AttentionCall, mask: KeyMask) -> torch.Tensor:
     """Return attention of padded inputs on a kernel for packed sequences."""
     query, key, value, attn_mask = call[:4]
     assert attn_mask is not None, "callers know"
-    meta = call.mask_meta or _packing(attn_mask, mask)
     batch, num_queries = query.shape[:2]
+    # One mask may be broadcast over calls of different batch sizes.
+    meta = call.mask_meta or once_per_call(
+        attn_mask, ("packing", batch), lambda: build_varlen_mask_meta(mask.keep)
+    )
     if mask.covers_queries:
         packed_query, cu_seqlens_q = meta.pack(query), meta.cu_seqlens
     else:
@@ -221,13 +212,3 @@ def _attend_packed(bound: Binding, call: AttentionCall, mask: KeyMask) -> torch.
     if mask.covers_queries:
         return meta.unpack(out)
     return out.reshape(batch, num_queries, *out.shape[1:])
-
-
-def _packing(attn_mask: torch.Tensor, mask: KeyMask) -> VarlenMaskMeta:
-    """Return the packing, built once per denoiser call for all layers that share a mask."""
-    context = current_forward_context()
-    if context is None:
-        return build_varlen_mask_meta(mask.keep)
-    # One mask may be broadcast over calls of different batch sizes.
-    use = ("packing", mask.keep.shape[0])
-    return context.cache.get(attn_mask, use, lambda: build_varlen_mask_meta(mask.keep))

@@ -37,16 +37,13 @@ from multimodal_gen.runtime.distributed.ring import RingCall, RingInputs
 from multimodal_gen.runtime.distributed.timing import Times, attending, exchanging, recording
 from multimodal_gen.runtime.layers.attention.arguments import (
     all_or_none,
-    check_exchange,
-    check_flags,
     check_mask_meta,
-    check_no_replicated,
     check_replicated,
     check_seq_lens,
     check_split,
     join_tokens,
 )
-from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
+from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer, check_flags
 from multimodal_gen.runtime.layers.attention.backends.block_masks import apart
 from multimodal_gen.runtime.layers.attention.binding import Binding
 from multimodal_gen.runtime.layers.attention.call import (
@@ -56,10 +53,15 @@ from multimodal_gen.runtime.layers.attention.call import (
 )
 from multimodal_gen.runtime.layers.attention.causal_cache import LayerCache
 from multimodal_gen.runtime.layers.attention.config import settings_text
-from multimodal_gen.runtime.layers.attention.masks import VarlenMaskMeta, zero_masked_rows
+from multimodal_gen.runtime.layers.attention.masks import (
+    VarlenMaskMeta,
+    masks_keys,
+    once_per_call,
+    zero_masked_rows,
+)
 from multimodal_gen.runtime.layers.attention.report import LayerReport
-from multimodal_gen.runtime.layers.attention.request import AttentionRole
-from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
+from multimodal_gen.runtime.layers.attention.request import AttentionRole, LayerSite
+from multimodal_gen.runtime.layers.attention.scope import SelectionScope
 from multimodal_gen.runtime.layers.attention.sequence_parallel.ring import ring_forward
 from multimodal_gen.runtime.managers.forward_context import ForwardContext, current_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
@@ -69,7 +71,6 @@ if TYPE_CHECKING:
     from multimodal_gen.runtime.layers.attention.causal_cache import LayerCache
 
 __all__ = [
-    "HeadsOfRank",
     "Rows",
     "SequenceParallelLayer",
     "SplitCall",
@@ -81,6 +82,8 @@ __all__ = [
 ]
 
 _QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+# What all ranks hold: q, k and v in front of their tokens and after them, with all heads.
+_Around = tuple[_QKV, _QKV] | None
 _Message = tuple[Sequence[torch.Tensor], Sequence[tuple[Span, ...]], tuple[int, ...]]
 
 
@@ -129,21 +132,6 @@ class Rows(NamedTuple):
         return cls(own, key.shape[1] - prefix - suffix - in_front, prefix, suffix, in_front)
 
 
-class HeadsOfRank(NamedTuple):
-    """The heads of a rank.
-
-    Attributes:
-        tokens: q, k and v of the tokens of all ranks of the Ulysses group.
-        around: what all ranks hold: q, k and v in front of the tokens, whose lengths may differ,
-            and after them; None for nothing.
-        gate: the gate of the tokens, or None.
-    """
-
-    tokens: _QKV
-    around: tuple[_QKV, _QKV] | None
-    gate: torch.Tensor | None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SplitCall:
     """One call: what travels, what every rank has, how it joins.
@@ -167,38 +155,27 @@ class SplitCall:
         """The query heads of this rank."""
         return self.shares.queries[self.groups.ulysses.index]
 
-    @property
-    def same_tokens(self) -> bool:
-        """Whether queries and keys are the same tokens, as in self-attention."""
-        return self.lengths == self.key_lengths and not self.rows.in_front
-
-    def take_heads(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        gate: torch.Tensor | None,
-    ) -> HeadsOfRank:
+    def take_heads(self, call: AttentionCall) -> tuple[Sequence[torch.Tensor], _Around]:
         """Exchange tokens for heads within the Ulysses group.
 
         Args:
-            query: [B, prefix + S + suffix, H, D].
-            key: [B, prefix + in_front + S + suffix, Hkv, D].
-            value: [B, prefix + in_front + S + suffix, Hkv, Dv].
-            gate: [B, S, H, D], or None.
-        """
-        tokens, around = self.stretches(query, key, value)
-        if self.groups.ulysses.size == 1:
-            return HeadsOfRank(tokens, around, gate)
-        arrived: list[torch.Tensor] = []
-        for message in self.messages(tokens, gate):
-            arrived += scatter_heads(*message, self.groups.ulysses)
-        return self.arrived(arrived, around)
+            call: [B, prefix + S + suffix, H, D] queries, as many keys with those in front of them,
+                and the gate [B, S, H, D] of the tokens, or None.
 
-    def stretches(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[_QKV, tuple[_QKV, _QKV] | None]:
-        """Return q, k and v of this rank's tokens; then those in front of them and after them."""
+        Returns:
+            This rank's heads of the tokens of all ranks of the group: q, k, v and, where there is
+            one, the gate; and what is around them.
+        """
+        tokens, around = self.stretches(call)
+        gates = () if call.gate is None else (call.gate.to(call.query.dtype),)
+        if self.groups.ulysses.size == 1:
+            return (*tokens, *gates), around
+        sent = self.messages(tokens, *gates)
+        return [x for each in sent for x in scatter_heads(*each, self.groups.ulysses)], around
+
+    def stretches(self, call: AttentionCall) -> tuple[_QKV, _Around]:
+        """Return q, k and v of this rank's tokens, and what is around them."""
+        query, key, value = call[:3]
         prefix, suffix, in_front = self.rows[2:]
         if not (prefix or suffix or in_front):
             return (query, key, value), None
@@ -208,11 +185,10 @@ class SplitCall:
         front, tokens, back = zip(q, k, v, strict=True)
         return tokens, (front, back)
 
-    def messages(self, tokens: _QKV, gate: torch.Tensor | None = None) -> list[_Message]:
+    def messages(self, tokens: _QKV, *gates: torch.Tensor) -> list[_Message]:
         """Return what is sent together: tensors, the heads and the tokens of each rank."""
         queries, keys = self.shares.queries, self.shares.keys
         lengths, key_lengths = self._of_group(self.lengths), self._of_group(self.key_lengths)
-        gates = () if gate is None else (gate.to(tokens[0].dtype),)
         with_gate = [queries] * len(gates)
         if lengths == key_lengths:
             return [((*tokens, *gates), [queries, keys, keys, *with_gate], lengths)]
@@ -220,31 +196,21 @@ class SplitCall:
         sent.append((tokens[1:], [keys, keys], key_lengths))
         return [*sent, (gates, with_gate, lengths)] if gates else sent
 
-    def arrived(
-        self, tokens: Sequence[torch.Tensor], around: tuple[_QKV, _QKV] | None
-    ) -> HeadsOfRank:
-        """Return this rank's heads, once those of the tokens are here.
+    def joined(
+        self, heads: Sequence[torch.Tensor], around: _Around
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return q, k, v and gate over the whole sequence, as a backend takes them.
 
         Args:
-            tokens: q, k, v and, where there is one, the gate.
-            around: what is in front of them and after them, with all heads.
+            heads: this rank's, see `take_heads`.
+            around: what is around their tokens.
         """
-        q, k, v, *gate = tokens
+        q, k, v, *gate = heads
         if around is not None:
-            front, back = around
-            around = self._own_heads(front), self._own_heads(back)
-        return HeadsOfRank((q, k, v), around, gate[0] if gate else None)
-
-    def joined(
-        self, heads: HeadsOfRank
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return q, k, v and gate over the whole sequence, as a backend takes them."""
-        q, k, v = heads.tokens
-        if heads.around is not None:
-            front, back = heads.around
-            q, k, v = (_join(each) for each in zip(front, heads.tokens, back, strict=True))
-        me = self.groups.ulysses.index
-        return q, self.shares.arrange_keys(k, me), self.shares.arrange_keys(v, me), heads.gate
+            front, back = map(self._own_heads, around)
+            q, k, v = (_join(each) for each in zip(front, (q, k, v), back, strict=True))
+        k, v = self._arranged(k, v)
+        return q, k, v, gate[0] if gate else None
 
     def give_heads(self, out: torch.Tensor) -> torch.Tensor:
         """Exchange heads for tokens: [B, prefix + sum S + suffix, h, Dv] for [B, ..., H, Dv]."""
@@ -256,13 +222,11 @@ class SplitCall:
 
     def whole_mask(self, call: AttentionCall) -> torch.Tensor | None:
         """Return the mask of all keys of the sequence, gathered once for layers that share it."""
-        mask, context = call.mask, current_forward_context()
+        mask = call.mask
         if mask is None or call.whole_mask is not None:
             return call.whole_mask
-        if context is None:
-            return self._gather_mask(mask)
         use = ("whole mask", self.key_lengths, self.rows)
-        return context.cache.get(mask, use, lambda: self._gather_mask(mask))
+        return once_per_call(mask, use, lambda: self._gather_mask(mask))
 
     def _gather_mask(self, mask: torch.Tensor) -> torch.Tensor:
         rows = self.rows
@@ -273,7 +237,8 @@ class SplitCall:
 
     def ring_inputs(
         self,
-        heads: HeadsOfRank,
+        heads: Sequence[torch.Tensor],
+        around: _Around,
         mask: torch.Tensor | None,
         geometry: LayerGeometry,
         projection: nn.Linear | None,
@@ -281,7 +246,8 @@ class SplitCall:
         """Return what this rank brings to a ring.
 
         Args:
-            heads: this rank's heads of its Ulysses group's tokens.
+            heads: this rank's, see `take_heads`.
+            around: what is around their tokens.
             mask: bool [B, Sk] or [B, 1, 1, Sk] of all keys, or None.
             geometry: what the layer computes.
             projection: the layer's trained projection, or None.
@@ -294,17 +260,17 @@ class SplitCall:
                 f"a causal layer must have as many keys as queries on each rank of a ring, got "
                 f"{list(self.lengths)} queries and {list(self.key_lengths)} keys"
             )
-        rows, (query, key, value), shares = self.rows, heads.tokens, self.shares
-        me, size = self.groups.ulysses.index, self.groups.ulysses.size
+        rows, size = self.rows, self.groups.ulysses.size
+        query, key, value, *gate = heads
         num_queries = query.shape[1]
-        shared: list[torch.Tensor | None] = [None, None]
-        if heads.around is not None:
-            front, back = heads.around
+        key, value = self._arranged(key, value)
+        shared_key = shared_value = keep = shared_keep = None
+        if around is not None:
+            front, back = map(self._own_heads, around)
             if rows.prefix or rows.suffix:
                 query = torch.cat((front[0], query, back[0]), dim=1)
             pairs = zip(front[1:], back[1:], strict=True)
-            shared = [shares.arrange_keys(torch.cat(pair, dim=1), me) for pair in pairs]
-        keep = shared_keep = None
+            shared_key, shared_value = self._arranged(*(torch.cat(pair, dim=1) for pair in pairs))
         if mask is not None:
             stretches = [rows.prefix + rows.in_front, sum(self.key_lengths), rows.suffix]
             before, keep, after = torch.split(mask.flatten(1), stretches, dim=1)
@@ -323,14 +289,19 @@ class SplitCall:
                 shared_keep=shared_keep,
             ),
             query=query,
-            key=shares.arrange_keys(key, me),
-            value=shares.arrange_keys(value, me),
-            shared_key=shared[0],
-            shared_value=shared[1],
-            gate=None if heads.gate is None else heads.gate.to(query.dtype),
+            key=key,
+            value=value,
+            shared_key=shared_key,
+            shared_value=shared_value,
+            gate=gate[0] if gate else None,
             first_head=self.heads[0],
             projection=projection,
         )
+
+    def _arranged(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return keys and values as this rank's query heads read them."""
+        me = self.groups.ulysses.index
+        return self.shares.arrange_keys(key, me), self.shares.arrange_keys(value, me)
 
     def _own_heads(self, qkv: _QKV) -> _QKV:
         me = self.groups.ulysses.index
@@ -393,14 +364,12 @@ class SequenceParallelLayer(AttentionLayer):
             RankError: another rank refuses its call, or makes none.
             UnsupportedBackendError: no backend can honour the call.
         """
-        refusal = _refusal(call, groups.ring.size)
-        if refusal is not None:
-            raise self._refused(refusal, exchange=True)
         kind = device_type(call.query.device)
         if kind != "meta" and torch.is_autocast_enabled(kind):
             with torch.autocast(kind, enabled=False):
                 return self._attend_over_ranks(call.autocast(), groups)
         try:
+            _check_split(call, groups.ring.size)
             entry = self.entry_for(call.query)  # what is bound for these tensors may be new
             if entry.ulysses_refusal is not None and groups.ulysses.size > 1:
                 raise UnsupportedBackendError(entry.ulysses_refusal)
@@ -409,16 +378,8 @@ class SequenceParallelLayer(AttentionLayer):
                 bound = bound.without_grid(call.no_grid)
         except MultimodalGenError as error:
             raise self._refused(error, exchange=True) from None
-        rows = Rows.of(call.query, call.key, call.replicated)
         training = torch.is_grad_enabled() and call.wants_gradient()
-        lengths, key_lengths = self._handshake(groups, call, rows, bound, training)
-        split = SplitCall(
-            groups=groups,
-            shares=partition_heads(call.query.shape[2], call.key.shape[2], groups.ulysses.size),
-            rows=rows,
-            lengths=lengths,
-            key_lengths=key_lengths,
-        )
+        split = self._agreed(groups, call, bound, training)
         with recording(self.times):
             if groups.ring.size > 1:
                 return self._attend_in_ring(split, call, training)
@@ -431,7 +392,7 @@ class SequenceParallelLayer(AttentionLayer):
             return self._attend_to_heads(split, call)
 
     def _attend_to_heads(self, split: SplitCall, call: AttentionCall) -> torch.Tensor:
-        q, k, v, gate = split.joined(split.take_heads(*call[:3], call.gate))
+        q, k, v, gate = split.joined(*split.take_heads(call))
         heads = call._replace(
             query=q,
             key=k,
@@ -449,32 +410,33 @@ class SequenceParallelLayer(AttentionLayer):
     def _attend_in_ring(
         self, split: SplitCall, call: AttentionCall, training: bool
     ) -> torch.Tensor:
-        query, keep = call.query, None
-        mask = split.whole_mask(call)
+        keep, mask = None, split.whole_mask(call)
         mask = None if mask is None else mask != 0
-        self_attention = self.site.role is not AttentionRole.CROSS and split.same_tokens
+        same_tokens = split.lengths == split.key_lengths and not split.rows.in_front
+        self_attention = self.site.role is not AttentionRole.CROSS and same_tokens
         if call.mask is not None and call.mask.dim() == 2 and self_attention:
             keep = call.mask != 0
             if training:
                 # K and V's gradients sum over all queries: zero times NaN would reach every row.
-                query = zero_masked_rows(query, keep)
-        heads = split.take_heads(query, call.key, call.value, call.gate)
-        inputs = split.ring_inputs(heads, mask, self.geometry, call.projection)
+                call = call._replace(query=zero_masked_rows(call.query, keep))
+        heads = split.take_heads(call)
+        inputs = split.ring_inputs(*heads, mask, self.geometry, call.projection)
         out = split.give_heads(ring_forward(self, inputs, mask, split.groups.sequence.size))
         return out if keep is None else zero_masked_rows(out, keep)
 
-    def _handshake(
-        self,
-        groups: ParallelGroups,
-        call: AttentionCall,
-        rows: Rows,
-        bound: Binding,
-        training: bool,
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return how many queries and keys each rank brings, once all make the same call."""
+    def _agreed(
+        self, groups: ParallelGroups, call: AttentionCall, bound: Binding, training: bool
+    ) -> SplitCall:
+        """Return how tokens and heads are split, once all ranks make the same call."""
         query, key, value, mask, gate = call[:5]
-        seq_lens = call.seq_lens
+        rows, seq_lens, cache = Rows.of(query, key, call.replicated), call.seq_lens, call.cache
         chosen, context = bound.selection, current_forward_context()
+        refusal = None
+        if gate is not None and gate.shape != query.shape:
+            refusal = UsageError(
+                f"the gate must have the shape of query, {list(query.shape)}, got "
+                f"{list(gate.shape)}"
+            )
         facts = {
             "attention backend": chosen.backend,
             "backend parameters": settings_text(chosen.asked.config),
@@ -488,7 +450,9 @@ class SequenceParallelLayer(AttentionLayer):
             "seq_lens": None if seq_lens is None else tuple(seq_lens),
             "gradients": training,
             "guidance branch": None if context is None else context.cfg_branch,
-            "cache": () if call.cache is None else _past_of(call.cache),
+            "cache": ()
+            if cache is None
+            else (*cache.cache.running, cache.sink, cache.window, cache.cut),
             "mask of blocks": type(call.block_mask).__name__,
             "sink_logits": call.sink_logits is not None,
         }
@@ -497,7 +461,7 @@ class SequenceParallelLayer(AttentionLayer):
             self._name_of_calls(),
             facts,
             (rows.query, rows.key),
-            None if gate is None else _gate_refusal(query, gate),
+            refusal,
             progress=count_exchange(),
             wait=query.device.type == "cpu",
         )
@@ -506,11 +470,17 @@ class SequenceParallelLayer(AttentionLayer):
             raise UsageError(
                 f"seq_lens must hold the tokens of each rank, {list(lengths)}, got {list(seq_lens)}"
             )
-        return lengths, key_lengths
+        return SplitCall(
+            groups=groups,
+            shares=partition_heads(query.shape[2], key.shape[2], groups.ulysses.size),
+            rows=rows,
+            lengths=lengths,
+            key_lengths=key_lengths,
+        )
 
 
-def _refusal(call: AttentionCall, ring: int) -> UsageError | None:
-    """Return why this rank cannot make a call, whatever the others do.
+def _check_split(call: AttentionCall, ring: int) -> None:
+    """Refuse a call that this rank cannot make, whatever the others do.
 
     Args:
         call: the call.
@@ -519,28 +489,21 @@ def _refusal(call: AttentionCall, ring: int) -> UsageError | None:
     mask = call.mask
     if mask is not None:
         wanted = (call.key.shape[0], call.key.shape[1])
-        narrow = mask.dim() == 4 and tuple(mask.shape[1:3]) == (1, 1)
-        if not (mask.dim() == 2 or narrow) or (mask.shape[0], mask.shape[-1]) != wanted:
-            return UsageError(
+        if not masks_keys(mask) or (mask.shape[0], mask.shape[-1]) != wanted:
+            raise UsageError(
                 f"attn_mask must be [B, Sk] = {list(wanted)} or [B, 1, 1, Sk], the part of this "
                 f"rank, where tokens are split over ranks, got {list(mask.shape)}"
             )
         if ring > 1 and mask.dtype.is_floating_point:
-            return UsageError(
+            raise UsageError(
                 f"attn_mask must be bool or integer in a ring, got {mask.dtype}; use --ring-degree "
                 f"1 for masks that are added to the scores"
             )
     if ring > 1 and call.is_extended():
-        return UsageError(
+        raise UsageError(
             f"a call with a cache, a mask of blocks or sink_logits must be split by heads alone, "
             f"got a ring of {ring}; use --ring-degree 1 and more Ulysses ranks"
         )
-    return None
-
-
-def _past_of(part: LayerCache) -> tuple[object, ...]:
-    """Return what a call sees of a cache, as ranks compare it."""
-    return (*part.cache.running, part.sink, part.window, part.cut)
 
 
 def _video(context: ForwardContext) -> str:
@@ -552,14 +515,6 @@ def _video(context: ForwardContext) -> str:
     return f"{context.latent_grid}{text}"
 
 
-def _gate_refusal(query: torch.Tensor, gate: torch.Tensor) -> UsageError | None:
-    if gate.shape == query.shape:
-        return None
-    return UsageError(
-        f"the gate must have the shape of query, {list(query.shape)}, got {list(gate.shape)}"
-    )
-
-
 def _num_head_groups(split: SplitCall, bound: Binding) -> int:
     """Return in how many groups of heads a call without mask, gate or gradient is computed.
 
@@ -567,9 +522,7 @@ def _num_head_groups(split: SplitCall, bound: Binding) -> int:
     from call to call is about all heads of the rank; key heads that several query heads read would
     travel more than once.
     """
-    asked = split.groups.head_groups
-    if asked is None:
-        asked = bound.head_groups
+    asked = split.groups.head_groups or bound.head_groups
     shares = split.shares
     keeps_state = bound.method is not None and bound.method.keeps_state
     if asked == 1 or keeps_state or shares.num_heads != shares.num_kv_heads:
@@ -598,7 +551,7 @@ def _attend_in_head_groups(
     """
     rows, context = split.rows, current_forward_context()
     among = split.groups.ulysses
-    tokens, around = split.stretches(*call[:3])
+    tokens, around = split.stretches(call)
     groups = [replace(split, shares=shares) for shares in split.shares.in_groups(count)]
     with exchanging(call.query.device):
         coming = [
@@ -612,10 +565,10 @@ def _attend_in_head_groups(
     for group, works in zip(groups, coming, strict=True):
         with exchanging(call.query.device):
             heads = [x for work in works for x in work.wait()]
-        q, k, v, _ = group.joined(group.arrived(heads, around))
+        q, k, v, _ = group.joined(heads, around)
         part = call._replace(first_head=group.heads[0], continued=group is not groups[0])
         with attending(q.device):
-            out = bound.forward(q, k, v, context, **bound.fields(part))
+            out = bound.impl.forward(q, k, v, context, **bound.fields(part))
         with exchanging(q.device):
             message = [out], [group.shares.queries], group.lengths
             plan = exchange_plan(*message, among, prefix=rows.prefix, suffix=rows.suffix)
@@ -639,10 +592,40 @@ class UlyssesAttention(SequenceParallelLayer):
         supported_attention_backends: hint: automatic choice prefers this set.
         prefix: dotted path of the layer in its model; its first number is what `layers:` rules
             go by.
+        default_attention_backend: the layer's preference, weaker than a user's request.
         compute_dtype: dtype of q, k and v; default: whichever the first call has.
         site: where the layer sits; default: the component under construction.
         scope: what the user configured; default: the scope in use.
     """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        num_kv_heads: int | None = None,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        supported_attention_backends: Collection[AttentionBackendEnum | str] | None = None,
+        prefix: str = "",
+        *,
+        default_attention_backend: AttentionBackendEnum | str | None = None,
+        compute_dtype: torch.dtype | None = None,
+        site: LayerSite | None = None,
+        scope: SelectionScope | None = None,
+    ) -> None:
+        super().__init__(
+            num_heads,
+            head_size,
+            num_kv_heads,
+            softmax_scale,
+            causal,
+            supported_attention_backends,
+            default_attention_backend,
+            compute_dtype=compute_dtype,
+            prefix=prefix,
+            site=site,
+            scope=scope,
+        )
 
     def forward(
         self,
@@ -678,6 +661,7 @@ class UlyssesAttention(SequenceParallelLayer):
             replicated = all_or_none(replicated_q, replicated_k, replicated_v, "replicated_")
             exclusive = replicated is not None
             check_seq_lens(seq_lens, q, exclusive=exclusive, split=tokens_are_split())
+            query, key, value = q, k, v
             if replicated is not None:
                 query, key, value = (
                     join_tokens(own, shared, (name, f"replicated_{name}"))
@@ -685,16 +669,17 @@ class UlyssesAttention(SequenceParallelLayer):
                 )
         except MultimodalGenError as error:
             raise self._refused(error, exchange=True) from None
-        if replicated is None:
-            call = AttentionCall(q, k, v, seq_lens=seq_lens, cache=cache, sink_logits=sink_logits)
-            return self.attend(call), None
-        suffix = (0, replicated[0].shape[1], 0)
-        out = self.attend(
-            AttentionCall(
-                query, key, value, replicated=suffix, cache=cache, sink_logits=sink_logits
-            )
+        call = AttentionCall(
+            query,
+            key,
+            value,
+            replicated=(0, 0 if replicated is None else replicated[0].shape[1], 0),
+            seq_lens=seq_lens,
+            cache=cache,
+            sink_logits=sink_logits,
         )
-        return out[:, : q.shape[1]], out[:, q.shape[1] :]
+        out = self.attend(call)
+        return (out, None) if replicated is None else (out[:, : q.shape[1]], out[:, q.shape[1] :])
 
 
 class UlyssesAttention_VSA(UlyssesAttention):  # noqa: N801  the name users import
@@ -730,7 +715,11 @@ class UlyssesAttention_VSA(UlyssesAttention):  # noqa: N801  the name users impo
             UsageError: replicated tokens are given, or a gate that the backend cannot apply.
         """
         try:
-            check_no_replicated(replicated_q, replicated_k, replicated_v)
+            if any(x is not None for x in (replicated_q, replicated_k, replicated_v)):
+                raise UsageError(
+                    "replicated_q, replicated_k and replicated_v must be None in "
+                    "UlyssesAttention_VSA; use UlyssesAttention for joint sequences"
+                )
             check_seq_lens(seq_lens, q, exclusive=False, split=tokens_are_split())
         except MultimodalGenError as error:
             raise self._refused(error, exchange=True) from None
@@ -783,7 +772,6 @@ class USPAttention(SequenceParallelLayer):
         if dropout_rate != 0.0:
             raise UsageError(f"dropout_rate must be 0.0, got {dropout_rate}; kernels apply none")
         check_flags(
-            is_cross_attention=is_cross_attention,
             skip_sequence_parallel=skip_sequence_parallel,
             enable_packed_qkv_input_a2a=enable_packed_qkv_input_a2a,
         )
@@ -793,10 +781,10 @@ class USPAttention(SequenceParallelLayer):
             num_kv_heads,
             softmax_scale,
             causal,
-            supported_attention_backends=supported_attention_backends,
-            default_attention_backend=default_attention_backend,
-            role=AttentionRole.CROSS if is_cross_attention else AttentionRole.SELF,
-            compute_dtype=compute_dtype,
+            supported_attention_backends,
+            default_attention_backend,
+            is_cross_attention,
+            compute_dtype,
             prefix=prefix,
             site=site,
             scope=scope,
@@ -853,14 +841,16 @@ class USPAttention(SequenceParallelLayer):
         Raises:
             UsageError: arguments exclude each other, or sizes do not fit.
         """
-        mask, blocks = attn_mask, None
-        if mask is not None and not isinstance(mask, torch.Tensor):
-            mask, blocks = apart(mask)
+        mask, blocks = (None, None) if attn_mask is None else apart(attn_mask)
         skip = self.skip_sequence_parallel or skip_sequence_parallel_override
         split = tokens_are_split() and not skip
         replicated = (num_replicated_prefix, num_replicated_suffix, num_replicated_kv_prefix)
         try:
-            check_exchange(skip_sequence_parallel_override, qkv_pre_all_to_all)
+            if not (skip_sequence_parallel_override is qkv_pre_all_to_all is False):
+                check_flags(
+                    skip_sequence_parallel_override=skip_sequence_parallel_override,
+                    qkv_pre_all_to_all=qkv_pre_all_to_all,
+                )
             check_replicated(replicated, q, k)
             exclusive = attn_mask is not None or any(replicated)
             check_seq_lens(seq_lens, q, exclusive=exclusive, split=split)
@@ -876,22 +866,21 @@ class USPAttention(SequenceParallelLayer):
             check_mask_meta(attn_mask_meta, mask, k)
         except MultimodalGenError as error:
             raise self._refused(error, exchange=not skip) from None
-        return self.attend(
-            AttentionCall(
-                q,
-                k,
-                v,
-                mask,
-                mask_meta=attn_mask_meta,
-                replicated=replicated,
-                seq_lens=seq_lens,
-                exchange=not skip,
-                some_heads=qkv_pre_all_to_all,
-                cache=cache,
-                block_mask=blocks,
-                sink_logits=sink_logits,
-            )
+        call = AttentionCall(
+            q,
+            k,
+            v,
+            mask,
+            mask_meta=attn_mask_meta,
+            replicated=replicated,
+            seq_lens=seq_lens,
+            exchange=not skip,
+            some_heads=qkv_pre_all_to_all,
+            cache=cache,
+            block_mask=blocks,
+            sink_logits=sink_logits,
         )
+        return self.attend(call)
 
     def forward_with_replicated_kv_prefix(
         self,

@@ -80,26 +80,20 @@ def _check_schedule(layer: AttentionLayer, num_ranks: int) -> None:
     Raises:
         UnsupportedBackendError: it cannot be part of a ring.
     """
-    for entry in layer.schedule():
-        reason = _reason_against(entry.primary)
-        if reason is not None:
+    for bound in (entry.primary for entry in layer.schedule()):
+        reason = bound.impl.limits.ring
+        if reason is None and Feature.RING not in bound.features:
+            reason = "it gives no log-sum-exp to merge by"
+            if bound.is_sparse:
+                reason = (
+                    "what it attends to depends on all tokens of a head, which a ring never joins"
+                )
+        if reason is not None and bound.selection.named:
             raise UnsupportedBackendError(
-                f"attention backend {entry.primary.selection.label} must not be part of a ring: "
+                f"attention backend {bound.selection.label} must not be part of a ring: "
                 f"{reason}; use --ring-degree 1 --ulysses-degree {num_ranks}, or "
                 f"choose another backend"
             )
-
-
-def _reason_against(bound: Binding) -> str | None:
-    """Return why a backend that was asked for cannot be part of a ring, or None."""
-    selection, reason = bound.selection, bound.impl.limits.ring
-    if not (selection.source.explicit and selection.asked.backend is selection.backend):
-        return None
-    if reason is not None or Feature.RING in bound.features:
-        return reason
-    if bound.is_sparse:
-        return "what it attends to depends on all tokens of a head, which a ring never joins"
-    return "it gives no log-sum-exp to merge by"
 
 
 def _no_gradients(bound: Binding) -> UnsupportedBackendError:
@@ -134,17 +128,13 @@ def _attend_part(layer: AttentionLayer, full: Binding, diagonal: Binding) -> Att
             return part_attention(query, part, layer.geometry.softmax_scale)
         if full.impl.masks_lse:
             return full.impl.forward_lse(query, part.key, part.value, part.keep)
-        return _attend_to_kept(full.impl, query, part.key, part.value, part.keep)
+        return _attend_to_kept(full.impl, query, part, part.keep)
 
     return attend
 
 
 def _attend_to_kept(
-    impl: AttentionImpl,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    keep: torch.Tensor,
+    impl: AttentionImpl, query: torch.Tensor, part: KeyPart, keep: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Leave padding out, sample by sample: most kernels give no log-sum-exp under a mask.
 
@@ -154,7 +144,7 @@ def _attend_to_kept(
     for sample, kept in enumerate(keep):
         positions = kept.nonzero().flatten()
         one = slice(sample, sample + 1)
-        q, k, v = (query[one], *(x[one].index_select(1, positions) for x in (key, value)))
+        q, k, v = (query[one], *(x[one].index_select(1, positions) for x in (part.key, part.value)))
         parts.append(impl.forward_lse(q, k, v) if len(positions) else attend_to_nothing(q, v))
     outs, stats = zip(*parts, strict=True)
     return torch.cat(outs), torch.cat(stats)

@@ -275,7 +275,7 @@ CHECK = """
 import torch.nn.functional as F
 
 from multimodal_gen.errors import UnsupportedBackendError
-from multimodal_gen.runtime.layers.attention.rules import scope_from
+from multimodal_gen.runtime.layers.attention.scope import scope_from
 
 
 def asking(name, **settings):

@@ -9,8 +9,12 @@ import torch
 from multimodal_gen.runtime.distributed.groups import parallel_groups, use_parallel_groups
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.layers.attention import UlyssesAttention_VSA, USPAttention
-from multimodal_gen.runtime.layers.attention.rules import scope_from_args
-from multimodal_gen.runtime.layers.attention.scope import BackendPreference, SelectionScope, Source
+from multimodal_gen.runtime.layers.attention.scope import (
+    BackendPreference,
+    SelectionScope,
+    Source,
+    scope_from_args,
+)
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.runtime.server_args import ServerArgs

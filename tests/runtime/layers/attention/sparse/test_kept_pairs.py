@@ -5,8 +5,7 @@ import torch
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.runtime.layers.attention import LocalAttention
-from multimodal_gen.runtime.layers.attention.rules import scope_from
-from multimodal_gen.runtime.layers.attention.scope import LayerSite
+from multimodal_gen.runtime.layers.attention.scope import LayerSite, scope_from
 from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import record_plan, recorded_pairs
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 

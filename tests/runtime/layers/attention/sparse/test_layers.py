@@ -11,8 +11,7 @@ from multimodal_gen.kernels.tile_order.api import gather_tokens
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.backends.registry import backends_of
 from multimodal_gen.runtime.layers.attention.config import build_config
-from multimodal_gen.runtime.layers.attention.rules import scope_from_args
-from multimodal_gen.runtime.layers.attention.scope import LayerSite
+from multimodal_gen.runtime.layers.attention.scope import LayerSite, scope_from_args
 from multimodal_gen.runtime.layers.attention.sparse import tiles
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum

@@ -7,7 +7,7 @@ from multimodal_gen.runtime.distributed.groups import Group
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.distributed.ring import RingCall
 from multimodal_gen.runtime.layers.attention import USPAttention
-from multimodal_gen.runtime.layers.attention.rules import scope_from_args
+from multimodal_gen.runtime.layers.attention.scope import scope_from_args
 from multimodal_gen.runtime.layers.attention.sparse.executors import ring as executor
 from multimodal_gen.runtime.layers.attention.sparse.methods.sta.router import window_patterns
 from multimodal_gen.runtime.layers.attention.sparse.pattern import halo_of, shard_plan
