@@ -1,12 +1,14 @@
 """The gate scripts, run over stand-ins for what they call."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -78,6 +80,20 @@ def test_check_goes_on_after_a_failure_and_names_it(checkout: Path, word: str, n
     assert name in result.stderr.removeprefix("failed: ").split()
     verdicts = [line for line in result.stdout.splitlines() if line.startswith(("ok ", "FAILED "))]
     assert len(verdicts) == 6
+
+
+def test_hooks_of_pre_commit_are_the_checks() -> None:
+    begun = re.findall(r"^begin ([\w-]+) ", (REPOSITORY / "scripts" / "check").read_text(), re.M)
+    config = yaml.safe_load((REPOSITORY / ".pre-commit-config.yaml").read_text())
+    (local,) = config["repos"]
+    assert [hook["id"] for hook in local["hooks"]] == begun
+    assert all(hook["language"] == "system" for hook in local["hooks"])
+
+
+def test_hosted_runners_run_what_people_do() -> None:
+    workflow = yaml.safe_load((REPOSITORY / ".github" / "workflows" / "ci.yml").read_text())
+    commands = [step["run"] for step in workflow["jobs"]["run"]["steps"] if "run" in step]
+    assert commands == [".ci/run"]
 
 
 def test_check_refuses_an_unknown_argument(checkout: Path) -> None:
