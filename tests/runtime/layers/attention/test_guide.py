@@ -28,8 +28,8 @@ def install_plugin(folder: Path) -> None:
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "plain_attn.py").write_text(block("python", "class PlainBackend"))
-    group, entry = block("toml", "entry-points").strip().splitlines()
-    name = re.search(r'"(.*)"', group).group(1)
+    project = block("toml", "entry-points").strip()
+    ((name, entry),) = re.findall(r'^\[project\.entry-points\."(.*)"\]\n(.*)$', project, re.M)
     info = folder / "your_package-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: your-package\nVersion: 1.0\n")
