@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import importlib.util
 import os
 import re
 import shlex
@@ -224,3 +225,19 @@ def test_commands_are_found_in_a_block() -> None:
 def test_a_planted_wrong_import_is_reported() -> None:
     code = "from multimodal_gen.errors import ConfigError, Absent\n"
     assert list(import_problems(code)) == ["multimodal_gen.errors has no Absent"]
+
+
+def test_the_reference_has_every_command_and_option() -> None:
+    spec = importlib.util.spec_from_file_location("hooks", REPOSITORY / "docs" / "hooks.py")
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    page = (REPOSITORY / "docs" / "pages" / "reference" / "command-line.md").read_text()
+    text = hooks.on_page_markdown(page, page=None)
+    assert hooks.MARK in page
+    assert hooks.MARK not in text
+    surface = (REPOSITORY / "tests" / "architecture" / "cli_surface.txt").read_text().splitlines()
+    for path, options in (line.split(": ") for line in surface):
+        assert f"\n## {path}\n" in text
+        section = text.partition(f"\n## {path}\n")[2].partition("\n## ")[0]
+        name = options.partition("/")[0]
+        assert name in section or name.upper() in section
