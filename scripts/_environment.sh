@@ -113,11 +113,11 @@ use_environment() {
   if [[ -f $stamp && $(<"$stamp") == "$wanted" ]] && _is_installed_here; then
     return
   fi
-  echo "Installing multimodal_gen[video,compare,dev] into $ENVIRONMENT (minutes the first time)"
+  echo "Installing multimodal_gen[video,compare,dev,docs] into $ENVIRONMENT (minutes the first time)"
   rm -f "$stamp"
   "$PYTHON" -m pip --version >/dev/null 2>&1 || "$PYTHON" -m ensurepip >/dev/null || _fail \
     "$PYTHON has no pip; install pip into the environment and run this again"
-  _install --editable "$ROOT[video,compare,dev]" --constraint "$constraints" || \
+  _install --editable "$ROOT[video,compare,dev,docs]" --constraint "$constraints" || \
     _fail "the installation failed"
   printf '%s\n' "$wanted" >"$stamp"
   INSTALLED=yes

@@ -1,11 +1,13 @@
-"""Write the tables of the attention README, and that of models, from what they describe.
+"""Write the tables of the documentation that follow from declarations: see `pages`.
 
-python scripts/backend_table.py          rewrites the tables
-python scripts/backend_table.py --check  exits 1 with the differences, writes nothing
+    python scripts/backend_table.py [--check]
+
+A page has a place for each table, between `<!-- NAME: generated -->` and `<!-- NAME: end -->`.
 """
 
 import argparse
 import difflib
+import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
@@ -20,7 +22,11 @@ from multimodal_gen.integrations.models.registry import ADAPTERS
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionBackend
 from multimodal_gen.runtime.layers.attention.backends.declaration import ALL_ROLES, Variant
 from multimodal_gen.runtime.layers.attention.backends.registry import backends_of
-from multimodal_gen.runtime.layers.attention.config import build_config
+from multimodal_gen.runtime.layers.attention.config import (
+    SparseConfig,
+    build_config,
+    parameters_of,
+)
 from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.layers.attention.selector import FALLBACKS, FALLBACKS_FIRST
 from multimodal_gen.runtime.layers.attention.sparse.method import SparseBackend
@@ -31,12 +37,11 @@ from multimodal_gen.runtime.platforms import (
     Platform,
     PlatformEnum,
 )
-from multimodal_gen.settings import read_mapping
+from multimodal_gen.settings import Parameter, read_mapping
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-README = REPOSITORY / "multimodal_gen/runtime/layers/attention/README.md"
+PAGES = REPOSITORY / "docs" / "pages"
 EXAMPLES = REPOSITORY / "configs/attention"
-MODELS = REPOSITORY / "multimodal_gen/integrations/README.md"
 
 # This package's own kernels: the layers of these methods run the first on a GPU and the last on a
 # CPU; the others get plans like theirs, in tests/gpu/test_block_sparse.py and
@@ -90,6 +95,32 @@ FEATURES = {
     Feature.BACKWARD: "backward",
     Feature.RING: "ring",
 }
+COLUMNS = (
+    *("backend", "variant", "dtypes", "head sizes", "roles", *FEATURES.values()),
+    *("capability", "platforms", "tested on", "package"),
+)
+PARAMETER = ["parameter", "takes", "default", "meaning"]
+# What no declaration says of a method: what its blocks are, and what they are chosen by.
+IN_WORDS = {
+    "sliding_tile_attn": ("tiles of the grid", "place: windows, given or searched"),
+    "video_sparse_attn": ("tiles of the grid", "products of means, the best of every row"),
+    "vmoba_attn": ("chunks of the grid, three kinds by turns", "every query, by means of keys"),
+    "sla_attn": ("pieces of the sequence", "products of means, the best of every row"),
+    "sage_sla_attn": ("pieces of the sequence", "products of means, the best of every row"),
+    "sparse_video_gen_2_attn": ("clusters of similar tokens", "the attention of centroids"),
+    "sol_attn": ("pieces of the sequence, or tiles", "products of means, above a threshold"),
+    "subblock_sparse_attn": ("pieces of the sequence", "products of the means of their cells"),
+    "pisa_attn": ("pieces of the sequence", "products of means, the best of every row"),
+    "static_sparse_attn": ("pieces of the sequence, or frames", "distance in time"),
+    "sparge_attn": ("pieces of the sequence", "products of means, where these describe a block"),
+    "cube_sparse_attn": ("tiles of the grid", "products of means, the best of every row"),
+}
+TRAINED = {
+    "sla_attn": "for its linear branch",
+    "sage_sla_attn": "for its linear branch",
+    "video_sparse_attn": "for its gate; optional",
+}
+ROUNDING = ("sage_attn", "sage_attn_3", "aiter_sage")
 LIMITS = {
     "ulysses": "Ulysses",
     "ring": "ring",
@@ -100,20 +131,12 @@ LIMITS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status (1: `--check` found differences)."""
-    parser = argparse.ArgumentParser(description="Write the tables of the attention README.")
+    parser = argparse.ArgumentParser(description="Write the tables that declarations give.")
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
     args = parser.parse_args(argv)
-    tables = {
-        README: {
-            "support": support(),
-            "limits": limits(),
-            "fallbacks": fallbacks(),
-            "automatic": automatic(),
-        },
-        MODELS: {"models": models()},
-    }
     stale = 0
-    for page, wanted in tables.items():
+    for name, wanted in pages().items():
+        page = PAGES / name
         old = page.read_text()
         new = filled_in(old, wanted, page.name)
         if new == old:
@@ -122,15 +145,27 @@ def main(argv: Sequence[str] | None = None) -> int:
             page.write_text(new)
             continue
         stale = 1
-        name = str(page.relative_to(REPOSITORY))
-        sys.stdout.writelines(
-            difflib.unified_diff(
-                old.splitlines(keepends=True), new.splitlines(keepends=True), name, "declarations"
-            )
-        )
+        lines = (text.splitlines(keepends=True) for text in (old, new))
+        sys.stdout.writelines(difflib.unified_diff(*lines, name, "declarations"))
     if stale:
         print("run scripts/backend_table.py and commit the result", file=sys.stderr)
     return stale
+
+
+def pages() -> dict[str, dict[str, Iterable[Sequence[str]]]]:
+    """Return the tables of each page, below docs/pages."""
+    tables: dict[str, dict[str, Iterable[Sequence[str]]]] = {
+        "concepts/selection.md": {"fallbacks": fallbacks(), "automatic": automatic()},
+        "methods/index.md": {"methods": methods(), "common": common(), "limits": limits()},
+        "methods/dense.md": {"dense": dense(), "dense parameters": dense_parameters()},
+        "reference/models.md": {"models": models()},
+        "reference/support.md": {"support": support()},
+    }
+    for name in SPARSE:
+        (backend,) = backends_of(AttentionBackendEnum.parse(name))
+        parts = {"parameters": parameters(backend), "kernels": kernels(backend)}
+        tables[f"methods/{name}.md"] = parts
+    return tables
 
 
 def filled_in(text: str, tables: Mapping[str, Iterable[Sequence[str]]], page: str) -> str:
@@ -166,11 +201,7 @@ def markdown(rows: Iterable[Sequence[str]]) -> str:
 
 def support() -> Iterator[Sequence[str]]:
     """Yield one row per variant."""
-    names = list(FEATURES.values())
-    yield [
-        *("backend", "variant", "dtypes", "head sizes", "roles", *names),
-        *("capability", "platforms", "tested on", "package"),
-    ]
+    yield COLUMNS
     for name in AttentionBackendEnum:
         for backend in backends_of(name):
             if backend.__module__.startswith("multimodal_gen."):
@@ -195,6 +226,104 @@ def row(backend: type[AttentionBackend], variant: Variant) -> Sequence[str]:
         tested,
         "; ".join(f"`{p.module}` ({p.install})" for p in variant.packages) or "torch",
     ]
+
+
+def methods() -> Iterator[Sequence[str]]:
+    """Yield one row per sparse method."""
+    yield ["backend", "blocks of", "chosen by", "trains", "needs training"]
+    for name in SPARSE:
+        (backend,) = backends_of(AttentionBackendEnum.parse(name))
+        trains = any(Feature.BACKWARD in variant.features for variant in backend.variants)
+        yield [
+            f"[`{name}`]({name}.md)",
+            *IN_WORDS[name],
+            "yes" if trains else "no",
+            TRAINED.get(name, "no"),
+        ]
+
+
+def common() -> Iterator[Sequence[str]]:
+    """Yield the parameters that every sparse method has."""
+    yield PARAMETER
+    yield from map(described, parameters_of(SparseConfig).values())
+
+
+def parameters(backend: type[AttentionBackend]) -> Iterator[Sequence[str]]:
+    """Yield the parameters of a method, as `sglang attention describe` lists them."""
+    yield PARAMETER
+    known = parameters_of(SparseConfig)
+    for name, parameter in parameters_of(backend.config_cls).items():
+        if known.get(name) != parameter:
+            yield described(parameter)
+
+
+def dense_parameters() -> Iterator[Sequence[str]]:
+    """Yield the parameters of dense backends, few of which have any."""
+    yield ["backend", *PARAMETER]
+    for backend in dense_backends():
+        for parameter in parameters_of(backend.config_cls).values():
+            yield [f"`{backend.backend}`", *described(parameter)]
+
+
+def described(parameter: Parameter) -> Sequence[str]:
+    """Return the cells of one parameter."""
+    default = parameter.default
+    shown = "must be given" if parameter.required else f"`{json.dumps(plain(default))}`"
+    also = f"; also `{'`, `'.join(parameter.aliases)}`" if parameter.aliases else ""
+    return [f"`{parameter.name}`", parameter.expected, shown, f"{parameter.help}{also}"]
+
+
+def plain(value: object) -> object:
+    """Return a default as JSON has it; a selector as the text that gives it."""
+    known = isinstance(value, bool | int | float | str | tuple | type(None))
+    return value if known else str(value)
+
+
+def kernels(backend: type[AttentionBackend]) -> Iterator[Sequence[str]]:
+    """Yield what each kernel of a method can do."""
+    features = [Feature.GQA, Feature.KEY_MASK, Feature.BACKWARD, Feature.RING]
+    yield [
+        *("kernel", "GPU", "dtypes", "head sizes"),
+        *(FEATURES[feature] for feature in features),
+        *("tested on", "needs"),
+    ]
+    for variant in backend.variants:
+        cells = dict(zip(COLUMNS, row(backend, variant), strict=True))
+        where = "any, and CPUs" if PlatformEnum.CPU in variant.platforms else cells["platforms"]
+        if "cuda" in where:
+            where = where.replace("cuda", f"cuda {cells['capability']}")
+        yield [
+            f"`{variant.name}`",
+            where,
+            cells["dtypes"],
+            cells["head sizes"],
+            *("yes" if feature in variant.features else "no" for feature in features),
+            cells["tested on"],
+            cells["package"],
+        ]
+
+
+def dense_backends() -> Iterator[type[AttentionBackend]]:
+    """Yield the dense backends, each once."""
+    for name in AttentionBackendEnum:
+        found = () if name.is_sparse else backends_of(name)
+        yield from [b for b in found if b.__module__.startswith("multimodal_gen.")][:1]
+
+
+def dense() -> Iterator[Sequence[str]]:
+    """Yield one row per dense backend."""
+    yield ["backend", "what it is", "platforms", "8 bits or fewer", "key mask", "lse", "backward"]
+    for backend in dense_backends():
+        variants = [v for b in backends_of(backend.backend) for v in b.variants]
+        found = {feature for variant in variants for feature in variant.features}
+        marks = (Feature.KEY_MASK, Feature.LSE, Feature.BACKWARD)
+        yield [
+            f"`{backend.backend}`",
+            backend.summary,
+            joined({platform for variant in variants for platform in variant.platforms}),
+            "yes" if str(backend.backend) in ROUNDING else "no",
+            *("yes" if mark in found else "no" for mark in marks),
+        ]
 
 
 def limits() -> Iterator[Sequence[str]]:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Draws the README's picture of a report, one with made-up figures.
+"""Draws the picture of a report in the documentation, one with made-up figures.
 
-    python scripts/report_picture.py multimodal_gen/runtime/comparison/report.png
+    python scripts/report_picture.py docs/pages/guides/report.png
 
 Needs a chromium, and what `scripts/test` installs.
 """

@@ -163,8 +163,8 @@ def apply(
     on an attached model, as by an IP-adapter, is taken over at the next call where that can be, and
     else runs as it is; either way with a warning, and it stays after `remove`.
 
-    Where `set_parallel_groups` was called before, this process is one of several ranks: they share
-    the tokens of every denoiser, or compute a guidance branch each, and all of them get what one
+    After `multimodal_gen.init_parallel`, this process is one of several ranks: they share the
+    tokens of every denoiser, or compute a guidance branch each, and all of them get what one
     process would. Every rank has to make the same calls, with the same inputs.
 
     Args:

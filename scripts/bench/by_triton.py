@@ -2,8 +2,8 @@
 
 The kernels are written once, but each release compiles them its own way. Run it with one release
 after another on one GPU, by PYTHONPATH; FlashAttention 3, which no triton changes, says how far the
-runs can be compared: `over_fa3` is what README's table is made of. Sampled rows of every dense
-layer are checked before anything is timed.
+runs can be compared: tables of docs/pages/performance are made of `over_fa3`. Sampled rows of
+every dense layer are checked before anything is timed.
 
     python3 scripts/bench/by_triton.py --commit HASH [--only vmoba] [--case wan] [--rounds 5]
     python3 scripts/bench/by_triton.py --commit HASH --against CHECKOUT    # see _against.py

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent / "results"
+PICTURE = Path(__file__).resolve().parents[2] / "docs/pages/performance/error_curves.svg"
 SECTIONS = {
     "none": ("without tail", "tab:orange", "o--"),
     "pooled": ("pooled tail", "tab:blue", "o-"),
@@ -87,7 +88,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=Path, default=RESULTS / "error_curves.csv")
     parser.add_argument("--case", default="wan", help="draw the case whose name contains this")
-    parser.add_argument("--out", type=Path, default=RESULTS / "error_curves.svg")
+    parser.add_argument("--out", type=Path, default=PICTURE)
     options = parser.parse_args()
     draw(read_rows(options.rows, options.case), options.out)
     print(options.out)

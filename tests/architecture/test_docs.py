@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import importlib.util
 import os
 import re
 import shlex
@@ -17,16 +18,24 @@ from multimodal_gen.cli.main import app
 from multimodal_gen.runtime.platforms.interface import AttentionBackendEnum
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PAGES = (
-    "README.md",
-    "multimodal_gen/runtime/layers/attention/README.md",
-    "multimodal_gen/runtime/comparison/README.md",
-    "multimodal_gen/integrations/comfyui/README.md",
-)
-CODE_PAGES = (*PAGES, "multimodal_gen/integrations/README.md")
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+INSTALL = "docs/pages/guides/install.md"
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
 # Commands of other programs, which are not ours to check.
 FOREIGN = {"pip", "python", "python3", "git", "cd", "source", "cat", "ls", "ln", "echo"}
+
+
+def pages() -> list[str]:
+    """Return the pages that are read, README first; not the laboratory notes of kernels."""
+    docs = sorted((REPOSITORY / "docs" / "pages").rglob("*.md"))
+    package = sorted((REPOSITORY / "multimodal_gen").rglob("README.md"))
+    found = [page.relative_to(REPOSITORY).as_posix() for page in (*docs, *package)]
+    return ["README.md", *(page for page in found if "/kernels/" not in page)]
+
+
+def pages_with(language: str) -> list[str]:
+    """Return the pages that have blocks of a language."""
+    return [page for page in pages() if blocks((REPOSITORY / page).read_text(), language)]
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -66,7 +75,9 @@ def command_problems(words: list[str], application: typer.Typer, repository: Pat
     if program == "torchrun" and "multimodal_gen" in arguments:
         program, arguments = "sglang", arguments[arguments.index("multimodal_gen") + 1 :]
     if program not in ("sglang", "multimodal-gen"):
-        return [] if program in FOREIGN else [f"unknown program {program}"]
+        files = [name for name in arguments if name.startswith(("scripts/", "tests/", "configs/"))]
+        problems = [f"there is no {name}" for name in files if not (repository / name).exists()]
+        return problems if program in FOREIGN else [f"unknown program {program}"]
     if "--help" in arguments:
         arguments = arguments[: arguments.index("--help")]
     try:
@@ -88,7 +99,7 @@ def import_problems(code: str) -> Iterator[str]:
                     yield f"{node.module} has no {alias.name}"
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", pages_with("bash"))
 def test_every_documented_command_is_accepted(page: str) -> None:
     found = [
         words
@@ -103,27 +114,57 @@ def test_every_documented_command_is_accepted(page: str) -> None:
     ] == []
 
 
-@pytest.mark.parametrize("page", CODE_PAGES)
+@pytest.mark.parametrize("page", pages_with("python"))
 def test_every_python_example_compiles_and_imports_what_exists(page: str) -> None:
-    examples = blocks((REPOSITORY / page).read_text(), "python")
-    assert examples
-    for code in examples:
+    for code in blocks((REPOSITORY / page).read_text(), "python"):
         compile(code, page, "exec")
         assert list(import_problems(code)) == []
 
 
-def test_the_readme_example_of_a_layer_runs() -> None:
-    examples = blocks((REPOSITORY / "README.md").read_text(), "python")
-    (example,) = [code for code in examples if "nn.Module" in code]
-    exec(compile(example, "README.md", "exec"), {"__name__": "__main__"})
+def test_every_configuration_that_a_command_names_exists() -> None:
+    named = {
+        name
+        for page in pages_with("bash")
+        for name in re.findall(r"configs/attention/[\w/.]+", (REPOSITORY / page).read_text())
+    }
+    assert len(named) > 5
+    assert [name for name in sorted(named) if not (REPOSITORY / name.rstrip(".")).exists()] == []
 
 
-def test_every_extra_of_the_readme_is_declared() -> None:
+def dead_links(text: str, folder: Path) -> list[str]:
+    """Return the links of a page to files that are not there."""
+    links = [link for link in LINK.findall(text) if "://" not in link]
+    return [link for link in links if not (folder / link).exists()]
+
+
+@pytest.mark.parametrize("page", [page for page in pages() if not page.startswith("docs/")])
+def test_every_link_of_a_readme_leads_somewhere(page: str) -> None:
+    """Those between pages of docs are checked by mkdocs."""
+    file = REPOSITORY / page
+    assert dead_links(file.read_text(), file.parent) == []
+
+
+def test_a_planted_dead_link_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "b.md").touch()
+    text = "[b](b.md#part) [c](c.md) [web](https://example.org) ![picture](d.png)"
+    assert dead_links(text, tmp_path) == ["c.md"]
+
+
+def test_the_readme_is_short() -> None:
+    assert len((REPOSITORY / "README.md").read_text().splitlines()) <= 250
+
+
+def test_every_extra_is_documented_and_every_documented_one_declared() -> None:
     declared = (REPOSITORY / "pyproject.toml").read_text()
-    named = re.findall(r"\.\[([a-z0-9,]+)\]", (REPOSITORY / "README.md").read_text())
+    texts = "".join((REPOSITORY / page).read_text() for page in pages())
+    named = re.findall(r"\.\[([a-z0-9,]+)\]", texts)
+    rows = re.findall(r"^\| (`[a-z0-9`, ]+`) \|", (REPOSITORY / INSTALL).read_text(), re.MULTILINE)
+    listed = {extra for row in rows for extra in re.findall(r"`(\w+)`", row)}
     assert named
-    for extra in {extra for group in named for extra in group.split(",")}:
+    for extra in listed | {extra for group in named for extra in group.split(",")}:
         assert re.search(rf"^{extra} = \[", declared, re.MULTILINE), extra
+    (table,) = re.findall(r"^\[project\.optional-dependencies\]$(.*?)^\[", declared, re.M | re.S)
+    assert set(re.findall(r"^(\w+) = \[", table, re.MULTILINE)) == listed
 
 
 def quoted_commands(code: str) -> Iterator[str]:
@@ -167,6 +208,7 @@ def test_a_planted_message_with_a_dead_command_is_reported() -> None:
         ("sglang attention lst", "lst"),
         ("scripts/absent", "no executable file"),
         ("mystery --flag", "unknown program"),
+        ("python scripts/absent.py", "no scripts/absent.py"),
         ("torchrun --nnodes 2 -m multimodal_gen generate --model-path m --prompt p --no 1", "--no"),
     ],
 )
@@ -183,3 +225,19 @@ def test_commands_are_found_in_a_block() -> None:
 def test_a_planted_wrong_import_is_reported() -> None:
     code = "from multimodal_gen.errors import ConfigError, Absent\n"
     assert list(import_problems(code)) == ["multimodal_gen.errors has no Absent"]
+
+
+def test_the_reference_has_every_command_and_option() -> None:
+    spec = importlib.util.spec_from_file_location("hooks", REPOSITORY / "docs" / "hooks.py")
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    page = (REPOSITORY / "docs" / "pages" / "reference" / "command-line.md").read_text()
+    text = hooks.on_page_markdown(page, page=None)
+    assert hooks.MARK in page
+    assert hooks.MARK not in text
+    surface = (REPOSITORY / "tests" / "architecture" / "cli_surface.txt").read_text().splitlines()
+    for path, options in (line.split(": ") for line in surface):
+        assert f"\n## {path}\n" in text
+        section = text.partition(f"\n## {path}\n")[2].partition("\n## ")[0]
+        name = options.partition("/")[0]
+        assert name in section or name.upper() in section

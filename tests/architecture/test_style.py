@@ -15,12 +15,13 @@ TOP_LEVEL = {
     "LICENSE",
     "README.md",
     "configs",
+    "docs",
     "multimodal_gen",
     "pyproject.toml",
     "scripts",
     "tests",
 }
-DOT_ENTRIES = {".ci", ".gitignore"}
+DOT_ENTRIES = {".ci", ".github", ".gitignore", ".pre-commit-config.yaml"}
 SUFFIXES = {"", ".md", ".py", ".sh", ".toml", ".txt", ".yaml", ".yml", ".json"}
 SUFFIXES |= {".html", ".css", ".js"}
 
@@ -261,5 +262,5 @@ def test_a_planted_text_problem_is_reported(
 
 
 def test_a_planted_top_level_entry_is_reported() -> None:
-    files = [Path("tests/test_a.py"), Path("docs/a.md"), Path("setup.py"), Path(".ci/run")]
-    assert unexpected_entries(files) == {"docs", "setup.py"}
+    files = [Path("tests/test_a.py"), Path("notes/a.md"), Path("setup.py"), Path(".ci/run")]
+    assert unexpected_entries(files) == {"notes", "setup.py"}

@@ -1,4 +1,4 @@
-"""The generated tables of the attention README."""
+"""The tables of the documentation that declarations give."""
 
 import importlib.util
 from pathlib import Path
@@ -8,6 +8,7 @@ import pytest
 
 from multimodal_gen.integrations.models.registry import ADAPTERS
 from multimodal_gen.runtime.layers.attention.backends.registry import backends_of
+from multimodal_gen.runtime.layers.attention.config import parameters_of
 from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
@@ -25,14 +26,13 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def page(script, tmp_path, monkeypatch):
-    copy = tmp_path / "README.md"
-    copy.write_text(script.README.read_text())
-    monkeypatch.setattr(script, "README", copy)
-    models = tmp_path / "models.md"
-    models.write_text(script.MODELS.read_text())
-    monkeypatch.setattr(script, "MODELS", models)
-    monkeypatch.setattr(script, "REPOSITORY", tmp_path)
-    return copy
+    """Copies of the pages; that of the support table."""
+    for name in script.pages():
+        copy = tmp_path / name
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_text((script.PAGES / name).read_text())
+    monkeypatch.setattr(script, "PAGES", tmp_path)
+    return tmp_path / "reference" / "support.md"
 
 
 def test_the_committed_tables_are_up_to_date(script, capsys):
@@ -96,6 +96,26 @@ def test_every_model_with_an_adapter_has_a_row(script):
     }
 
 
+def test_every_sparse_method_has_a_page_a_row_and_its_parameters(script):
+    pages = {Path(name).stem for name in script.pages() if name.startswith("methods/")}
+    assert pages == {"index", "dense", *script.SPARSE}
+    _, *rows = script.methods()
+    assert [row[0] for row in rows] == [f"[`{name}`]({name}.md)" for name in script.SPARSE]
+    common = {row[0] for row in script.common()}
+    for name in script.SPARSE:
+        (backend,) = backends_of(AttentionBackendEnum.parse(name))
+        listed = {row[0] for row in script.parameters(backend)} | common
+        assert listed >= {f"`{each}`" for each in parameters_of(backend.config_cls)}
+
+
+def test_defaults_are_as_describe_prints_them(script):
+    (backend,) = backends_of(AttentionBackendEnum.SLIDING_TILE_ATTN)
+    defaults = {row[0]: row[2] for row in script.parameters(backend)}
+    assert defaults["`tile_size`"] == "`[6, 8, 8]`"
+    assert defaults["`retarget`"] == "`false`"
+    assert defaults["`window`"] == "`null`"
+
+
 def test_check_shows_the_difference_and_writes_nothing(script, page, capsys):
     stale = page.read_text().replace("| fa | fa3 | bf16, fp16 |", "| fa | fa3 | fp32 |")
     page.write_text(stale)
@@ -116,5 +136,7 @@ def test_writing_repairs_a_stale_table(script, page):
 
 def test_a_page_without_markers_is_an_error(script, page):
     page.write_text("# nothing here\n")
-    with pytest.raises(SystemExit, match=r"README.md must hold the markers of the table 'support'"):
+    with pytest.raises(
+        SystemExit, match=r"support.md must hold the markers of the table 'support'"
+    ):
         script.main([])

@@ -124,7 +124,7 @@ def test_the_second_run_installs_nothing(checkout: Checkout) -> None:
     first, second = checkout.run(), checkout.run()
     assert first.returncode == 0, first.stderr
     assert second.returncode == 0, second.stderr
-    assert "Installing multimodal_gen[video,compare,dev]" in first.stdout
+    assert "Installing multimodal_gen[video,compare,dev,docs]" in first.stdout
     assert "Installing" not in second.stdout
     assert len(checkout.installs()) == 1
 

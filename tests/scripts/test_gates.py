@@ -1,12 +1,14 @@
 """The gate scripts, run over stand-ins for what they call."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -54,6 +56,7 @@ def test_check_runs_every_check_and_passes(checkout: Path) -> None:
         "lint",
         "imports",
         "backend-table",
+        "docs",
         "types",
     ]
 
@@ -65,6 +68,8 @@ def test_check_runs_every_check_and_passes(checkout: Path) -> None:
         ("check .", "lint"),
         ("importlinter", "imports"),
         ("backend_table.py", "backend-table"),
+        ("measured_tables.py", "docs"),
+        ("mkdocs", "docs"),
         ("mypy", "types"),
     ],
 )
@@ -74,13 +79,51 @@ def test_check_goes_on_after_a_failure_and_names_it(checkout: Path, word: str, n
     assert result.returncode == 1
     assert name in result.stderr.removeprefix("failed: ").split()
     verdicts = [line for line in result.stdout.splitlines() if line.startswith(("ok ", "FAILED "))]
-    assert len(verdicts) == 5
+    assert len(verdicts) == 6
+
+
+def test_hooks_of_pre_commit_are_the_checks() -> None:
+    begun = re.findall(r"^begin ([\w-]+) ", (REPOSITORY / "scripts" / "check").read_text(), re.M)
+    config = yaml.safe_load((REPOSITORY / ".pre-commit-config.yaml").read_text())
+    (local,) = config["repos"]
+    assert [hook["id"] for hook in local["hooks"]] == begun
+    assert all(hook["language"] == "system" for hook in local["hooks"])
+
+
+def test_hosted_runners_run_what_people_do() -> None:
+    workflow = yaml.safe_load((REPOSITORY / ".github" / "workflows" / "ci.yml").read_text())
+    commands = [step["run"] for step in workflow["jobs"]["run"]["steps"] if "run" in step]
+    assert commands == [".ci/run"]
 
 
 def test_check_refuses_an_unknown_argument(checkout: Path) -> None:
     result = _run(checkout / "scripts" / "check", "--fix")
     assert result.returncode == 1
     assert "unknown argument --fix" in result.stderr
+
+
+def test_docs_checks_its_tables_and_builds_without_network(checkout: Path) -> None:
+    result = _run(checkout / "scripts" / "docs")
+    assert result.returncode == 0, result.stderr
+    tables, build, site = result.stdout.splitlines()
+    assert tables == "ran scripts/measured_tables.py --check"
+    assert build.startswith("ran -m mkdocs build --quiet --strict --config-file docs/mkdocs.yml ")
+    assert site == "site/index.html"
+    (checkout / "fails").write_text("measured_tables.py\n")
+    assert _run(checkout / "scripts" / "docs").returncode == 1
+
+
+def test_docs_writes_what_is_generated_first_where_it_is_asked_to(checkout: Path) -> None:
+    result = _run(checkout / "scripts" / "docs", "--update")
+    written = [line.split()[1] for line in result.stdout.splitlines()[:3]]
+    names = ("backend_table", "measured_tables", "mask_pictures")
+    assert written == [f"scripts/{name}.py" for name in names]
+
+
+def test_docs_refuses_an_unknown_argument(checkout: Path) -> None:
+    result = _run(checkout / "scripts" / "docs", "--fix")
+    assert result.returncode == 1
+    assert "unknown argument --fix; valid: --constraints FILE, --update, --serve" in result.stderr
 
 
 def test_the_test_script_passes_its_arguments_to_pytest(checkout: Path) -> None:

@@ -1,6 +1,6 @@
 """Stock models that keep keys for later calls: what they give on our layers is what they gave.
 
-The page of the attention layers has a table of them, which is held to what is installed.
+The guide to streaming has a table of them, which is held to what is installed.
 """
 
 import re
@@ -15,13 +15,13 @@ from diffusers.models.transformers import transformer_wan_animate_2
 from torch.nn.attention.flex_attention import create_block_mask
 
 from multimodal_gen.integrations.diffusers import apply
-from multimodal_gen.runtime.layers import attention
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning"),
 ]
 
 HEADS, SIZE = 2, 16
+GUIDE = Path(__file__).parents[3] / "docs/pages/guides/streaming.md"
 
 
 def normal(*shape: int) -> torch.Tensor:
@@ -284,8 +284,7 @@ def test_the_page_knows_every_stock_model_that_keeps_keys_or_has_masks_of_blocks
         source = file.read_text()
         if KEEPS.search(source):
             found |= set(re.findall(r"^class (\w+)\(\s*ModelMixin", source, flags=re.MULTILINE))
-    page = Path(attention.__file__).parent / "README.md"
-    table = page.read_text().partition("| class of diffusers")[2].partition("\n\n")[0]
+    table = GUIDE.read_text().partition("| class of diffusers")[2].partition("\n\n")[0]
     named = {name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row)}
     assert found <= named
     assert all(hasattr(diffusers, name) for name in found)

@@ -1,4 +1,4 @@
-"""The adapter that the README of the integrations shows, on a model of diffusers."""
+"""The adapter that the guide to transformers shows, on a model of diffusers."""
 
 import inspect
 from pathlib import Path
@@ -15,7 +15,7 @@ from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from tests.architecture.test_docs import REPOSITORY, blocks
 from tests.integrations.parallel.models import RANDOM, wan_inputs
 
-README = Path("multimodal_gen/integrations/README.md")
+GUIDE = Path("docs/pages/contributing/transformer.md")
 
 
 def without_it(patch):
@@ -24,8 +24,8 @@ def without_it(patch):
     patch.setattr(registry, "ADAPTERS", others)
 
 
-def test_the_readme_shows_the_adapter_as_it_is():
-    (code,) = blocks((REPOSITORY / README).read_text(), "python")
+def test_the_guide_shows_the_adapter_as_it_is():
+    (code,) = blocks((REPOSITORY / GUIDE).read_text(), "python")
     assert inspect.getsource(skyreels_v2).endswith(code)
 
 

@@ -72,7 +72,7 @@ class SparseImpl(SparseMethodImpl, Generic[_ConfigT]):
         warnings.warn(
             f"{cls.__name__} derives from SparseImpl, which the next release will not have; write "
             f'a router, see "Migrating a `SparseImpl` to a router" in '
-            f"multimodal_gen/runtime/layers/attention/README.md",
+            f"docs/pages/guides/migrating.md",
             DeprecationWarning,
             stacklevel=3,  # the class statement, behind that of ABCMeta
         )

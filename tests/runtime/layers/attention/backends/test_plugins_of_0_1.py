@@ -23,7 +23,7 @@ from tests.runtime.layers.attention.sparse.test_example import check_on_rank
 
 REPOSITORY = Path(__file__).resolve().parents[5]
 
-# "How to add a backend" of runtime/layers/attention/README.md.
+# "How to add a backend" of runtime/layers/attention/README.md in 0.1.
 BACKEND = '''from typing import ClassVar
 
 import torch
@@ -226,7 +226,7 @@ class NearFirstImpl(SparseImpl[NearFirstConfig]):
         )
 '''
 
-# "How to add a transformer" of integrations/README.md.
+# "How to add a transformer" of integrations/README.md in 0.1.
 RECORD = """from multimodal_gen.integrations.models.adapter import (
     Grid,
     ModelAdapter,
@@ -393,10 +393,10 @@ def test_a_sparse_method_that_attends_itself_runs_and_is_told_to_move_on(
     told = [line for line in result.stderr.splitlines() if "SparseImpl" in line]
     assert "near_first_attn.py" in told[0], result.stderr
     assert "NearFirstImpl derives from SparseImpl" in told[0]
-    page = REPOSITORY / "multimodal_gen/runtime/layers/attention/README.md"
+    page = REPOSITORY / "docs/pages/guides/migrating.md"
     assert str(page.relative_to(REPOSITORY)) in told[0]
     assert '"Migrating a `SparseImpl` to a router"' in told[0]
-    assert "### Migrating a `SparseImpl` to a router" in page.read_text()
+    assert "## Migrating a `SparseImpl` to a router" in page.read_text()
 
 
 @pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(ring=2)], ids=["ulysses", "ring"])

@@ -1,4 +1,4 @@
-"""The worked example of the attention README is a sparse method that does all its author is told.
+"""The example of the guide to sparse methods does all that its author is told.
 
 Locally, with text and padding, on ranks, over a cache, with a tail, with gradients, under `apply`.
 """
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,7 +53,8 @@ from multimodal_gen.testing.tail import pooled_attention
 from multimodal_gen.testing.tolerance import assert_within_error_budget
 from tests.integrations.parallel.models import RANDOM, wan, wan_inputs
 
-README = Path(__file__).parents[5] / "multimodal_gen/runtime/layers/attention/README.md"
+GUIDES = Path(__file__).parents[5] / "docs" / "pages" / "guides"
+GUIDE, MIGRATING = GUIDES / "sparse-method.md", GUIDES / "migrating.md"
 NAME = "near_first_attn"
 GRID, TILE, TOPK, DECAY = (5, 4, 6), (2, 2, 2), 3, 0.4
 TEXTS = text_places(GRID, 11)
@@ -60,7 +62,7 @@ SETTINGS = {"topk": TOPK, "decay": DECAY, "tile_size": TILE}
 
 
 def example(marker: str = "class NearFirstBackend") -> str:
-    fences = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.M | re.S)
+    fences = re.findall(r"^```python\n(.*?)^```$", GUIDE.read_text(), re.M | re.S)
     (found,) = [text for text in fences if marker in text]
     return found
 
@@ -73,8 +75,8 @@ def forget() -> None:
 
 @contextmanager
 def package(folder: Path, text: str | None = None) -> Iterator[None]:
-    """Have the example, or another text, as a package with the entry point of the README."""
-    (entry,) = re.findall(rf'^`({NAME} = ".*")`', README.read_text(), re.M)
+    """Have the example, or another text, as a package with the entry point of the guide."""
+    (entry,) = re.findall(rf'^({NAME} = ".*")$', GUIDE.read_text(), re.M)
     code, info = folder / "your_package", folder / "your_package-1.0.dist-info"
     for made in (code, info):
         made.mkdir(parents=True, exist_ok=True)
@@ -163,8 +165,8 @@ def test_the_example_is_short() -> None:
 
 
 def test_what_the_guide_says_that_a_router_may_say_is_there() -> None:
-    told = README.read_text().partition("What a router may say")[2]
-    may, migrating = told.partition("**What cannot be done**")[0], told.partition("| a router |")[2]
+    may = GUIDE.read_text().partition("## What a router may say")[2].partition("## What cannot")[0]
+    migrating = MIGRATING.read_text().partition("| a router |")[2]
     records = (BlockStats, Budget, Limits, SparseLayer, *SparseBackend.__mro__[:-1])
     known = {*dir(Router), "SparseBackend", "settings", "stats", "self", "tail", "keys"}
     known |= {name for record in records for name in record.__annotations__}
@@ -174,6 +176,14 @@ def test_what_the_guide_says_that_a_router_may_say_is_there() -> None:
     assert names <= known
     assert len(names) > 30
     assert {x for x in vars(BlockStats) if f"`{x}`" in may} >= {"scores", "best", "top", "in_time"}
+
+
+@pytest.mark.usefixtures("method")
+def test_the_test_that_the_guide_shows_passes() -> None:
+    names: dict[str, Any] = {}
+    exec(compile(example("def test_it_attends"), str(GUIDE), "exec"), names)
+    (test,) = (value for name, value in names.items() if name.startswith("test_"))
+    test()
 
 
 def limit(patch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The worked example of the attention README is a backend that works."""
+"""The backend of the guide to plug-ins works."""
 
 import os
 import re
@@ -11,24 +11,25 @@ import pytest
 from multimodal_gen.runtime.layers.attention.scope import Source
 
 REPOSITORY = Path(__file__).resolve().parents[4]
-README = REPOSITORY / "multimodal_gen/runtime/layers/attention/README.md"
+PAGES = REPOSITORY / "docs" / "pages"
+GUIDE = PAGES / "guides" / "plug-ins.md"
 
 
 def block(language: str, marker: str) -> str:
     """Return the one fenced block of a language that holds `marker`."""
-    fences = re.findall(rf"^```{language}\n(.*?)^```$", README.read_text(), re.M | re.S)
+    fences = re.findall(rf"^```{language}\n(.*?)^```$", GUIDE.read_text(), re.M | re.S)
     (found,) = [text for text in fences if marker in text]
     return found
 
 
 def install_plugin(folder: Path) -> None:
-    """Lay out the example as an installed package, with the entry point the README gives."""
+    """Lay out the example as an installed package, with the entry point the guide gives."""
     package = folder / "your_package"
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "plain_attn.py").write_text(block("python", "class PlainBackend"))
-    group, entry = block("toml", "entry-points").strip().splitlines()
-    name = re.search(r'"(.*)"', group).group(1)
+    project = block("toml", "entry-points").strip()
+    ((name, entry),) = re.findall(r'^\[project\.entry-points\."(.*)"\]\n(.*)$', project, re.M)
     info = folder / "your_package-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: your-package\nVersion: 1.0\n")
@@ -62,7 +63,8 @@ with global_force_attn_backend_context_manager(AttentionBackendEnum.parse("plain
 
 
 def test_who_asks_is_told_in_the_order_of_precedence_by_the_names_reports_use():
-    told = README.read_text().partition("**Who asks**")[2].partition("**What can serve")[0]
+    page = (PAGES / "concepts" / "selection.md").read_text()
+    told = page.partition("## Who asks")[2].partition("## What can serve")[0]
     assert re.findall(r"^\d\. `(.*?)`:", told, re.M) == [str(source) for source in Source]
 
 
