@@ -1,61 +1,36 @@
 """What tests of several packages share, made once per session: tiny pipelines, and processes.
 
-Tests that need ranks run in two processes of pytest-xdist, those of layers in one and those of
-pipelines in the other, so that few ranks are started twice, and before the others; then come kernel
-tests that take a process and a minute each, so that none of them is left for the end.
+A file's tests run in one process of pytest-xdist. Those that need ranks run in two, those of layers
+in one and those of pipelines in the other, so that few ranks are started twice, and before the
+others; then come kernel tests that take a process and a minute each, so that none of them is left
+for the end.
 """
 
-import fcntl
 import gc
 import logging
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
+from filelock import FileLock
 
 if TYPE_CHECKING:  # the process that only hands tests to others needs no torch
     from multimodal_gen.testing.processes import World
 
 TinyPipeline = Callable[[str], Path]
 
-RANKS = ("two_ranks", "four_ranks")
+HERE = Path(__file__).parent
+RANKS = "ranks"
 # Each of its tests takes a process of its own, whichever runs the others.
-CHILDREN = "tests/kernels/test_children.py"
+CHILDREN = HERE / "kernels" / "test_children.py"
 PROCESSES = "multimodal_gen.testing.processes"
-SLOW_CASES = Path(__file__).with_name("slow_cases.txt")
 # Importing it imports most of what pipelines need.
 A_PIPELINE = "diffusers.pipelines.wan.pipeline_wan"
-
-
-@cache
-def needs_ranks(file: Path) -> bool:
-    """Tell whether tests in a file use the ranks that all share."""
-    text = file.read_text(encoding="utf-8")
-    return any(name in text for name in RANKS)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give the files whose tests need ranks to two processes of pytest-xdist."""
-    if config.getoption("dist") != "loadfile":
-        return None
-    from xdist.scheduler import LoadFileScheduling
-
-    class RanksTogether(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = super()._split_scope(nodeid)
-            if file == CHILDREN:
-                return nodeid
-            if not needs_ranks(config.rootpath / file):
-                return file
-            return "ranks of layers" if file.startswith("tests/runtime") else "ranks of pipelines"
-
-    config.option.loadscopereorder = False  # keep our order
-    return RanksTogether(config, log)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -64,14 +39,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--comfyui-python", metavar="PYTHON", help="one with its requirements")
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` looks
+@pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` and pytest-xdist look
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what slow_cases.txt lists, and put the longest tests first.
+    """Mark slow cases, give each test the group that runs in one process, and the longest go first.
 
     Those are files that need ranks, then those that start a process.
     """
     mark_slow_cases(items, whole=not any("::" in argument for argument in config.args))
-    with_ranks = {path for path in {item.path for item in items} if needs_ranks(path)}
+    with_ranks = {item.path for item in items if "worlds" in fixtures(item)}
+    for item in items:
+        if item.path in with_ranks:
+            of = "layers" if item.nodeid.startswith("tests/runtime") else "pipelines"
+            item.add_marker(pytest.mark.xdist_group(f"{RANKS} of {of}"))
+        elif item.path != CHILDREN:
+            name = item.path.relative_to(HERE).with_suffix("").as_posix()
+            item.add_marker(pytest.mark.xdist_group(name))
 
     def turn(item: pytest.Item) -> int:
         return 0 if item.path in with_ranks else 1 if "run_with_triton" in fixtures(item) else 2
@@ -80,22 +62,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def mark_slow_cases(items: Sequence[pytest.Item], *, whole: bool) -> None:
-    """Mark the listed tests and cases, all of whose lines quicker ones run too, as slow.
+    """Mark the cases as slow that a test's mark `slow_cases` names by their ids.
 
     Args:
         items: what was collected.
         whole: whether files were collected as a whole, so that a name that is not found is wrong.
     """
-    left = set(SLOW_CASES.read_text(encoding="utf-8").split("\n")) - {""}
-    files = {item.nodeid.partition("::")[0] for item in items}
-    found = set()
+    named, found = set(), set()
     for item in items:
-        for name in {item.nodeid, item.nodeid.partition("[")[0]} & left:
-            item.add_marker(pytest.mark.slow)
-            found.add(name)
-    lost = sorted(name for name in left - found if name.partition("::")[0] in files)
-    if whole and lost:
-        raise pytest.UsageError(f"tests/slow_cases.txt must name tests there are, not {lost}")
+        test = item.nodeid.partition("[")[0]
+        for case in chain.from_iterable(mark.args for mark in item.iter_markers("slow_cases")):
+            named.add(f"{test}[{case}]")
+            if item.nodeid == f"{test}[{case}]":
+                item.add_marker(pytest.mark.slow)
+                found.add(item.nodeid)
+    if whole and named != found:
+        raise pytest.UsageError(
+            f"slow_cases must name cases there are, not {sorted(named - found)}"
+        )
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -145,8 +129,7 @@ def tiny_pipeline(
 
     @cache
     def make(family: str) -> Path:
-        with (folder / f"{family}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with FileLock(folder / f"{family}.lock"):
             made = folder / family
             return made if made.exists() else make_tiny_model(family, made)
 
@@ -181,8 +164,14 @@ WORLDS = pytest.StashKey[Worlds]()
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
     """Close what the next test does not need: threads of groups that wait cost time."""
     yield
-    if WORLDS in item.session.stash and (nextitem is None or not needs_ranks(nextitem.path)):
+    if WORLDS in item.session.stash and not shares_ranks(nextitem):
         item.session.stash[WORLDS].close()
+
+
+def shares_ranks(item: pytest.Item | None) -> bool:
+    """Tell whether a test belongs to a group whose files share processes."""
+    mark = item.get_closest_marker("xdist_group") if item else None
+    return mark is not None and mark.args[0].startswith(RANKS)
 
 
 @pytest.fixture(scope="session")

@@ -199,6 +199,9 @@ def _by_name(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(layers, key=lambda layer: (layer["component"], layer["name"]))
 
 
+@pytest.mark.slow_cases(
+    "cogvideox", "flux2_klein", "flux", "hunyuan_video", "hunyuan_video_15", "qwen_image"
+)
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_explain_finds_the_layers_that_a_run_uses(family: str, tiny_pipeline, sglang) -> None:
     from diffusers import DiffusionPipeline

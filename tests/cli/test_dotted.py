@@ -187,6 +187,7 @@ def test_dotted_flags_spell_any_mapping(mapping):
     assert folded(*flags(mapping, "-ac")) == [CONFIG, mapping]
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(
     st.lists(

@@ -76,6 +76,7 @@ def _files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.rglob("*"))
 
 
+@pytest.mark.slow_cases("flux", "wan")
 def test_our_layers_give_the_latents_of_the_stock_pipeline(stock, sglang, tmp_path) -> None:
     family, folder, flags, expected = stock
     outcome, record = _generate(
@@ -103,6 +104,7 @@ def test_our_layers_give_the_latents_of_the_stock_pipeline(stock, sglang, tmp_pa
     assert "transformer.self" in outcome.out
 
 
+@pytest.mark.slow_cases("flux", "wan")
 def test_diffusers_native_is_the_stock_pipeline(stock, sglang, tmp_path) -> None:
     family, folder, flags, expected = stock
     # CogVideoX does not go through diffusers' backends, so that naming one is refused.
@@ -260,6 +262,9 @@ def test_a_name_taken_meanwhile_in_a_folder_moves_the_result_to_the_next(
     assert record["outputs"] == ["flux-seed1-2.png"]
 
 
+@pytest.mark.slow_cases(
+    "wan-flags20-must be one that diffusers can run here, got _native_cudnn, which failed: "
+)
 @pytest.mark.parametrize(
     ("family", "flags", "message"),
     [
@@ -453,6 +458,11 @@ def test_a_missing_network_is_told_from_a_missing_file(sglang, monkeypatch) -> N
     )
 
 
+@pytest.mark.slow_cases(
+    "flags2-sglang-the default of --backend auto",
+    "flags3-diffusers---backend auto: _native_math is an attention backend of diffusers only",
+    "flags4-diffusers-asked for with --backend diffusers",
+)
 @pytest.mark.parametrize(
     ("flags", "picked", "reason"),
     [
@@ -607,6 +617,7 @@ def test_ctrl_c_while_saving_leaves_no_file(tiny_pipeline, sglang, tmp_path, mon
     assert _files(tmp_path) == []
 
 
+@pytest.mark.slow_cases("accelerator")
 @pytest.mark.parametrize(
     "error",
     [
@@ -651,6 +662,7 @@ def test_a_full_disk_is_explained_and_leaves_nothing(
     assert _files(tmp_path) == []
 
 
+@pytest.mark.slow_cases("error1")
 @pytest.mark.parametrize("error", [RuntimeError("a defect"), NotImplementedError("a defect")])
 def test_a_defect_while_denoising_keeps_its_traceback_and_leaves_no_file(
     error, tiny_pipeline, sglang, tmp_path, monkeypatch

@@ -138,6 +138,7 @@ def test_a_process_that_torchrun_started_joins_the_others(monkeypatch, tiny_pipe
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow_cases("--ring-degree 2")
 @pytest.mark.parametrize("degrees", [("--ring-degree", "2"), ("--cfg-parallel",)], ids=" ".join)
 def test_rings_and_branches_give_the_latents_of_one(
     degrees, two_ranks, tiny_pipeline, alone, tmp_path
@@ -161,6 +162,7 @@ def start(arguments: list[str], folder: Path, results) -> None:
     results.send(main(arguments))
 
 
+@pytest.mark.slow
 def test_ranks_are_started_and_only_the_first_speaks(tiny_pipeline, alone, tmp_path):
     flags = _flags(FAMILIES["wan"])
     degrees = ("--num-gpus", "2", "--ring-degree", "2", "--rank-timeout", "120")

@@ -32,6 +32,7 @@ def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow_cases("attention explain -h", "attention list -h", "generate --help")
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -198,6 +199,7 @@ def _interrupted_import(folder: Path, tail: str) -> subprocess.CompletedProcess[
     )
 
 
+@pytest.mark.slow_cases("turned into another exception")
 @pytest.mark.parametrize(
     "tail",
     [

@@ -55,6 +55,7 @@ def entries_of(record: dict) -> list[dict]:
     return [e for e in entries if e["backend"] == "sage_sla_attn" and e["calls"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
     [pytest.param(name, marks=[] if name == "wan" else [pytest.mark.slow]) for name in SIZES],
@@ -73,6 +74,7 @@ def test_the_report_has_the_density_of_every_layer_and_step(family, latents) -> 
         assert all(0.0 < density < 1.0 for density in by_step.values())
 
 
+@pytest.mark.slow
 def test_the_worked_example_runs(latents) -> None:
     found, record = latents("wan", "example", *sage_sla(EXAMPLE))
     assert found.isfinite().all()
@@ -80,6 +82,7 @@ def test_the_worked_example_runs(latents) -> None:
     assert json.loads(config)["topk_ratio"] == 0.5
 
 
+@pytest.mark.slow_cases("gluon")
 @pytest.mark.parametrize("kernel", ["gluon", "triton", "spas_sage_attn"])
 def test_a_kernel_that_this_machine_cannot_run_is_refused_in_one_line(kernel, generate) -> None:
     outcome, _ = generate("wan", "refused", *sage_sla({"kernel": kernel}), "--strict-attention")

@@ -48,6 +48,7 @@ def densities(record: dict) -> list[dict]:
     return [e["density_by_step"] for e in entries if e["backend"] == "sla_attn" and e["calls"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
     ["wan", *(pytest.param(f, marks=pytest.mark.slow) for f in ("flux", "hunyuan_video"))],
@@ -66,6 +67,7 @@ def test_the_report_has_the_density_of_every_layer_and_step(family, latents) -> 
         assert all(0.0 < density < 1.0 for density in by_step.values())
 
 
+@pytest.mark.slow
 def test_the_worked_example_runs(latents) -> None:
     arguments = ("--attention-backend", "sla_attn", "--attention-backend-config", EXAMPLE)
     found, record = latents("wan", "example", *arguments)
@@ -75,6 +77,7 @@ def test_the_worked_example_runs(latents) -> None:
     assert json.loads(config)["topk_ratio"] == 0.1
 
 
+@pytest.mark.slow
 def test_dense_steps_and_layers_are_dense(latents) -> None:
     _, record = latents("wan", "dense", *sla(topk_ratio=0.3, dense_steps="0", dense_layers="0"))
     # One of the two layers, one of the two steps.

@@ -146,6 +146,7 @@ def test_an_interrupted_search_goes_on_where_it_was(search, tmp_path) -> None:
     assert outcome.out.rstrip().endswith("mask_strategy.json --skip-time-steps 1")
 
 
+@pytest.mark.slow
 def test_what_commands_say_comes_next_works(search, sglang, monkeypatch, tmp_path, latents) -> None:
     monkeypatch.chdir(tmp_path)
     outcome = search("--prompt", "a fox")
@@ -169,6 +170,7 @@ def test_the_option_for_dense_steps_fits_the_run(num_steps, option) -> None:
     assert _skip(num_steps) == expected
 
 
+@pytest.mark.slow
 def test_a_search_with_other_settings_is_not_mixed_in(search) -> None:
     assert search("--prompt", "a fox", "--window", "1,1,1").code == 0
     outcome = search("--prompt", "a fox", "--window", "3,1,1")
@@ -228,6 +230,7 @@ def test_tune_reaches_a_target_density(search, sglang, tmp_path) -> None:
     assert "`skip_time_steps` must be below the 3 steps of the searches, got 15" in outcome.err
 
 
+@pytest.mark.slow
 def test_a_strategy_for_other_steps_is_refused_unless_retargeted(
     sglang, latents, tiny_pipeline, tmp_path
 ) -> None:
@@ -241,6 +244,7 @@ def test_a_strategy_for_other_steps_is_refused_unless_retargeted(
     assert found.isfinite().all()
 
 
+@pytest.mark.slow
 def test_a_tuned_strategy_is_refused_on_another_grid(
     search, sglang, tiny_pipeline, tmp_path
 ) -> None:
@@ -305,6 +309,7 @@ def test_show_draws_the_windows(sglang, tmp_path) -> None:
     assert "mask strategy must be a readable file" in outcome.err
 
 
+@pytest.mark.slow_cases("wan")
 @pytest.mark.parametrize(
     "name",
     [
@@ -364,6 +369,7 @@ def test_a_named_kernel_ends_the_command_where_it_cannot_run(
     assert "needs platform cuda, this is cpu" in outcome.err
 
 
+@pytest.mark.slow
 def test_a_run_without_a_step_for_windows_says_so(sglang, tiny_pipeline, tmp_path, caplog) -> None:
     model = ("--model-path", tiny_pipeline("wan"), *RUN, "--prompt", "a fox")
     outcome = sglang(
@@ -389,6 +395,7 @@ def test_generations_that_search_leave_a_file_per_prompt(
     assert (outcome.code, "from 1 searches" in outcome.out) == (0, True)
 
 
+@pytest.mark.slow
 def test_ctrl_c_during_a_search_leaves_only_complete_files(search, monkeypatch, tmp_path) -> None:
     write = SearchFile.write
     written = []

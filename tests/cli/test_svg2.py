@@ -88,6 +88,7 @@ def test_the_report_has_the_density_of_every_layer_and_step(family, latents) -> 
     assert len({d for x in layers.values() for d in x["density_by_step"].values()}) > STEPS
 
 
+@pytest.mark.slow
 def test_the_first_steps_and_layers_are_dense(latents) -> None:
     config = svg2(svg2_first_layers_fp=0.5, svg2_first_times_fp=0.5)
     _, layers = latents("wan", "dense", *config)

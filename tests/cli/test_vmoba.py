@@ -68,6 +68,7 @@ def densities(layers: list[dict]) -> dict[int, dict[str, float]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
     [pytest.param(name, marks=[] if name == "wan" else [pytest.mark.slow]) for name in SIZES],
@@ -93,6 +94,7 @@ def test_the_report_has_the_density_of_every_layer_and_step(family, latents) -> 
         }
 
 
+@pytest.mark.slow
 def test_a_threshold_takes_what_it_needs_in_every_layer_and_step(latents) -> None:
     config = {"moba_select_mode": "threshold", "moba_threshold_type": "head_global"}
     less, more = (
@@ -105,6 +107,7 @@ def test_a_threshold_takes_what_it_needs_in_every_layer_and_step(latents) -> Non
         assert all(0 < by_step[step] < more[layer][step] < 1 for step in by_step)
 
 
+@pytest.mark.slow
 def test_the_first_steps_and_layers_are_dense(latents) -> None:
     config = vmoba("wan", first_full_step=1, first_full_layer=1, patch_resolution=[3, 4, 6])
     _, layers = latents("wan", "dense", *config)
@@ -112,6 +115,7 @@ def test_the_first_steps_and_layers_are_dense(latents) -> None:
     assert densities(layers) == {1: {"1": pytest.approx(2 / 3)}}
 
 
+@pytest.mark.slow
 def test_the_worked_example_runs_and_says_that_no_step_is_sparse(latents, caplog) -> None:
     arguments = ("--attention-backend", NAME, "--attention-backend-config", EXAMPLE)
     found, layers = latents("wan", "example", *arguments)

@@ -247,6 +247,7 @@ def set_up(pipe: Any, cache: str) -> None:
             model.enable_cache(config)
 
 
+@pytest.mark.slow_cases("first block", "taylor of two experts")
 @pytest.mark.filterwarnings("ignore:torch.meshgrid")  # in FasterCache
 @pytest.mark.usefixtures("pipelines_as_they_were")
 @pytest.mark.parametrize("cache", [named(name) for name in CACHES])

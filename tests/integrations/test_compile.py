@@ -49,6 +49,7 @@ def run(model, timestep=900.0):
         return model(**inputs(timestep))[0]
 
 
+@pytest.mark.slow_cases("aot_eager")
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(
     "backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
@@ -71,6 +72,7 @@ def test_regional_compilation_shares_one_graph_and_never_recompiles(backend, cal
     assert order == [(name, step) for step in range(3) for name in names]
 
 
+@pytest.mark.slow_cases("wrapped-False")
 @pytest.mark.parametrize(
     ("how", "fullgraph"),
     [
@@ -97,6 +99,7 @@ def test_compiling_the_whole_model_keeps_context_and_layers_apart(how, fullgraph
     assert seen == [(name, step, (3, 2, 2)) for step in range(2) for name in names]
 
 
+@pytest.mark.slow
 def test_a_model_compiled_before_apply_is_taken_over(calls):
     model = model_of()
     compiled = torch.compile(model, backend="eager")
@@ -109,6 +112,7 @@ def test_a_model_compiled_before_apply_is_taken_over(calls):
     assert calls == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
     [
@@ -136,6 +140,7 @@ def test_families_compile_by_block_with_the_same_latents(family, fresh, calls):
     assert len({call.site for call in calls if call.context}) == len(layers)
 
 
+@pytest.mark.slow
 def test_cogvideox_compiles_whole(fresh):
     pipe = fresh("cogvideox")
     expected = generate(pipe, "cogvideox", num_inference_steps=2)
@@ -146,6 +151,7 @@ def test_cogvideox_compiles_whole(fresh):
     assert counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.slow
 def test_a_mask_that_comes_and_goes_between_calls_is_seen_at_run_time(fresh, calls):
     # HunyuanVideo: which keys are padding must not be frozen into the graphs.
     model = fresh("hunyuan_video").transformer
@@ -170,6 +176,7 @@ def test_a_mask_that_comes_and_goes_between_calls_is_seen_at_run_time(fresh, cal
             assert (out - reference).abs().max() <= 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_gradients_flow_through_a_compiled_model():
     model = model_of()

@@ -59,6 +59,7 @@ def state_of(pipe):
     return found
 
 
+@pytest.mark.slow_cases("flux2_klein", "flux", "hunyuan_video", "hunyuan_video_15", "wan22", "wan")
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_every_attention_module_runs_on_a_layer_with_the_same_latents(family, fresh, stock_latents):
     pipe = fresh(family)
@@ -80,6 +81,7 @@ def test_every_attention_module_runs_on_a_layer_with_the_same_latents(family, fr
     assert {e.selection.label for layer in layers for e in layer.entries} == {"torch_sdpa"}
 
 
+@pytest.mark.slow_cases("flux", "wan22")
 @pytest.mark.parametrize("family", ["wan22", "flux", "cogvideox"])
 def test_remove_puts_the_same_objects_back(family, fresh, stock_latents):
     pipe = fresh(family)
@@ -213,6 +215,7 @@ def test_a_rule_that_reaches_nothing_is_refused(rule, message, fresh):
     assert state_of(pipe) == before
 
 
+@pytest.mark.slow_cases("hunyuan_video")
 @pytest.mark.parametrize("family", ["wan", "hunyuan_video"])
 def test_a_rule_by_step_alone_leaves_encoders_to_the_default(family, fresh):
     pipe = fresh(family)
@@ -648,6 +651,7 @@ def test_a_processor_set_after_apply_stays(fresh):
     assert pipe.transformer.blocks[1].attn2.processor is mine
 
 
+@pytest.mark.slow_cases("flux")
 @pytest.mark.parametrize("family", ["wan", "flux"])
 def test_fused_projections_keep_working(family, fresh):
     pipe = fresh(family)

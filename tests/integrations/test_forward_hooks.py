@@ -61,6 +61,7 @@ def steps_of(calls):
     return [call.context.current_timestep for call in denoiser_calls(calls)]
 
 
+@pytest.mark.slow_cases("cogvideox", "flux2_klein", "flux", "hunyuan_video", "wan22", "wan")
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_layers_are_told_the_grid_the_text_and_their_place(family, fresh, calls):
     tiny = FAMILIES[family]
@@ -312,6 +313,7 @@ def looks_inside(monkeypatch, owner, method):
     return looks
 
 
+@pytest.mark.slow_cases("hunyuan_video_15")
 @pytest.mark.parametrize("family", ["hunyuan_video", "hunyuan_video_15", "ltx", "qwen_image"])
 def test_a_denoiser_call_looks_at_the_device_once_and_its_layers_never(family, fresh, monkeypatch):
     hook_looks = looks_inside(monkeypatch, DenoiserHooks, "_before")
@@ -363,6 +365,7 @@ def z_image(renamed=False):
     return cls(**sizes, **axes, cap_feat_dim=16, in_channels=4).eval()
 
 
+@pytest.mark.slow_cases("named t")
 @pytest.mark.parametrize("renamed", [False, True], ids=["named t", "named otherwise"])
 def test_the_step_moves_whatever_the_timestep_is_called(renamed, calls):
     from diffusers import FlowMatchEulerDiscreteScheduler

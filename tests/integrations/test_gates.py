@@ -93,6 +93,7 @@ def folder(tiny_pipeline, tmp_path):
     return shutil.copytree(tiny_pipeline("wan"), tmp_path / "wan")
 
 
+@pytest.mark.slow_cases("False-blocks.{}", "True-blocks.{}.attn1")
 @pytest.mark.parametrize("owner", ["blocks.{}", "blocks.{}.attn1"])
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_gates_of_a_checkpoint_weigh_the_coarse_branch(folder, coarse_branch, owner, bias):
@@ -176,6 +177,7 @@ def test_a_copy_of_an_attached_model_computes_as_the_stock_model(folder, coarse_
     torch.testing.assert_close(generate(pipe, "wan"), stock)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_blocks_with_gates_compile_into_one_graph(folder, coarse_branch):
     gates_for(folder)

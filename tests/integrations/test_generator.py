@@ -450,6 +450,7 @@ def quantization() -> Any:
     return module
 
 
+@pytest.mark.slow_cases("torchao-fp8-Float8WeightOnlyConfig")
 @pytest.mark.parametrize(
     ("way", "setting"),
     [("torchao-int8", "Int8WeightOnlyConfig"), ("torchao-fp8", "Float8WeightOnlyConfig")],

@@ -54,6 +54,9 @@ def latents(folder, **options):
         return generate(pipe, "wan"), handle.report()
 
 
+@pytest.mark.slow_cases(
+    "blocks.{}.attn1.attn_impl", "blocks.{}.attn1.attn_op.local_attn", "blocks.{}.attn1.local_attn"
+)
 @pytest.mark.parametrize(
     "owner",
     [
@@ -161,6 +164,7 @@ def test_a_checkpoint_with_projections_is_not_warned_of(folder, caplog):
     assert not any("linear branch is zero" in r.getMessage() for r in caplog.records)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_blocks_with_projections_compile_into_one_graph(folder):
     store(folder)

@@ -28,6 +28,7 @@ def run(pipe, family, **config):
     return latents, {density for entry in entries for _, density in entry.densities}
 
 
+@pytest.mark.slow_cases("flux", "hunyuan_video", "wan")
 @pytest.mark.parametrize("family", EVERY)
 def test_every_family_runs_and_far_below_every_score_it_is_dense(family, fresh, stock_latents):
     pipe, dense = fresh(family), stock_latents(family)
@@ -60,6 +61,7 @@ OTHERS = {
 IN_THE_GATE = ("subblock_sparse_attn", "static_sparse_attn")
 
 
+@pytest.mark.slow_cases("hunyuan_video-pisa_attn")
 @pytest.mark.parametrize(
     "backend",
     [b if b in IN_THE_GATE else pytest.param(b, marks=pytest.mark.slow) for b in OTHERS],

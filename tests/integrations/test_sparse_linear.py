@@ -16,6 +16,7 @@ SLA = "sla_attn"
 SAGE = "sage_sla_attn"
 
 
+@pytest.mark.slow_cases("hunyuan_video", "wan")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_at_ratio_one_the_latents_are_those_of_dense_attention(family, fresh, stock_latents):
     pipe = fresh(family)
@@ -33,6 +34,7 @@ def test_at_ratio_one_the_latents_are_those_of_dense_attention(family, fresh, st
     assert {density for entry in entries for _, density in entry.densities} == {1.0}
 
 
+@pytest.mark.slow_cases("hunyuan_video")
 @pytest.mark.parametrize("family", FAMILIES[:3])  # the others' images are one block
 def test_with_fewer_blocks_the_latents_change_and_the_report_tells_the_density(
     family, fresh, stock_latents
@@ -56,6 +58,7 @@ def test_dense_steps_and_layers_run_on_the_dense_backend(fresh, stock_latents):
     assert (latents - stock_latents("wan")).abs().max() <= 1e-3
 
 
+@pytest.mark.slow_cases("flux", "hunyuan_video")
 @pytest.mark.parametrize("family", ["wan", "hunyuan_video", "flux"])
 def test_in_8_bits_the_latents_are_near_those_of_16(family, fresh, stock_latents):
     """The latents' errors are those of the scores, a hundredth of their spread, step by step."""

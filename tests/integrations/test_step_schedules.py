@@ -26,6 +26,7 @@ SCHEDULERS = {
 }
 
 
+@pytest.mark.slow_cases("shifted a little-6", "shifted far-6")
 @pytest.mark.parametrize(
     ("scheduler", "num_steps"),
     [("shifted a little", 6), ("shifted far", 6), ("shifted far", 2), ("of second order", 3)],

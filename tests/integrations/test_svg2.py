@@ -28,6 +28,7 @@ def sparse_entries(handle):
     return [e for layer in layers for e in layer.entries if str(e.selection.backend) == SVG2]
 
 
+@pytest.mark.slow_cases("hunyuan_video", "qwen_image")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_with_all_the_mass_the_latents_are_those_of_dense_attention(family, fresh, stock_latents):
     pipe = fresh(family)
@@ -40,6 +41,7 @@ def test_with_all_the_mass_the_latents_are_those_of_dense_attention(family, fres
     assert all(abs(density - 1) < 1e-9 for entry in entries for _, density in entry.densities)
 
 
+@pytest.mark.slow_cases("hunyuan_video", "wan")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_with_less_of_it_the_latents_change_and_the_report_tells_the_density(
     family, fresh, stock_latents
@@ -107,6 +109,7 @@ def fail(pipe, step, timestep, kwargs):
     raise RuntimeError("out of memory")
 
 
+@pytest.mark.slow_cases("to its end", "two experts")
 @pytest.mark.parametrize(
     ("family", "config", "overrides"),
     [
@@ -127,6 +130,7 @@ def test_nothing_is_kept_of_a_generation_that_has_ended(family, config, override
         assert not any(left(caches))
 
 
+@pytest.mark.slow_cases("another one", "told so")
 @pytest.mark.parametrize("how", ["told so", "removed", "another one"])
 def test_a_generation_that_failed_is_dropped_in_time(how, fresh, caches):
     pipe = fresh("wan")

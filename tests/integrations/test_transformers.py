@@ -300,6 +300,7 @@ def test_what_needs_an_attention_function_of_its_own_is_refused(name):
             attention_forward(module, query, key, key, None, **{name: torch.ones(1)})
 
 
+@pytest.mark.slow_cases("clip_text-full", "llama-full", "t5-padded")
 @pytest.mark.parametrize(
     ("name", "mask"),
     [

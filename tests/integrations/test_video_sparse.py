@@ -19,6 +19,7 @@ FAMILIES = [
 VSA = "video_sparse_attn"
 
 
+@pytest.mark.slow_cases("hunyuan_video", "qwen_image")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_at_sparsity_zero_the_latents_are_those_of_dense_attention(family, fresh, stock_latents):
     pipe = fresh(family)
@@ -35,6 +36,7 @@ def test_at_sparsity_zero_the_latents_are_those_of_dense_attention(family, fresh
     assert {density for entry in entries for _, density in entry.densities} == {1.0}
 
 
+@pytest.mark.slow_cases("flux2_klein", "hunyuan_video")
 @pytest.mark.parametrize("family", [*FAMILIES, "flux2_klein"])
 def test_with_fewer_tiles_the_latents_change_and_the_report_tells_the_density(
     family, fresh, stock_latents

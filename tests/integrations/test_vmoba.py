@@ -26,6 +26,7 @@ def topk(count):
     return {f"{kind}_topk": count for kind in ("temporal", "spatial", "st")}
 
 
+@pytest.mark.slow_cases("hunyuan_video", "wan")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_with_all_chunks_the_latents_are_those_of_dense_attention(family, fresh, stock_latents):
     pipe = fresh(family)
@@ -43,6 +44,7 @@ def test_with_all_chunks_the_latents_are_those_of_dense_attention(family, fresh,
     assert {density for entry in entries for _, density in entry.densities} == {1.0}
 
 
+@pytest.mark.slow_cases("hunyuan_video", "wan")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_with_fewer_chunks_the_latents_change_and_the_report_tells_the_density(
     family, fresh, stock_latents

@@ -22,6 +22,7 @@ def run(text: str, backends=None, **options):
     return measure(CallShape.parse(text), backends=backends, **options)
 
 
+@pytest.mark.slow_cases("2x24x4x16:kv_heads=2", "3x24x4x16:mask")
 @pytest.mark.parametrize(
     "text", ["2x24x4x16", "1x24x4x16:keys=7", "2x24x4x16:kv_heads=2", "3x24x4x16:mask"]
 )

@@ -2,7 +2,10 @@
 
 import csv
 
+import pytest
 
+
+@pytest.mark.slow
 def test_a_smoke_run_writes_a_row_per_layer(run_bench, tmp_path):
     options = ("--rounds", "1", "--vmoba-copies", "0", "--out", tmp_path)
     result = run_bench("dense_above", "--smoke", *options)

@@ -83,6 +83,7 @@ def run_tiny(out):
             return error.code, said.getvalue()
 
 
+@pytest.mark.slow
 def test_a_tiny_run_of_two_processes_writes_its_rows(tmp_path):
     meeting = tmp_path / "meeting"
     meeting.mkdir()

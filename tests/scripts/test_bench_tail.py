@@ -20,6 +20,7 @@ def tail(monkeypatch):
         sys.modules.pop(name, None)
 
 
+@pytest.mark.slow
 def test_a_tail_brings_every_method_nearer_to_dense_attention(tail, monkeypatch, tmp_path):
     arguments = ["tail.py", "--commit", "x", "--smoke", "--rounds", "1", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", arguments)

@@ -33,6 +33,7 @@ def report(*entries, role=AttentionRole.SELF):
     return SimpleNamespace(layers=[layer])
 
 
+@pytest.mark.slow
 def test_a_smoke_run_times_the_contenders_asked_for(run_bench, tmp_path) -> None:
     names = ["stock native", "apply sliding_tile_attn", "apply video_sparse_attn"]
     options = ("--smoke", "--rounds", "1", "--out", tmp_path)

@@ -92,6 +92,7 @@ def tiny(request, tmp_path_factory):
     )
 
 
+@pytest.mark.slow_cases("qwen_image", "wan")
 def test_the_folder_holds_the_family_and_stays_under_20_mb(tiny):
     assert type(tiny.pipe).__name__ == tiny.family.pipeline_class
     assert sum(path.stat().st_size for path in tiny.folder.rglob("*")) < MAX_BYTES
@@ -163,6 +164,7 @@ def test_the_record_names_the_latent_grid_that_the_denoiser_sees(tiny):
     assert lengths == {frames * height * width}
 
 
+@pytest.mark.slow_cases("wan")
 def test_decoding_gives_finite_frames_of_the_size_asked_for(tiny):
     family = tiny.family
     frames = np.asarray(generate(tiny.pipe, family, output_type="np"))
@@ -174,6 +176,7 @@ def test_decoding_gives_finite_frames_of_the_size_asked_for(tiny):
     assert frames.std() > 0.05
 
 
+@pytest.mark.slow_cases("qwen_image", "wan")
 def test_another_seed_gives_other_weights_and_the_same_seed_the_same_bytes(tiny, tmp_path):
     name = tiny.family.name
     assert digest(make_tiny_model(name, tmp_path / "same")) == digest(tiny.folder)

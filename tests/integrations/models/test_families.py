@@ -111,6 +111,17 @@ def check_sparse(report, backend, *, text_alone=False):
         assert not any(detour.calls for detour in layer.detours), layer.name
 
 
+@pytest.mark.slow_cases(
+    "allegro",
+    "helios without a history",
+    "hunyuan image",
+    "kandinsky 6",
+    "krea 2",
+    "ltx 2",
+    "minimax h3",
+    "qwen 2.1",
+    "z image whose caption is half as long",
+)
 @pytest.mark.parametrize("name", NEW)
 def test_dense_backends_give_the_stock_output_and_sparse_ones_run(name):
     stock, dense, report = run(NEW[name], attention_backend="torch_sdpa")
@@ -127,6 +138,7 @@ def test_dense_backends_give_the_stock_output_and_sparse_ones_run(name):
     check_sparse(report, "video_sparse_attn", text_alone=name in TEXT_ALONE)
 
 
+@pytest.mark.slow_cases("cosmos 3", "framepack", "qwen 2.1 with a picture", "qwen 2.1")
 @pytest.mark.parametrize("name", ["minimax h3 with keyframes", *TEXT_ALONE, "helios", "framepack"])
 def test_a_sparse_method_that_leaves_nothing_out_gives_the_stock_output(name):
     stock, out, report = run(

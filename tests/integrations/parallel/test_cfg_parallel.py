@@ -59,6 +59,7 @@ CFG = Mesh(cfg=2)
 TOLERANCE = 1e-4
 
 
+@pytest.mark.slow_cases("ltx-3-3", "qwen_image-3-4", "wan-3-4", "wan22-4-6")
 @pytest.mark.parametrize(
     ("family", "steps", "calls"),
     [
@@ -97,6 +98,7 @@ def test_guidance_that_shows_in_the_first_step_only_is_shared_from_the_second_on
         assert count == 4
 
 
+@pytest.mark.slow_cases("flux-overrides1")
 @pytest.mark.parametrize(
     ("family", "overrides"),
     [

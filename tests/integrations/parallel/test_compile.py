@@ -40,6 +40,7 @@ def compiled(name, how):
     return want, got, first
 
 
+@pytest.mark.slow_cases("qwen with two images-blocks-2", "wan-blocks-1", "wan-whole-1")
 @pytest.mark.parametrize(
     ("name", "how", "graphs"),
     [

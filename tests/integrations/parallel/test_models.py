@@ -57,6 +57,34 @@ def run(name):
     return want, got, tokens, report
 
 
+@pytest.mark.slow_cases(
+    "ring-flux 3",
+    "ring-hunyuan 1.5 with an image",
+    "ring-hunyuan 1.5 with padding",
+    "ring-hunyuan image with padding",
+    "ring-hunyuan image without glyphs",
+    "ring-hunyuan image",
+    "ring-kandinsky 5",
+    "ring-kandinsky 6 with sound",
+    "ring-kandinsky 6",
+    "ring-krea 2 with padding",
+    "ring-krea 2",
+    "ring-ltx 2",
+    "ring-minimax h3",
+    "ring-wan vace",
+    "ring-z image whose caption is half as long",
+    "ring-z image with captions of different lengths",
+    "ulysses-hunyuan 1.5 with an image",
+    "ulysses-hunyuan 1.5 with padding",
+    "ulysses-hunyuan image with padding",
+    "ulysses-hunyuan image without glyphs",
+    "ulysses-hunyuan image",
+    "ulysses-kandinsky 6",
+    "ulysses-krea 2",
+    "ulysses-ltx 2",
+    "ulysses-minimax h3",
+    "ulysses-z image",
+)
 @pytest.mark.parametrize("name", SPLIT_CASES)
 @pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(ring=2)], ids=["ulysses", "ring"])
 def test_ranks_that_share_the_tokens_give_the_output_of_one(two_ranks, name, mesh):

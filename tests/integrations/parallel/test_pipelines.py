@@ -35,6 +35,7 @@ CONFIGS = {
 }
 
 
+@pytest.mark.slow_cases("flux", "qwen_image", "wan22")
 @pytest.mark.parametrize(
     "family",
     [
@@ -51,6 +52,9 @@ def test_a_ring_gives_the_latents_of_one_process(two_ranks, tiny_pipeline, stock
     assert torch.equal(results[0][0], results[1][0])
 
 
+@pytest.mark.slow_cases(
+    "cogvideox-2 CFG x 1 ring x 2 Ulysses = 4 GPUs", "wan-1 CFG x 2 ring x 2 Ulysses = 4 GPUs"
+)
 @pytest.mark.parametrize(
     ("family", "mesh"),
     [
@@ -71,6 +75,16 @@ def test_four_ranks_give_the_latents_of_one_process(
         assert torch.equal(latents, results[0][0])
 
 
+@pytest.mark.slow_cases(
+    "flux-sliding_tile_attn",
+    "hunyuan_video-video_sparse_attn",
+    "wan-sla_attn",
+    "wan-sliding_tile_attn",
+    "wan-sol_attn",
+    "wan-sparse_video_gen_2_attn",
+    "wan-video_sparse_attn",
+    "wan-vmoba_attn",
+)
 @pytest.mark.parametrize(
     ("family", "backend"),
     [
@@ -91,6 +105,7 @@ def test_a_sparse_method_on_some_heads_attends_as_on_all(two_ranks, tiny_pipelin
         assert min(densities) < 1.0
 
 
+@pytest.mark.slow_cases("hunyuan_video-video_sparse_attn", "wan-sla_attn")
 @pytest.mark.parametrize(
     ("family", "backend"),
     [
@@ -125,6 +140,7 @@ def trained(tiny_pipeline, tmp_path):
     return folder
 
 
+@pytest.mark.slow_cases("sla_attn", "video_sparse_attn")
 @pytest.mark.parametrize("backend", ["video_sparse_attn", "sla_attn"])
 def test_gates_and_projections_of_a_checkpoint_count_on_every_rank(
     two_ranks, tiny_pipeline, trained, backend

@@ -159,6 +159,7 @@ def test_amd_gpus_are_not_measured_by_compute_capability() -> None:
     assert choose(BLOCK_SPARSE, "triton", request) == "triton"
 
 
+@pytest.mark.slow_cases("shape1")
 @pytest.mark.parametrize("shape", [PlanShape(heads=4), PlanShape(q_form="ragged", row_bits=True)])
 def test_it_compiles_without_a_graph_break(shape: PlanShape) -> None:
     plan = random_plan(shape, seed=1).longest_first()

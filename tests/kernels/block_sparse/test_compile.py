@@ -331,6 +331,7 @@ SKIPPING = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -416,6 +417,7 @@ EVERY_PORTABLE_SM80 = [
 PORTABLE_SM80 = [("dense", 128, 128)]
 
 
+@pytest.mark.slow_cases("bits-128-128")
 @pytest.mark.parametrize(
     ("form", "q_size", "head_size"),
     with_slow(EVERY_PORTABLE_SM90, PORTABLE_SM90 if with_oldest() else []),
@@ -429,6 +431,7 @@ def test_the_portable_kernel_does_not_spill_on_sm90(
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "q_size", "head_size"),
     [("regular", 64, 128), ("regular", 128, 128), ("ragged", 64, 64), ("dense", 128, 64)],
@@ -441,6 +444,7 @@ def test_leaving_products_out_does_not_spill_on_sm90(
     compiler.assert_clean()
 
 
+@pytest.mark.slow_cases("dense-128-128")
 @pytest.mark.parametrize(
     ("form", "q_size", "head_size"),
     with_slow(EVERY_PORTABLE_SM80, PORTABLE_SM80 if with_oldest() else []),

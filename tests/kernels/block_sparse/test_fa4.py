@@ -108,6 +108,9 @@ PLANS = {
 }
 
 
+@pytest.mark.slow_cases(
+    "lists per sample-128", "three tiles per block-128", "three tiles per block-64"
+)
 @pytest.mark.parametrize("head_size", [64, 128])
 @pytest.mark.parametrize("name", PLANS)
 def test_the_package_computes_what_the_plan_means(

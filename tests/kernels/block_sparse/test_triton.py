@@ -81,6 +81,9 @@ def test_it_is_dense_attention_under_the_plans_mask(
     check(plan, q, k, v, 32**-0.5)
 
 
+@pytest.mark.slow_cases(
+    "128-128", "128-32", "128-40", "128-64", "128-96", "64-128", "64-40", "64-64", "64-96"
+)
 @pytest.mark.parametrize("head_size", [32, 40, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("q_size", [64, 128])
 def test_every_head_size_is_right(head_size: int, q_size: int) -> None:
@@ -99,6 +102,7 @@ def test_many_blocks_per_row_are_cut_into_steps_across_chunks() -> None:
     check(plan, q, k, v, 32**-0.5)
 
 
+@pytest.mark.slow_cases("384")
 @pytest.mark.parametrize("kv_size", [64, 384])
 def test_large_blocks_are_cut_and_only_the_last_has_a_tail(kv_size: int) -> None:
     q_blocks, kv_blocks = Blocks.regular(300, 192), Blocks.regular(2 * kv_size + 100, kv_size)
@@ -107,6 +111,7 @@ def test_large_blocks_are_cut_and_only_the_last_has_a_tail(kv_size: int) -> None
     check(plan, q, k, v, 64**-0.5)
 
 
+@pytest.mark.slow_cases("dtype0-30.0", "dtype0-60.0", "dtype0-8.0", "dtype1-30.0", "dtype1-8.0")
 @pytest.mark.parametrize("deviation", [1.0, 8.0, 30.0, 60.0])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_any_spread_of_the_logits_is_finite_and_right(deviation: float, dtype: torch.dtype) -> None:
@@ -210,6 +215,7 @@ def test_neighbouring_blocks_are_merged_into_whole_steps() -> None:
     assert steps.tail_lengths[0, 0, 0, 0].item() == 22
 
 
+@pytest.mark.slow_cases("130-200-128", "130-200-64", "200-130-128")
 @pytest.mark.parametrize(
     ("queries", "keys", "size"),
     [(200, 200, 64), (130, 200, 64), (130, 200, 128), (200, 130, 128), (1, 70, 64)],
@@ -317,6 +323,9 @@ def test_gradients_of_padding_are_zero_whatever_it_holds() -> None:
         assert dirty[:, ~padding].any()
 
 
+@pytest.mark.slow_cases(
+    "last one short-128", "last one short-64", "regular-128", "row bits-128", "row bits-64"
+)
 @pytest.mark.parametrize("rows", [64, 128])
 @pytest.mark.parametrize("form", ["regular", "last one short", "row bits"])
 def test_steps_far_below_are_left_out_as_the_reference_leaves_blocks_out(

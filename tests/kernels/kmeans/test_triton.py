@@ -41,6 +41,11 @@ QUICK = [
 ]
 
 
+@pytest.mark.slow_cases(
+    "torch.bfloat16-a slice of the heads, head-major-False",
+    "torch.bfloat16-heads innermost-False",
+    "torch.float16-token-major-False",
+)
 @pytest.mark.parametrize(("dtype", "layout", "masked"), with_slow(CASES, QUICK), ids=str)
 def test_one_iteration_is_the_definition(dtype: torch.dtype, layout: str, masked: bool) -> None:
     x = with_layout(whole_numbers(2, 140, 2, 24, dtype=dtype), layout)
@@ -57,6 +62,7 @@ def test_one_iteration_is_the_definition(dtype: torch.dtype, layout: str, masked
         assert torch.equal(found.centroids, wanted.centroids)
 
 
+@pytest.mark.slow_cases("260-2", "5-5")
 @pytest.mark.parametrize(("tokens", "clusters"), [(1, 1), (5, 5), (260, 2), (70, 35)])
 def test_several_iterations_never_move_away(tokens: int, clusters: int) -> None:
     """Of real numbers roundings decide what is nearest; the distance must shrink all the same."""
@@ -86,6 +92,7 @@ def test_heads_that_stopped_keep_what_they_have() -> None:
     assert torch.allclose(many.centroids, wanted.centroids, atol=1e-5)
 
 
+@pytest.mark.slow_cases("31-1300", "31-1")
 @pytest.mark.parametrize(
     ("num", "tokens"),
     with_slow(

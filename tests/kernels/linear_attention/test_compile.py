@@ -77,6 +77,7 @@ def test_other_blocks_and_means_alone_do_not_spill(
     assert_clean(compiler.kernels[1:])
 
 
+@pytest.mark.slow_cases("128-64")
 @pytest.mark.parametrize(
     ("head_size", "q_size"),
     [

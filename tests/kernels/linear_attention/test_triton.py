@@ -40,6 +40,7 @@ def state_of(case: Case, splits: int | None = None) -> tuple[torch.Tensor, KeySt
     return key_state(case.key, case.value, case.kv, case.feature_map, splits=splits)
 
 
+@pytest.mark.slow_cases("blocks of 128-3", "small-100", "text-1")
 @pytest.mark.parametrize(("layout", "splits"), list(zip(BLOCKS, cycle((1, 3, 100)), strict=False)))
 def test_means_are_those_of_the_blocks_however_the_work_is_split(layout: str, splits: int) -> None:
     from multimodal_gen.kernels.linear_attention.linear_attention_kernel import key_means
@@ -55,6 +56,7 @@ def test_means_are_those_of_the_blocks_however_the_work_is_split(layout: str, sp
             assert (mean[b, :, i].double() - wanted).abs().max() <= band
 
 
+@pytest.mark.slow_cases("elu-blocks of 128-dtype2", "relu-small-dtype4", "softmax-text-dtype6")
 @pytest.mark.parametrize(("feature_map", "layout", "dtype"), with_slow(CALLS, CALLS[::2]))
 def test_the_branch_over_all_tokens_is_added(
     feature_map: str, layout: str, dtype: torch.dtype
@@ -72,6 +74,7 @@ def test_the_branch_over_all_tokens_is_added(
     assert_added(out[:, rows], case.out[:, rows], branch[:, rows], size[:, rows])
 
 
+@pytest.mark.slow_cases("elu-text-dtype7", "relu-blocks of 128-dtype3", "softmax-small-dtype5")
 @pytest.mark.parametrize(("feature_map", "layout", "dtype"), with_slow(CALLS, CALLS[1::2]))
 def test_the_branch_over_unselected_blocks_is_added(
     feature_map: str, layout: str, dtype: torch.dtype
@@ -104,6 +107,7 @@ def test_states_of_few_heads_at_a_time_are_the_same(monkeypatch: pytest.MonkeyPa
     assert torch.equal(outs[0], outs[1])
 
 
+@pytest.mark.slow_cases("256", "48")
 @pytest.mark.parametrize("head_size", [32, 48, 256])
 def test_other_head_sizes_are_padded_or_parted(head_size: int) -> None:
     from multimodal_gen.kernels.linear_attention.linear_attention_kernel import add_linear

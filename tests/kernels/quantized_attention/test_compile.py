@@ -120,6 +120,7 @@ NEWER_SPILLS = {
 QUICK = OLDEST if with_oldest() else NEWEST
 
 
+@pytest.mark.slow_cases("triton-sm80-128-128-dense-16-bit-d128-lse")
 @pytest.mark.parametrize(
     "case",
     [

@@ -83,6 +83,7 @@ def wan_like(
     return query, key, scaled(values, value)
 
 
+@pytest.mark.slow_cases("1.0-16-bit", "1.0-e4m3")
 @pytest.mark.parametrize("values", ["e4m3", "16-bit"])
 @pytest.mark.parametrize("value", [1.0, 3.0])
 def test_inputs_of_wans_sizes_stay_within_the_budget_of_8_bits(value: float, values: str) -> None:
@@ -103,6 +104,7 @@ def spiky(
     return q, k, v, BlockPlan.dense(blocks, blocks, "cpu")
 
 
+@pytest.mark.slow_cases("1.0-128", "4.0-96")
 @pytest.mark.parametrize(
     ("spikes", "head_size"),
     [

@@ -87,6 +87,7 @@ def test_every_plan_is_right(shape: PlanShape, seed: int, kv_heads: int, values:
     check(plan, inputs(plan, heads=4, kv_heads=kv_heads, seed=seed), values=values)
 
 
+@pytest.mark.slow_cases("128-16-bit", "128-e4m3", "96-16-bit")
 @pytest.mark.parametrize(
     ("head_size", "values"), [(40, "e4m3"), (96, "16-bit"), (128, "e4m3"), (128, "16-bit")]
 )
@@ -95,6 +96,7 @@ def test_every_head_size_is_right(head_size: int, values: str) -> None:
     check(plan, inputs(plan, head_size=head_size), values=values)
 
 
+@pytest.mark.slow_cases("150-100-16-bit")
 @pytest.mark.parametrize(("queries", "keys", "values"), [(100, 150, "e4m3"), (150, 100, "16-bit")])
 def test_causal_plans_are_right(queries: int, keys: int, values: str) -> None:
     plan = BlockPlan.dense(
@@ -103,6 +105,7 @@ def test_causal_plans_are_right(queries: int, keys: int, values: str) -> None:
     check(plan, inputs(plan), values=values)
 
 
+@pytest.mark.slow_cases("1.0", "10.0")
 @pytest.mark.parametrize("scale", [1.0, 10.0])
 def test_any_spread_of_the_logits_is_right(scale: float) -> None:
     plan = random_plan(PlanShape(num_kv=4, keep=0.8), seed=11)
@@ -223,6 +226,9 @@ def test_queries_whose_blocks_change_in_place_are_heeded(shared: bool) -> None:
         assert bool(found.any(-1).all()) == (sum(length) == 80)
 
 
+@pytest.mark.slow_cases(
+    "padded-False-40-dtype2", "ragged-True-64-dtype3", "regular-False-128-dtype1"
+)
 @pytest.mark.parametrize(
     ("form", "permuted", "head_size", "dtype"),
     [

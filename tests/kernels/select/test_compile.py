@@ -53,6 +53,7 @@ INPUTS = (
 QUICK = [(300, INPUTS[1]), (1182, INPUTS[1])]
 
 
+@pytest.mark.slow_cases("300-128-dtype1")
 @pytest.mark.parametrize(
     ("num_kv", "head_size", "dtype"),
     [

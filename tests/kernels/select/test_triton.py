@@ -51,6 +51,7 @@ def selected(
     return out[..., : count + always]
 
 
+@pytest.mark.slow_cases("channels last but one-dtype3", "heads first-dtype2", "tokens first-dtype1")
 @pytest.mark.parametrize(
     ("layout", "dtype"),
     [
@@ -83,6 +84,7 @@ def test_pooling_reads_any_strides(dtype: torch.dtype, layout: str) -> None:
             assert ((mean - wanted).abs() <= torch.finfo(dtype).eps * wanted.abs() + band).all()
 
 
+@pytest.mark.slow_cases("dtype1-True", "dtype2-False")
 @pytest.mark.parametrize(
     ("dtype", "indexed"),
     [
@@ -109,6 +111,7 @@ def test_pooling_leaves_masked_tokens_out(dtype: torch.dtype, indexed: bool) -> 
         torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.slow_cases("dtype1", "dtype2")
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_infinitely_low_score_comes_last(dtype: torch.dtype) -> None:
@@ -148,6 +151,7 @@ def test_selection_is_the_definition(
     assert torch.equal(found, naive_best(query, key, count, always))
 
 
+@pytest.mark.slow_cases("16384")
 @pytest.mark.parametrize("scratch_bytes", [pytest.param(1, marks=pytest.mark.slow), 2**14])
 def test_rows_are_done_in_turns_where_the_buffer_is_small(scratch_bytes: int) -> None:
     query = whole_numbers(2, 1, 66, 16, seed=0, dtype=torch.float16)
@@ -156,6 +160,7 @@ def test_rows_are_done_in_turns_where_the_buffer_is_small(scratch_bytes: int) ->
     assert torch.equal(found, naive_best(query, key, 9, 2))
 
 
+@pytest.mark.slow_cases("dtype1-128", "dtype2-24")
 @pytest.mark.parametrize(
     ("dtype", "head_size"), [(torch.float32, 24), (torch.float16, 128), (torch.bfloat16, 24)]
 )
@@ -165,6 +170,9 @@ def test_real_numbers_select_the_best_up_to_rounding(dtype: torch.dtype, head_si
     assert_best(selected(query, key, 9, 1), query, key, 9, 1)
 
 
+@pytest.mark.slow_cases(
+    "1-huge", "1-lowest", "1-nan", "1-tiny", "3-huge", "3-nan", "3-negative", "3-zeros"
+)
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize(
     "scores",
@@ -190,6 +198,16 @@ def test_scores_of_any_size_are_ordered(scores: list[float], count: int) -> None
     assert torch.equal(found, select_tiles(query, key, count))
 
 
+@pytest.mark.slow_cases(
+    "False-False-dtype1",
+    "False-False-dtype2",
+    "False-True-dtype0",
+    "False-True-dtype2",
+    "True-False-dtype0",
+    "True-False-dtype2",
+    "True-True-dtype0",
+    "True-True-dtype1",
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads_first", [False, True])
 @pytest.mark.parametrize("indexed", [False, True])
@@ -254,6 +272,13 @@ def test_cells_are_pooled_together(cells: int, masked: bool) -> None:
     assert ((found - wanted).abs() <= torch.finfo(x.dtype).eps * wanted.abs() + 1e-5).all()
 
 
+@pytest.mark.slow_cases(
+    "torch.bfloat16-cells0",
+    "torch.bfloat16-cells1",
+    "torch.bfloat16-cells2",
+    "torch.float16-cells1",
+    "torch.float16-cells2",
+)
 @pytest.mark.parametrize("cells", [(4, 4), (1, 8), (8, 2)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_tiles_are_selected_by_their_cells(dtype: torch.dtype, cells: tuple[int, int]) -> None:

@@ -29,6 +29,7 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+@pytest.mark.slow_cases("dtype1-True-True", "dtype2-False-True")
 @pytest.mark.parametrize(
     ("dtype", "indexed", "masked"),
     [
@@ -63,6 +64,12 @@ CHOICES = [
 ]
 
 
+@pytest.mark.slow_cases(
+    "2-torch.bfloat16-Rule(topk=2, threshold=0.0, scope='query_head')",
+    "7-torch.float16-Rule(topk=6, threshold=0.0, scope='query_head')",
+    "7-torch.float16-Rule(topk=None, threshold=0.0, scope='query_head')",
+    "7-torch.float16-Rule(topk=None, threshold=0.99, scope='query_head')",
+)
 @pytest.mark.parametrize(
     ("num_chunks", "dtype", "rule"),
     with_slow(CHOICES, [CHOICES[i] for i in (0, 2, 3, 6, 7, 10)]),
@@ -83,6 +90,7 @@ def test_the_choice_is_the_definition(dtype, num_chunks, rule):
         assert int(pairs) == int((chosen.sum((1, 2)) * counts).sum())
 
 
+@pytest.mark.slow_cases("Rule(topk=None, threshold=0.5, scope='query_head')")
 @pytest.mark.parametrize("rule", [Rule(topk=4), Rule(threshold=0.5)], ids=str)
 def test_equal_scores_go_to_the_lowest_chunk(rule):
     from multimodal_gen.kernels.select.chunk_kernel import select_chunks
@@ -96,6 +104,7 @@ def test_equal_scores_go_to_the_lowest_chunk(rule):
     assert torch.equal(bits, pack_bits(select_chunks_reference(query, means, own, rule, None)))
 
 
+@pytest.mark.slow_cases("Rule(topk=None, threshold=0.7, scope='query_head')")
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("rule", [RULES[2], RULES[5]], ids=str)
 def test_masked_queries_choose_their_own_chunk(rule):

@@ -27,6 +27,7 @@ def sort(bits: torch.Tensor, groups: ChunkGroups, *, extra: bool, block: int = 1
     return sort_rows(bits, groups, block=block, extra=extra)
 
 
+@pytest.mark.slow_cases("13-4-192-True", "5-5-192-False")
 @pytest.mark.parametrize(
     ("num_chunks", "size", "block", "extra"),
     [
@@ -62,6 +63,7 @@ def test_the_rows_of_some_heads_move_and_merge_as_those_heads_rows():
     torch.testing.assert_close(out, query, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow_cases("dtype1")
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
 )

@@ -82,6 +82,7 @@ def test_any_tensors_and_any_order_agree_with_the_reference(
     check(tuple(tensors), index, out)
 
 
+@pytest.mark.slow_cases("40-torch.bfloat16", "40-torch.float32", "64-torch.float16")
 @pytest.mark.parametrize(
     ("size", "dtype"),
     [
@@ -106,6 +107,7 @@ def test_rows_longer_than_a_program_are_cut_into_pieces() -> None:
     check((tensor, tensor[:, :, :3]), orders(2, 40, 33, per_batch=True), torch.randn_like(tensor))
 
 
+@pytest.mark.slow_cases("4")
 @pytest.mark.parametrize("offset", [1, 4])
 def test_views_that_no_vector_fits_are_copied_element_by_element(offset: int) -> None:
     tensor = torch.randn(1, 20, 3, 24).half()[..., offset : offset + 16]

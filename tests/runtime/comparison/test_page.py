@@ -154,6 +154,7 @@ def test_images_are_shown_as_images(folder: Path, tmp_path: Path) -> None:
     assert 'id="play"' not in page
 
 
+@pytest.mark.slow
 def test_a_page_that_is_too_large_has_coarser_clips_and_then_fewer(
     report: Report, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

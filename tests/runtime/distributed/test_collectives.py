@@ -178,6 +178,7 @@ def test_two_ranks_exchange_tokens_for_heads_and_back(two_ranks, lengths, heads,
     two_ranks.run(Mesh(ulysses=2), check_there_and_back, lengths, heads, kv_heads, dtype)
 
 
+@pytest.mark.slow_cases("lengths0-4-4")
 @pytest.mark.parametrize(("lengths", "heads", "kv_heads"), CASES_OF_FOUR)
 def test_four_ranks_exchange_tokens_for_heads_and_back(four_ranks, lengths, heads, kv_heads):
     four_ranks.run(Mesh(ulysses=4), check_there_and_back, lengths, heads, kv_heads, torch.float32)

@@ -111,6 +111,7 @@ def no_end(text) -> None:
     raise AssertionError("nothing is stuck")
 
 
+@pytest.mark.slow
 def test_ranks_wait_for_a_slow_first_rank_until_it_is_done(stores, monkeypatch) -> None:
     monkeypatch.setattr(faults, "_HEARTBEAT_S", 0.1)
 

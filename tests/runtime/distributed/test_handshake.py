@@ -155,6 +155,7 @@ def test_a_long_refusal_is_told_up_to_what_fits(two_ranks, letter):
     assert set(first[1].removeprefix(told)) == {letter.encode(errors="replace").decode()}
 
 
+@pytest.mark.slow
 def test_a_rank_that_gets_no_answer_gives_up(tmp_path):
     with World(2, tmp_path, control_timeout=2.0) as world:
         kind, text, seconds = world.run(Mesh(ulysses=2), silent_partner)[0]

@@ -157,6 +157,7 @@ def test_a_killed_rank_ends_the_run(run) -> None:
     assert (out, err) == ("", "")
 
 
+@pytest.mark.slow
 def test_a_rank_that_leaves_without_a_word_ends_the_run(run) -> None:
     error, out, err = run(leave)
     assert isinstance(error, RankError)

@@ -41,6 +41,7 @@ def test_a_template_that_takes_all_memory_is_refused_by_its_component(asked) -> 
         Session(asked(MULTIPLIED), lambda args, pipe: None)
 
 
+@pytest.mark.slow_cases("{{ raise_exception('never') }}")
 @pytest.mark.parametrize("template", ["{% if", "{{ raise_exception('never') }}"])
 def test_a_template_that_fails_is_explained_in_the_run(template: str, asked) -> None:
     class Nothing:

@@ -267,6 +267,7 @@ def loaded(request, tiny_pipeline):
     return TOKEN[request.param], pipe
 
 
+@pytest.mark.slow_cases("flux2_klein")
 def test_a_size_below_one_token_is_refused_in_every_family(loaded) -> None:
     token, pipe = loaded
     assert token_size(pipe) == (token, token)
@@ -277,6 +278,7 @@ def test_a_size_below_one_token_is_refused_in_every_family(loaded) -> None:
                 check_loaded(pipe, _args(**{option: size}))
 
 
+@pytest.mark.slow_cases("flux2_klein")
 def test_one_token_is_enough_in_every_family(loaded) -> None:
     token, pipe = loaded
     check_loaded(pipe, _args(height=token, width=token, num_inference_steps=2))

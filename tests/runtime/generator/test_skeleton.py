@@ -25,6 +25,7 @@ def _shapes(model: torch.nn.Module) -> dict[str, torch.Size]:
 QUICK = ("wan", "flux", "hunyuan_video_15")
 
 
+@pytest.mark.slow_cases("flux", "hunyuan_video_15")
 @pytest.mark.parametrize(
     "family",
     [pytest.param(f, marks=[] if f in QUICK else [pytest.mark.slow]) for f in FAMILIES],

@@ -384,6 +384,9 @@ PLAIN = st.recursive(
 )
 
 
+@pytest.mark.slow_cases(
+    "EveryTypeConfig", "SLAConfig", "SVG2Config", "SageSLAConfig", "SolConfig", "SubblockConfig"
+)
 @pytest.mark.parametrize("config_cls", [*DOCUMENTED, EveryTypeConfig], ids=lambda c: c.__name__)
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())

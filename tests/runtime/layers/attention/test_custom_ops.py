@@ -85,6 +85,7 @@ def calls(model: Model) -> list[int]:
     return [block.attention.report().calls for block in model.blocks]
 
 
+@pytest.mark.slow_cases("inductor")
 @INDUCTOR_WARNS
 @pytest.mark.parametrize(
     "backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager", "inductor"]
@@ -99,6 +100,7 @@ def test_a_compiled_model_computes_what_it_computes_eagerly(backend, x):
     assert calls(model) == [3] * BLOCKS
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_mask_may_come_and_go_under_compile(x):
     model = Model()
@@ -196,6 +198,7 @@ def test_the_sequence_parallel_layers_compile(cls):
     torch.testing.assert_close(compiled(*arguments), layer(*arguments))
 
 
+@pytest.mark.slow
 @INDUCTOR_WARNS
 @GRAD_WARNS
 @pytest.mark.parametrize(
@@ -275,6 +278,7 @@ def test_a_compiled_block_may_be_checkpointed(x):
     assert not _RECORDS
 
 
+@pytest.mark.slow_cases("attn_mask", "v")
 @pytest.mark.parametrize("which", ["q", "k", "v", "attn_mask"])
 def test_a_gradient_of_any_single_input_is_right_under_compile(which):
     layer = LocalAttention(HEADS, SIZE)

@@ -119,6 +119,7 @@ def check(call, out, q, k, v):
     assert_within_error_budget(out, q, k, v, **options)
 
 
+@pytest.mark.slow_cases("masks", "packing_then_masks", "sdpa", "unmasked_then_masks")
 @FAST
 @given(call=calls())
 def test_every_mask_on_every_path_agrees_with_the_definition(path, call):
@@ -126,6 +127,9 @@ def test_every_mask_on_every_path_agrees_with_the_definition(path, call):
     check(call, layer_for(call)(q, k, v, call["mask"]), q, k, v)
 
 
+@pytest.mark.slow_cases(
+    "key_masks_then_masks", "packing", "packing_then_masks", "unmasked_then_masks"
+)
 @FAST
 @given(call=calls(kinds=("bool", "int"), dims=(2,)))
 def test_nan_at_masked_positions_never_reaches_the_output(path, call):
@@ -141,6 +145,7 @@ def test_nan_at_masked_positions_never_reaches_the_output(path, call):
     check(call, layer_for(call)(**poisoned, attn_mask=call["mask"]), q, k, v)
 
 
+@pytest.mark.slow_cases("key_masks_then_masks", "masks", "packing_then_masks", "sdpa")
 @FAST
 @given(call=calls(kinds=("bool", "int"), dims=(2,)))
 def test_a_packing_given_by_the_caller_changes_nothing(path, call):
@@ -150,6 +155,7 @@ def test_a_packing_given_by_the_caller_changes_nothing(path, call):
     check(call, out, q, k, v)
 
 
+@pytest.mark.slow_cases("key_masks_then_masks", "packing_then_masks", "sdpa", "unmasked_then_masks")
 @FAST
 @given(call=calls(), dtype=st.sampled_from([torch.bfloat16, torch.float16]))
 def test_masks_agree_in_half_precision(path, call, dtype):

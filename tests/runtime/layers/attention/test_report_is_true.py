@@ -358,6 +358,13 @@ def layers_to_run(
 DECLARED = [(name, cls) for name in AttentionBackendEnum for cls in backends_of(name)]
 
 
+@pytest.mark.slow_cases(
+    "False-CubeBackend",
+    "False-PisaBackend",
+    "False-SpargeBackend",
+    "False-StaticBackend",
+    "False-SubblockBackend",
+)
 @pytest.mark.parametrize(("name", "cls"), [pytest.param(n, c, id=c.__name__) for n, c in DECLARED])
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_kernel_that_runs_is_the_one_that_is_reported(

@@ -25,6 +25,7 @@ SCALE = 0.2
 FEW = ["24x24-kv4-full", "24x24-kv2-causal", "16x40-kv1-causal", "40x16-kv2-causal"]
 
 
+@pytest.mark.slow_cases("16x40-kv1-causal-torch.float32", "40x16-kv2-causal-torch.bfloat16")
 @pytest.mark.parametrize(
     ("call", "dtype"),
     list(zip(FEW, cycle((torch.float32, torch.bfloat16)), strict=False)),
@@ -35,12 +36,19 @@ def test_it_honours_calls(call, assert_honours, dtype):
     assert_honours(FlexAttentionBackend, "unfused", call, dtype=dtype)
 
 
+@pytest.mark.slow_cases("17-16x40-kv2-full")
 @pytest.mark.parametrize("call", ["16x40-kv2-full"], indirect=True)
 @pytest.mark.parametrize("head_size", [17, 40, 80])
 def test_it_takes_any_head_size(call, assert_honours, head_size):
     assert_honours(FlexAttentionBackend, "unfused", call, head_size=head_size)
 
 
+@pytest.mark.slow_cases(
+    "(1, 1, 20, 28)-False-False",
+    "(2, 1, 1, 28)-False-True",
+    "(2, 1, 1, 28)-True-False",
+    "(2, 4, 20, 28)-False-False",
+)
 @pytest.mark.parametrize(
     ("shape", "causal", "additive"),
     [
@@ -98,6 +106,7 @@ def test_it_joins_a_graph_that_is_being_compiled():
     assert_within_error_budget(compiled(q, k, v), q, k, v, scale=SCALE)
 
 
+@pytest.mark.slow_cases("True")
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_first_call_of_a_compiled_model_runs_as_the_next_ones_do(causal):
     torch._dynamo.reset()

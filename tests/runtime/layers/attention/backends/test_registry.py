@@ -163,6 +163,7 @@ def test_the_environment_holds_only_packages_that_are_installed(use_backends, mo
     assert [(module, name) for module, name, _ in packages] == [("torch", "torch")]
 
 
+@pytest.mark.slow
 def test_looking_at_every_backend_imports_no_optional_package(tmp_path):
     names = ("flash_attn", "sageattention", "aiter", "xformers", "flashinfer", "sageattn3")
     for name in (*names, "flash_attn_interface"):

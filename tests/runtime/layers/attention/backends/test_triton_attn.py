@@ -30,6 +30,7 @@ def draw(num_queries: int, num_keys: int) -> tuple[torch.Tensor, ...]:
     return make_qkv(2, num_queries, 4, 32, num_keys=num_keys, num_kv_heads=2, dtype=torch.float64)
 
 
+@pytest.mark.slow_cases("False-400-770", "True-400-770")
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (70, 400), (129, 77), (400, 770)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_every_length_is_dense_attention(queries: int, keys: int, causal: bool) -> None:

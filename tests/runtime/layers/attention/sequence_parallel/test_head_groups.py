@@ -120,6 +120,7 @@ def times_of(lengths, chunks):
     return report.as_dict(), report.summary()
 
 
+@pytest.mark.slow_cases("none")
 @pytest.mark.parametrize("text", TEXTS)
 def test_chunks_of_heads_compute_what_whole_calls_do(four_ranks, text):
     for lengths, heads in (((2, 2, 2, 2), 8), ((3, 0, 4, 1), 13)):
@@ -142,6 +143,7 @@ def test_chunks_are_those_that_were_measured_to_win(two_ranks, backend, messages
     two_ranks.run(Mesh(ulysses=2), check_measured_groups, backend, messages)
 
 
+@pytest.mark.slow_cases("sliding_tile_attn", "sparse_video_gen_2_attn")
 @pytest.mark.parametrize("backend", ["sliding_tile_attn", "sla_attn", "sparse_video_gen_2_attn"])
 def test_sparse_backends_take_chunks_of_heads(two_ranks, backend):
     two_ranks.run(Mesh(ulysses=2), check_sparse_groups, backend, (100, 92), 4)
@@ -172,6 +174,7 @@ def test_one_process_reports_no_times():
     assert sparse_layer("sla_attn", SPARSE["sla_attn"], 2).report().times is None
 
 
+@pytest.mark.slow_cases("4")
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_a_call_in_groups_that_another_kernel_serves_is_one_detour(two_ranks, count):
     for entries, detours in two_ranks.run(Mesh(ulysses=2), detours_of, count):

@@ -84,6 +84,14 @@ SPARSE = {
 }
 
 
+@pytest.mark.slow_cases(
+    "sliding_tile_attn-3",
+    "sliding_tile_attn-4",
+    "sol_attn-3",
+    "sol_attn-4",
+    "sparse_video_gen_2_attn-3",
+    "sparse_video_gen_2_attn-4",
+)
 @pytest.mark.parametrize("heads", [4, 3])
 @pytest.mark.parametrize("backend", SPARSE)
 def test_sparse_backends_see_the_whole_video_of_their_heads(two_ranks, backend, heads):

@@ -236,6 +236,7 @@ GRIDS_AND_TEXTS = [
 ]
 
 
+@pytest.mark.slow_cases("(3, 5, 7)-back", "(3, 5, 7)-none")
 @pytest.mark.parametrize(("grid", "text"), GRIDS_AND_TEXTS, ids=str)
 def test_windows_reach_over_the_two_ranks_of_a_ring(two_ranks, grid, text):
     for lengths, masked in itertools.product(LENGTHS[grid][2], (False, True)):
@@ -243,6 +244,9 @@ def test_windows_reach_over_the_two_ranks_of_a_ring(two_ranks, grid, text):
         two_ranks.run(Mesh(ring=2), check, "sliding_tile_attn", *args)
 
 
+@pytest.mark.slow_cases(
+    "(3, 5, 7)-1 CFG x 2 ring x 2 Ulysses = 4 GPUs", "(4, 6, 8)-1 CFG x 4 ring x 1 Ulysses = 4 GPUs"
+)
 @pytest.mark.parametrize(("grid", "mesh"), GRIDS_AND_MESHES, ids=str)
 def test_windows_reach_over_four_ranks(four_ranks, grid, mesh):
     for lengths, (text, masked) in zip(LENGTHS[grid][4] * 2, CASES, strict=True):
@@ -309,6 +313,9 @@ def test_tiles_are_selected_over_two_ranks_as_on_one(two_ranks, grid):
         two_ranks.run(Mesh(ring=2), check, "video_sparse_attn", *args)
 
 
+@pytest.mark.slow_cases(
+    "(3, 5, 7)-1 CFG x 2 ring x 2 Ulysses = 4 GPUs", "(4, 6, 8)-1 CFG x 4 ring x 1 Ulysses = 4 GPUs"
+)
 @pytest.mark.parametrize(("grid", "mesh"), GRIDS_AND_MESHES, ids=str)
 def test_tiles_are_selected_over_four_ranks_as_on_one(four_ranks, grid, mesh):
     for lengths, (text, masked) in zip(LENGTHS[grid][4] * 2, CASES, strict=True):
@@ -355,6 +362,14 @@ TAILS = {
 AS_SOL = ("cube_sparse_attn", "sparge_attn")  # whose maps take the same way
 
 
+@pytest.mark.slow_cases(
+    "pisa_attn",
+    "sla_attn",
+    "sliding_tile_attn",
+    "sol_attn",
+    "subblock_sparse_attn",
+    "video_sparse_attn",
+)
 @pytest.mark.parametrize(
     "backend",
     [b if b not in AS_SOL else pytest.param(b, marks=pytest.mark.slow) for b in TAILS],
@@ -374,6 +389,7 @@ def test_means_are_the_same_on_four_ranks(four_ranks, backend, mesh):
         four_ranks.run(mesh, check, backend, *args)
 
 
+@pytest.mark.slow_cases("back-False", "front-True")
 @pytest.mark.parametrize(("text", "masked"), CASES)
 def test_eight_bits_err_no_more_in_a_ring(two_ranks, text, masked):
     two_ranks.run(Mesh(ring=2), check_quantised, SLA, (300, 155), TEXT[text], masked)
@@ -386,6 +402,7 @@ def test_the_coarse_stage_is_added_on_dense_steps_too(four_ranks, sparsity):
         four_ranks.run(mesh, check_gated, config, LENGTHS[RAGGED][4][1], heads, (0, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "config"),
     [("sliding_tile_attn", STA), ("video_sparse_attn", VSA), ("vmoba_attn", VMOBA)],

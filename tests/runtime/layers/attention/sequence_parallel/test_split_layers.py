@@ -284,6 +284,16 @@ def test_two_ranks_compute_what_one_does(two_ranks, mesh, heads, kv_heads, text,
         two_ranks.run(mesh, check_usp, lengths, heads, kv_heads, TEXTS[text], masked)
 
 
+@pytest.mark.slow_cases(
+    "1 CFG x 1 ring x 4 Ulysses = 4 GPUs-5-5-prefix",
+    "1 CFG x 1 ring x 4 Ulysses = 4 GPUs-7-1-kv-prefix",
+    "1 CFG x 2 ring x 2 Ulysses = 4 GPUs-4-4-suffix",
+    "1 CFG x 2 ring x 2 Ulysses = 4 GPUs-5-5-kv-prefix",
+    "1 CFG x 2 ring x 2 Ulysses = 4 GPUs-7-1-prefix",
+    "1 CFG x 4 ring x 1 Ulysses = 4 GPUs-4-4-kv-prefix",
+    "1 CFG x 4 ring x 1 Ulysses = 4 GPUs-6-2-prefix",
+    "1 CFG x 4 ring x 1 Ulysses = 4 GPUs-7-1-suffix",
+)
 @pytest.mark.parametrize(("mesh", "heads", "kv_heads", "text"), in_turns(MESHES_OF_FOUR), ids=str)
 def test_four_ranks_compute_what_one_does(four_ranks, mesh, heads, kv_heads, text):
     for lengths, masked in zip(LENGTHS[4], (True, False), strict=True):
@@ -291,6 +301,12 @@ def test_four_ranks_compute_what_one_does(four_ranks, mesh, heads, kv_heads, tex
     four_ranks.run(mesh, check_usp, LENGTHS[4][1], heads, kv_heads, TEXTS[text], True)
 
 
+@pytest.mark.slow_cases(
+    "1 CFG x 1 ring x 4 Ulysses = 4 GPUs-suffix",
+    "1 CFG x 2 ring x 2 Ulysses = 4 GPUs-suffix",
+    "1 CFG x 4 ring x 1 Ulysses = 4 GPUs-kv-prefix",
+    "1 CFG x 4 ring x 1 Ulysses = 4 GPUs-prefix",
+)
 @pytest.mark.parametrize(("mesh", "text"), MESHES_AND_TEXTS, ids=str)
 def test_a_group_of_ranks_may_have_no_tokens(four_ranks, mesh, text):
     for lengths, masked in itertools.product([(0, 0, 3, 1), (3, 1, 0, 0)], (False, True)):
@@ -305,6 +321,12 @@ def test_there_may_be_no_queries_or_no_keys(two_ranks, mesh, lengths, key_length
     two_ranks.run(mesh, check_cross, lengths, key_lengths)
 
 
+@pytest.mark.slow_cases(
+    "1 CFG x 1 ring x 4 Ulysses = 4 GPUs-suffix",
+    "1 CFG x 2 ring x 2 Ulysses = 4 GPUs-suffix",
+    "1 CFG x 4 ring x 1 Ulysses = 4 GPUs-kv-prefix",
+    "1 CFG x 4 ring x 1 Ulysses = 4 GPUs-prefix",
+)
 @pytest.mark.parametrize(("mesh", "text"), MESHES_AND_TEXTS, ids=str)
 def test_causality_holds_over_all_ranks(four_ranks, mesh, text):
     for lengths, masked in itertools.product(LENGTHS[4], (False, True)):
@@ -348,6 +370,7 @@ def test_half_precision_stays_half_precision(two_ranks, mesh, dtype):
     two_ranks.run(mesh, check_dtype, (5, 3), dtype)
 
 
+@pytest.mark.slow_cases("1 CFG x 1 ring x 2 Ulysses = 2 GPUs")
 @pytest.mark.parametrize("mesh", MESHES_OF_TWO, ids=str)
 def test_a_compiled_block_is_one_graph(two_ranks, mesh):
     two_ranks.run(mesh, check_compiled, (3, 3))

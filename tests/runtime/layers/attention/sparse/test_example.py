@@ -237,6 +237,7 @@ def test_what_it_cannot_train_in_a_ring_is_refused(two_ranks, tmp_path) -> None:
     two_ranks.run(Mesh(ring=2), check_limited_on_rank, tmp_path)
 
 
+@pytest.mark.slow_cases("text first")
 @pytest.mark.parametrize("where", TEXTS)
 def test_it_attends_to_the_mask_of_its_definition(method: SparseMethod, where: str) -> None:
     text = TEXTS[where]
@@ -348,6 +349,7 @@ def check_on_rank(
         return dict(entry.densities)[0]
 
 
+@pytest.mark.slow_cases("ring-True", "ulysses-False")
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(ring=2)], ids=["ulysses", "ring"])
 def test_ranks_compute_what_one_process_does(two_ranks, tmp_path, mesh, masked) -> None:

@@ -32,6 +32,7 @@ def layer_of(text: str) -> LocalAttention:
     return LocalAttention(HEADS, SIZE, HEADS // 2, site=site, scope=scope)
 
 
+@pytest.mark.slow_cases("sparse_video_gen_2_attn-True-True")
 @pytest.mark.parametrize(
     ("masked", "text_first"),
     [

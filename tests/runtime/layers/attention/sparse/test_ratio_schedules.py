@@ -41,6 +41,7 @@ def step(layer, qkv, index: int) -> torch.Tensor:
         return layer(*qkv)
 
 
+@pytest.mark.slow_cases("sol_attn", "sparse_video_gen_2_attn", "video_sparse_attn")
 @pytest.mark.parametrize("method", CASES)
 def test_every_step_is_that_of_a_layer_with_its_ratio(method):
     name, rest, early, late = CASES[method]

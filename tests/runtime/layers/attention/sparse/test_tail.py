@@ -126,6 +126,7 @@ def mask_of(tokens):
     return keep
 
 
+@pytest.mark.slow_cases("vmoba-no text", "vmoba-text first", "vmoba-text last")
 @pytest.mark.parametrize("where", TEXTS)
 @pytest.mark.parametrize("name", METHODS)
 def test_what_is_not_kept_counts_by_its_means(name, where):

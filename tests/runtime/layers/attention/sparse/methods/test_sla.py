@@ -144,6 +144,12 @@ LINEAR = [
 ]
 
 
+@pytest.mark.slow_cases(
+    "text first-elu-all",
+    "text first-relu-unselected",
+    "text last-relu-all",
+    "text last-softmax-all",
+)
 @pytest.mark.parametrize(("where", "feature_map", "branch"), LINEAR)
 def test_the_linear_branch_is_projected_and_added_to_the_video(where, feature_map, branch):
     text = TEXTS[where]
@@ -157,6 +163,7 @@ def test_the_linear_branch_is_projected_and_added_to_the_video(where, feature_ma
     check(qkv, out, naive, linear, feature_map=feature_map, unselected=unselected, sparse=sparse)
 
 
+@pytest.mark.slow_cases("0.0-text first", "0.0-text last", "0.5-text first", "0.5-text last")
 @pytest.mark.parametrize("where", TEXTS)
 @pytest.mark.parametrize("ratio", [0.0, 0.5])
 def test_text_attends_to_everything_and_everything_attends_to_text(where, ratio):
@@ -221,6 +228,7 @@ def test_an_offset_of_all_keys_does_not_cost_precision():
     check(far, out, Definition(far, WHOLE, 128, 64, 0.25))
 
 
+@pytest.mark.slow_cases("all-dtype0", "all-dtype1")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("branch", ["all", "unselected"])
 def test_half_precision_is_right(dtype, branch):
@@ -262,6 +270,7 @@ def test_use_bf16_names_the_dtype_of_16_bit_calls(dtype, use_bf16, computed, mon
     assert out.dtype == dtype
 
 
+@pytest.mark.slow_cases("all")
 @pytest.mark.parametrize("branch", ["all", "unselected"])
 def test_masked_text_is_in_neither_branch_and_may_hold_anything(branch):
     text = TEXTS["text last"]

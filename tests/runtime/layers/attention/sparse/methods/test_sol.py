@@ -98,6 +98,7 @@ def check(attention, qkv, text=None, *, chosen, blocks, keep=None, **options):
     return out
 
 
+@pytest.mark.slow_cases("diag-text first", "diag-text last", "exact-text first", "exact-text last")
 @pytest.mark.parametrize("where", TEXTS)
 @pytest.mark.parametrize("thresh_type", ["diag", "exact"])
 def test_blocks_above_the_threshold_are_exact_and_nothing_is_dropped(where, thresh_type):
@@ -108,6 +109,7 @@ def test_blocks_above_the_threshold_are_exact_and_nothing_is_dropped(where, thre
     check(attention, qkv, text, chosen=chosen, blocks=blocks)
 
 
+@pytest.mark.slow_cases("tile0")
 @pytest.mark.parametrize("tile", [(4, 4, 4), (2, 8, 8)])
 def test_blocks_may_be_tiles_of_the_grid(tile):
     text = TEXTS["text last"]
@@ -122,6 +124,7 @@ def test_the_best_blocks_may_be_exact_instead():
     check(layer(topk_ratio=0.3), qkv, chosen=chosen, blocks=blocks)
 
 
+@pytest.mark.slow_cases("diag")
 @pytest.mark.parametrize("thresh_type", ["diag", "exact"])
 def test_masked_keys_are_in_no_mean_and_in_no_threshold(thresh_type):
     qkv, blocks = inputs(TEXTS["text first"]), cut(TEXTS["text first"])
@@ -140,6 +143,7 @@ def test_far_below_every_score_it_is_dense_attention():
     torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow_cases("0-inside0", "130-inside1")
 @pytest.mark.parametrize(("start", "inside"), [(0, [0, 1]), (130, [2, 3]), (None, [8, 9])])
 def test_the_sink_is_exact_for_all_and_attends_to_all_where_asked(start, inside):
     text = None

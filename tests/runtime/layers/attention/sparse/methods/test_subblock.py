@@ -91,6 +91,7 @@ def check(attention, qkv, text=None, *, chosen, keep=None, tail=False):
     torch.testing.assert_close(out.double()[real], want[real], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow_cases("text last")
 @pytest.mark.parametrize("where", TEXTS)
 def test_blocks_with_the_best_cells_are_kept_and_text_is(where):
     text = TEXTS[where]
@@ -101,6 +102,7 @@ def test_blocks_with_the_best_cells_are_kept_and_text_is(where):
     assert density < 1
 
 
+@pytest.mark.slow_cases("cells1")
 @pytest.mark.parametrize("cells", [(1, 1), (8, 2), (2, 8)])
 def test_cells_may_be_of_any_number(cells):
     qkv = inputs(batch=1)

@@ -188,6 +188,7 @@ def test_all_the_mass_is_dense_attention(text):
     assert_within_error_budget(out, *qkv, scale=SCALE)
 
 
+@pytest.mark.slow_cases("0.9")
 @pytest.mark.parametrize("top_p", [0.0, 0.3, 0.9])
 def test_the_kept_clusters_carry_the_mass(top_p):
     qkv = inputs()
@@ -238,6 +239,7 @@ def test_the_next_step_starts_from_the_centroids_of_the_last():
     check(second, out, Definition(second, iterations=2, warm=Definition(first)))
 
 
+@pytest.mark.slow_cases("branches1")
 @pytest.mark.parametrize("branches", [("cond", "uncond"), (None, None)])
 def test_requests_and_guidance_branches_never_share_centroids(branches):
     """Interleaved, every stream of calls gives what it gives alone."""
@@ -289,6 +291,7 @@ def test_centroids_are_dropped_with_the_last_step_of_a_request():
         assert len(centroids_of(attention)) == (step < 2)
 
 
+@pytest.mark.slow
 def test_requests_that_never_end_are_forgotten_in_time():
     attention, qkv = layer(svg2_kmeans_iter_init=1), inputs(batch=1)
     for i in range(20):
@@ -296,6 +299,7 @@ def test_requests_that_never_end_are_forgotten_in_time():
     assert len(centroids_of(attention)) == 8
 
 
+@pytest.mark.slow_cases("1", "4")
 @pytest.mark.parametrize("step", [0, 1, 4])
 def test_a_run_without_a_name_starts_anew_at_every_step(step):
     attention, qkv, other = layer(), inputs(seed=0), inputs(seed=5)
@@ -494,6 +498,7 @@ def test_a_share_of_layers_needs_their_number():
         layer(svg2_first_layers_fp=0.5)
 
 
+@pytest.mark.slow_cases("True-False")
 @pytest.mark.parametrize(("early", "masked"), [(False, False), (True, False), (True, True)])
 def test_dense_steps_may_warm_the_centroids_up(early, masked):
     parameters = {"dense_steps": "0-1", "svg2_zero_step_kmeans_init": early}
@@ -576,6 +581,7 @@ def test_every_worked_example_has_a_test():
 QUICK = ("sparse_video_gen_2_attn.yaml", "sparse_video_gen_2_attn/cosmos.yaml")
 
 
+@pytest.mark.slow_cases("sparse_video_gen_2_attn.yaml")
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in SETTINGS]
 )

@@ -129,6 +129,7 @@ def test_copies_of_a_share_of_heads_are_bounded(grid, chunk, heads, kv_heads, ov
     assert at_once == 1 or copies <= 2 * most
 
 
+@pytest.mark.slow_cases("(5, 5, 9)-2-st")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("grid", "kv_heads"),
@@ -145,6 +146,7 @@ def test_each_query_attends_to_the_best_chunks_of_its_layers_kind(kind, grid, kv
     assert_within_error_budget(out, *qkv, scale=SCALE, mask=mask)
 
 
+@pytest.mark.slow_cases("block-0.5-st", "head_global-0.5-st", "overall-0.1-st", "query_head-0.1-st")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("scope", "threshold"),
@@ -162,6 +164,7 @@ def test_a_threshold_takes_its_share_of_each_scope(kind, scope, threshold):
     assert_within_error_budget(out, *qkv, scale=SCALE, mask=mask)
 
 
+@pytest.mark.slow_cases("overall")
 @pytest.mark.parametrize("scope", ["overall", "head_global"])
 def test_topk_over_wider_scopes_is_a_mean(scope):
     qkv = inputs(RAGGED)
@@ -170,6 +173,7 @@ def test_topk_over_wider_scopes_is_a_mean(scope):
     assert_within_error_budget(out, *qkv, scale=SCALE, mask=mask)
 
 
+@pytest.mark.slow_cases("st-no text", "st-text first", "st-text last")
 @pytest.mark.parametrize("where", TEXTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_attends_to_everything_and_everything_attends_to_text(where, kind):
@@ -183,6 +187,7 @@ def test_text_attends_to_everything_and_everything_attends_to_text(where, kind):
     assert density == pytest.approx(float(mask.double().mean()))
 
 
+@pytest.mark.slow_cases("dtype1")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_right(dtype):
     qkv = inputs(RAGGED, dtype=dtype)
@@ -324,6 +329,7 @@ def test_without_a_configuration_the_missing_sizes_are_named():
         VMoBAImpl(HEADS, HEAD_SIZE, SCALE)
 
 
+@pytest.mark.slow_cases("st")
 @pytest.mark.parametrize("kind", KINDS)
 def test_masked_keys_have_no_influence(kind):
     text = TEXTS["text last"]
@@ -454,6 +460,7 @@ def upstream(index=0, **parameters):
     return VMoBAImpl(HEADS, HEAD_SIZE, SCALE, config=settings, site=site)
 
 
+@pytest.mark.slow_cases("threshold-st", "topk-st")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("parameters", [TOPK, {"moba_threshold": 0.4}], ids=["topk", "threshold"])
 def test_the_authors_kernel_gets_chunks_one_after_the_other(package, kind, parameters):
@@ -534,6 +541,9 @@ def test_every_example_of_the_authors_settings_is_tested():
     assert found == set(PAPER) - {"vmoba_attn.yaml"}
 
 
+@pytest.mark.slow_cases(
+    "vmoba_attn/480p.yaml", "vmoba_attn/576p_trained.yaml", "vmoba_attn/720p.yaml"
+)
 @pytest.mark.parametrize("name", PAPER)
 def test_the_authors_settings_load_and_run(name):
     raw = read_mapping(CONFIGS / name)

@@ -112,6 +112,7 @@ def test_text_attends_to_everything_and_everything_attends_to_text(where, kept):
     check(qkv, out, Definition(qkv, RAGGED, TILE, kept, text))
 
 
+@pytest.mark.slow_cases("tile0", "tile2")
 @pytest.mark.parametrize("tile", [TILE, (4, 8, 4), (4, 8, 8)])
 def test_tiles_of_every_size_are_pooled_and_attended_to(tile):
     grid = (5, 13, 9)

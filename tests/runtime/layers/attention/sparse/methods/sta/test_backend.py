@@ -91,6 +91,13 @@ WINDOWS = [(1, 1, 1), (1, 3, 3), (2, 2, 2), (1, 2, 4), (9, 1, 3), (1, 3, 1), (2,
 PLACES = [None, TextSpan(start=0, length=5), TextSpan(start=1, length=11)]  # 1: behind
 
 
+@pytest.mark.slow_cases(
+    "(4, 6, 10)-(1, 2, 4)-TextSpan(start=0, length=5)",
+    "(4, 6, 10)-(1, 3, 3)-TextSpan(start=0, length=5)",
+    "(4, 6, 10)-(2, 2, 2)-None",
+    "(4, 6, 10)-(2, 2, 2)-TextSpan(start=1, length=11)",
+    "(4, 6, 10)-(2, 3, 4)-None",
+)
 @pytest.mark.parametrize(
     ("grid", "window", "text"),
     [

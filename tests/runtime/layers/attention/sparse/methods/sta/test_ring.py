@@ -108,6 +108,7 @@ def by_both_ways(config, batch):
     return [halo is not None for halo in found]
 
 
+@pytest.mark.slow_cases("[1, 2, 1]-1", "[3, 1, 3]-2")
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("window", [[1, 2, 1], [3, 1, 3]], ids=str)
 def test_an_exchange_gives_what_a_ring_does(four_ranks, window, batch):

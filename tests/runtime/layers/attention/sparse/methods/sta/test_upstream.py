@@ -90,6 +90,7 @@ def test_a_call_that_does_not_fit_is_refused_with_every_reason() -> None:
         attend_upstream(call, keys, ((1, 1, 1),) * 2, "sliding_tile_attn")
 
 
+@pytest.mark.slow_cases("fastvideo_kernel-seq_shape")
 @pytest.mark.parametrize(
     ("package", "shape"), [("st_attn", "dit_seq_shape"), ("fastvideo_kernel", "seq_shape")]
 )
