@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.skip import Skip
-from multimodal_gen.kernels.engine import SelectedKernel, records_gradient
+from multimodal_gen.kernels.engine import BLOCK_SPARSE, SelectedKernel, records_gradient
 from multimodal_gen.kernels.tile_order.api import tile_order
 from multimodal_gen.runtime.distributed.ring import RingInputs
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
@@ -22,13 +22,18 @@ from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     Facts,
     Limits,
 )
-from multimodal_gen.runtime.layers.attention.backends.engine import selected_kernel
+from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
+from multimodal_gen.runtime.layers.attention.backends.engine import (
+    engine_variants,
+    selected_kernel,
+)
 from multimodal_gen.runtime.layers.attention.config import (
     BackendConfig,
     SparseConfig,
     config_at,
     varying,
 )
+from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.layers.attention.sparse.dense_above import DenseAbove
 from multimodal_gen.runtime.layers.attention.sparse.executors.local import (
     add_branch,
@@ -53,15 +58,21 @@ __all__ = ["SparseBackend", "SparseMethodImpl"]
 _ANY_GRID = (1 << 20, 1 << 20, 1 << 20)
 
 
+SPARSE_FEATURES = frozenset({Feature.GQA, Feature.KEY_MASK, Feature.RING})
+"""What a method can honour that leaves the rest to executors."""
+
+
 class SparseBackend(AttentionBackend):
     """A sparse method: a declaration, a configuration and a router.
 
     Attributes:
         router: the class of its router, of which every layer has one object.
+        variants: all kernels of the block-sparse engine by default.
     """
 
     config_cls: ClassVar[type[SparseConfig]]
     router: ClassVar[type[Router[Any]]]
+    variants: ClassVar[tuple[Variant, ...]] = engine_variants(BLOCK_SPARSE, SPARSE_FEATURES)
 
     @classmethod
     def block_sizes(cls, config: BackendConfig | None) -> tuple[int, int]:

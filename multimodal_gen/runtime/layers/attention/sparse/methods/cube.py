@@ -6,26 +6,21 @@ rule is that of sglang's `cube_sparse_attn`, whose ratios are one per denoising 
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 
 from multimodal_gen.errors import ConfigError
-from multimodal_gen.kernels.engine import BLOCK_SPARSE
-from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
-from multimodal_gen.runtime.layers.attention.backends.engine import engine_variants
 from multimodal_gen.runtime.layers.attention.config import (
     Axis,
     DensePart,
+    EngineKernel,
     IndexSelector,
     Ratio,
     SparseConfig,
     StepSet,
-    first_of,
     option,
-    ratio_now,
 )
-from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.layers.attention.sparse.base import Tail, tail_option
 from multimodal_gen.runtime.layers.attention.sparse.method import SparseBackend
 from multimodal_gen.runtime.layers.attention.sparse.router import BlockStats, Budget, Cut, Router
@@ -59,9 +54,7 @@ class CubeConfig(SparseConfig):
     )
     topk_ratio: Ratio = option(_RATIO, "share of cubes to keep in all steps, instead", ge=0, le=1)
     tail: Tail = tail_option()  # noqa: RUF009 - it returns a field
-    kernel: Literal["auto", "gluon", "fa4", "triton", "reference"] = option(
-        "auto", "kernel that runs"
-    )
+    kernel: EngineKernel = option("auto", "kernel that runs")
 
     def check(self) -> None:
         """The ratio is given once, and a list of them has some."""
@@ -110,8 +103,7 @@ class CubeRouter(Router[CubeConfig]):
 
     def budget(self, settings: CubeConfig, blocks: int, tokens: int) -> Budget:
         """Return how many of the cubes are kept, besides itself."""
-        ratio = ratio_now(settings.topk_ratio)
-        return Budget(max(1, first_of(ratio, blocks)), blocks, ratio)
+        return Budget.of_share(settings.topk_ratio, blocks)
 
     def choose(
         self, settings: CubeConfig, stats: BlockStats, budget: Budget | None
@@ -144,6 +136,3 @@ class CubeBackend(SparseBackend):
     summary: ClassVar[str] = "the best cubes by their means, a ratio per step"
     config_cls: ClassVar[type[CubeConfig]] = CubeConfig
     router: ClassVar[type[CubeRouter]] = CubeRouter
-    variants: ClassVar[tuple[Variant, ...]] = engine_variants(
-        BLOCK_SPARSE, (Feature.GQA, Feature.KEY_MASK, Feature.RING)
-    )

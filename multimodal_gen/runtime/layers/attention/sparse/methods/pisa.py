@@ -8,25 +8,17 @@ Shapes: B batch, S tokens, H heads, D head size, N blocks.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-import torch
-
-from multimodal_gen.kernels.engine import BLOCK_SPARSE
-from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
-from multimodal_gen.runtime.layers.attention.backends.engine import engine_variants
 from multimodal_gen.runtime.layers.attention.config import (
+    EngineKernel,
     Ratio,
     SparseConfig,
-    first_of,
     option,
-    ratio_now,
 )
-from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.layers.attention.sparse.base import Tail, tail_option
 from multimodal_gen.runtime.layers.attention.sparse.method import SparseBackend
 from multimodal_gen.runtime.layers.attention.sparse.router import (
-    BlockStats,
     Budget,
     Cut,
     Limits,
@@ -53,9 +45,7 @@ class PisaConfig(SparseConfig):
     density: Ratio = option(0.1, "share of key blocks that is exact", ge=0, le=1)
     first_order: bool = option(True, "values follow keys inside of blocks")
     tail: Tail = tail_option("pooled")  # noqa: RUF009 - it returns a field
-    kernel: Literal["auto", "gluon", "fa4", "triton", "reference"] = option(
-        "auto", "kernel that runs"
-    )
+    kernel: EngineKernel = option("auto", "kernel that runs")
 
 
 class PisaRouter(Router[PisaConfig]):
@@ -67,15 +57,7 @@ class PisaRouter(Router[PisaConfig]):
 
     def budget(self, settings: PisaConfig, blocks: int, tokens: int) -> Budget:
         """Return how many of the blocks are exact."""
-        ratio = ratio_now(settings.density)
-        return Budget(max(1, first_of(ratio, blocks)), blocks, ratio)
-
-    def choose(
-        self, settings: PisaConfig, stats: BlockStats, budget: Budget | None
-    ) -> torch.Tensor:
-        """Return the best blocks."""
-        assert budget is not None, "it is always known"
-        return stats.best(budget.kept)
+        return Budget.of_share(settings.density, blocks)
 
     def first_order(self, settings: PisaConfig) -> bool:
         """Whether values follow keys inside of blocks."""
@@ -96,6 +78,3 @@ class PisaBackend(SparseBackend):
     summary: ClassVar[str] = "PISA: the best blocks exactly, the others to first order"
     config_cls: ClassVar[type[PisaConfig]] = PisaConfig
     router: ClassVar[type[PisaRouter]] = PisaRouter
-    variants: ClassVar[tuple[Variant, ...]] = engine_variants(
-        BLOCK_SPARSE, (Feature.GQA, Feature.KEY_MASK, Feature.RING)
-    )

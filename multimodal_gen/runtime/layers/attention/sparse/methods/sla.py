@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from multimodal_gen.errors import UnsupportedBackendError, UsageError
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
-from multimodal_gen.kernels.engine import BLOCK_SPARSE, QUANTIZED, TRITON
+from multimodal_gen.kernels.engine import QUANTIZED, TRITON
 from multimodal_gen.kernels.quantized_attention.api import quantized_attention
 from multimodal_gen.kernels.requirements import Capability
 from multimodal_gen.kernels.tile_order.api import TileOrder
@@ -39,19 +39,19 @@ from multimodal_gen.runtime.layers.attention.backends.sage_attn import (
     mask_blocks,
 )
 from multimodal_gen.runtime.layers.attention.config import (
+    EngineKernel,
     Ratio,
     SparseConfig,
     first_of,
     option,
     ratio_now,
 )
-from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.layers.attention.sparse.base import (
     Tail,
     refuse_foreign_tail,
     tail_option,
 )
-from multimodal_gen.runtime.layers.attention.sparse.method import SparseBackend
+from multimodal_gen.runtime.layers.attention.sparse.method import SPARSE_FEATURES, SparseBackend
 from multimodal_gen.runtime.layers.attention.sparse.methods.sla_upstream import (
     UPSTREAM,
     attend_upstream,
@@ -68,8 +68,6 @@ from multimodal_gen.runtime.layers.attention.sparse.router import (
 )
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SparseCall, lists_as_map
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-
-_FEATURES = frozenset({Feature.GQA, Feature.KEY_MASK, Feature.RING})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,9 +109,7 @@ class SLAConfig(SLAParameters):
     """
 
     tail: Tail = tail_option()  # noqa: RUF009 - it returns a field
-    kernel: Literal["auto", "gluon", "fa4", "triton", "reference", "sparse_linear_attention"] = (
-        option("auto", "kernel that runs")
-    )
+    kernel: Literal[EngineKernel, "sparse_linear_attention"] = option("auto", "kernel that runs")
 
     def check(self) -> None:
         """The authors' package has no tail."""
@@ -330,7 +326,7 @@ class SLABackend(SparseBackend):
         {"gluon": ((0, 0.67), (128, 0.91)), "triton": ((0, 0.64), (128, 0.73))}
     )
     variants: ClassVar[tuple[Variant, ...]] = (
-        *engine_variants(BLOCK_SPARSE, _FEATURES),
+        *SparseBackend.variants,
         upstream_variant(UPSTREAM, SLA, TRITON, capability=Capability(minimum=(8, 0))),
     )
 
@@ -344,6 +340,6 @@ class SageSLABackend(QuantizedBackend, SparseBackend):
     router: ClassVar[type[SageSLARouter]] = SageSLARouter
     trained_by: ClassVar[str] = "sla_attn, whose block map and projection it shares"
     variants: ClassVar[tuple[Variant, ...]] = (
-        *engine_variants(QUANTIZED, _FEATURES),
+        *engine_variants(QUANTIZED, SPARSE_FEATURES),
         SPAS_SAGE_VARIANT,
     )

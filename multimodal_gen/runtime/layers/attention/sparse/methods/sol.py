@@ -13,17 +13,14 @@ from typing import ClassVar, Literal
 import torch
 
 from multimodal_gen.errors import ConfigError
-from multimodal_gen.kernels.engine import BLOCK_SPARSE
-from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
-from multimodal_gen.runtime.layers.attention.backends.engine import engine_variants
 from multimodal_gen.runtime.layers.attention.config import (
+    EngineKernel,
     IndexSelector,
     Ratio,
     SparseConfig,
     option,
     ratio_now,
 )
-from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.layers.attention.sparse.base import Tail, tail_option
 from multimodal_gen.runtime.layers.attention.sparse.method import SparseBackend
 from multimodal_gen.runtime.layers.attention.sparse.router import (
@@ -94,9 +91,7 @@ class SolConfig(SparseConfig):
         None, "tokens per block along time, height, width, instead", ge=1, length=3
     )
     tail: Tail = tail_option("pooled")  # noqa: RUF009 - it returns a field
-    kernel: Literal["auto", "gluon", "fa4", "triton", "reference"] = option(
-        "auto", "kernel that runs"
-    )
+    kernel: EngineKernel = option("auto", "kernel that runs")
 
     def check(self) -> None:
         """Blocks are cut in one way, and cells rank a given share of them."""
@@ -247,6 +242,3 @@ class SolBackend(SparseBackend):
     summary: ClassVar[str] = "Sol-Attn: blocks that stand out exactly, the others by their means"
     config_cls: ClassVar[type[SolConfig]] = SolConfig
     router: ClassVar[type[SolRouter]] = SolRouter
-    variants: ClassVar[tuple[Variant, ...]] = engine_variants(
-        BLOCK_SPARSE, (Feature.GQA, Feature.KEY_MASK, Feature.RING)
-    )

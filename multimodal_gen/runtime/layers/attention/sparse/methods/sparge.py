@@ -20,9 +20,8 @@ import torch.nn.functional as F
 from typing_extensions import override
 
 from multimodal_gen.errors import ConfigError
-from multimodal_gen.kernels.engine import BLOCK_SPARSE, place_of
+from multimodal_gen.kernels.engine import place_of
 from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
-from multimodal_gen.runtime.layers.attention.backends.engine import engine_variants
 from multimodal_gen.runtime.layers.attention.backends.sage_attn import (
     SPAS_SAGE,
     SPAS_SAGE_VARIANT,
@@ -30,13 +29,13 @@ from multimodal_gen.runtime.layers.attention.backends.sage_attn import (
     mask_blocks,
 )
 from multimodal_gen.runtime.layers.attention.config import (
+    EngineKernel,
     Ratio,
     SparseConfig,
     first_of,
     option,
     ratio_now,
 )
-from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.layers.attention.sparse.base import (
     Tail,
     refuse_foreign_tail,
@@ -83,9 +82,7 @@ class SpargeConfig(SparseConfig):
         -0.1, "mean cosine above which a mean describes its block", ge=-1, le=1
     )
     tail: Tail = tail_option()  # noqa: RUF009 - it returns a field
-    kernel: Literal["auto", "gluon", "fa4", "triton", "reference", "spas_sage_attn"] = option(
-        "auto", "kernel that runs"
-    )
+    kernel: Literal[EngineKernel, "spas_sage_attn"] = option("auto", "kernel that runs")
 
     def check(self) -> None:
         """The budget is given once, and the authors' kernel drops what is not kept."""
@@ -252,6 +249,6 @@ class SpargeBackend(SparseBackend):
     config_cls: ClassVar[type[SpargeConfig]] = SpargeConfig
     router: ClassVar[type[SpargeRouter]] = SpargeRouter
     variants: ClassVar[tuple[Variant, ...]] = (
-        *engine_variants(BLOCK_SPARSE, (Feature.GQA, Feature.KEY_MASK, Feature.RING)),
+        *SparseBackend.variants,
         SPAS_SAGE_VARIANT,
     )

@@ -26,9 +26,8 @@ from multimodal_gen.runtime.layers.attention.config import (
     option,
     parameters_of,
 )
-from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.layers.attention.sparse.base import Tail, tail_option
-from multimodal_gen.runtime.layers.attention.sparse.method import SparseBackend
+from multimodal_gen.runtime.layers.attention.sparse.method import SPARSE_FEATURES, SparseBackend
 from multimodal_gen.runtime.layers.attention.sparse.pattern import Pattern, Patterns
 from multimodal_gen.runtime.layers.attention.sparse.router import Cut, Limits, Router
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
@@ -315,7 +314,7 @@ class StaticBackend(SparseBackend):
     router: ClassVar[type[StaticRouter]] = StaticRouter
     variants: ClassVar[tuple[Variant, ...]] = engine_variants(
         BLOCK_SPARSE,
-        (Feature.GQA, Feature.KEY_MASK, Feature.RING),
+        SPARSE_FEATURES,
         kernels=("gluon", "triton", "reference"),  # blocks are frames of any size
     )
 

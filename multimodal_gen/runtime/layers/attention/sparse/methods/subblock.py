@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar, Literal
 
-import torch
-
-from multimodal_gen.kernels.engine import BLOCK_SPARSE
-from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
-from multimodal_gen.runtime.layers.attention.backends.engine import engine_variants
-from multimodal_gen.runtime.layers.attention.config import Ratio, SparseConfig, option, ratio_now
-from multimodal_gen.runtime.layers.attention.request import Feature
+from multimodal_gen.runtime.layers.attention.config import (
+    EngineKernel,
+    Ratio,
+    SparseConfig,
+    option,
+    ratio_now,
+)
 from multimodal_gen.runtime.layers.attention.sparse.base import Tail, tail_option
 from multimodal_gen.runtime.layers.attention.sparse.method import SparseBackend
-from multimodal_gen.runtime.layers.attention.sparse.router import BlockStats, Budget, Cut, Router
+from multimodal_gen.runtime.layers.attention.sparse.router import Budget, Cut, Router
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 _BLOCK = 64
@@ -58,9 +58,7 @@ class SubblockConfig(SparseConfig):
     min_seq_len: int = option(4096, "sequences of fewer tokens stay dense", ge=0)
     compute_mode: Literal["bf16"] = option("bf16", "what attention is computed in")
     tail: Tail = tail_option()  # noqa: RUF009 - it returns a field
-    kernel: Literal["auto", "gluon", "fa4", "triton", "reference"] = option(
-        "auto", "kernel that runs"
-    )
+    kernel: EngineKernel = option("auto", "kernel that runs")
 
 
 class SubblockRouter(Router[SubblockConfig]):
@@ -88,13 +86,6 @@ class SubblockRouter(Router[SubblockConfig]):
             f"dense (`min_seq_len`)"
         )
 
-    def choose(
-        self, settings: SubblockConfig, stats: BlockStats, budget: Budget | None
-    ) -> torch.Tensor:
-        """Return the best blocks."""
-        assert budget is not None, "it is always known"
-        return stats.best(budget.kept)
-
 
 def kept_blocks(sparsity: float, num_blocks: int) -> int:
     """Return how many key blocks a query block keeps: a multiple of eight, or all of fewer."""
@@ -109,6 +100,3 @@ class SubblockBackend(SparseBackend):
     summary: ClassVar[str] = "the best blocks by the means of their cells"
     config_cls: ClassVar[type[SubblockConfig]] = SubblockConfig
     router: ClassVar[type[SubblockRouter]] = SubblockRouter
-    variants: ClassVar[tuple[Variant, ...]] = engine_variants(
-        BLOCK_SPARSE, (Feature.GQA, Feature.KEY_MASK, Feature.RING)
-    )

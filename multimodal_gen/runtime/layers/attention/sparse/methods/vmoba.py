@@ -35,13 +35,12 @@ from multimodal_gen.runtime.layers.attention.config import (
     option,
     ratio_now,
 )
-from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.layers.attention.sparse.base import (
     Tail,
     refuse_foreign_tail,
     tail_option,
 )
-from multimodal_gen.runtime.layers.attention.sparse.method import SparseBackend
+from multimodal_gen.runtime.layers.attention.sparse.method import SPARSE_FEATURES, SparseBackend
 from multimodal_gen.runtime.layers.attention.sparse.methods.vmoba_upstream import (
     UPSTREAM,
     attend_upstream,
@@ -302,9 +301,7 @@ class VMoBABackend(SparseBackend):
     )
     router: ClassVar[type[VMoBARouter]] = VMoBARouter
     variants: ClassVar[tuple[Variant, ...]] = (
-        *engine_variants(
-            BLOCK_SPARSE, (Feature.GQA, Feature.KEY_MASK, Feature.RING), plans=("row_bits",)
-        ),
+        *engine_variants(BLOCK_SPARSE, SPARSE_FEATURES, plans=("row_bits",)),
         upstream_variant(UPSTREAM, FASTVIDEO_KERNEL, FLASH_ATTN_ANY),
     )
 

@@ -19,16 +19,17 @@ import torch
 import torch.nn.functional as F
 
 from multimodal_gen.errors import ConfigError
-from multimodal_gen.kernels.engine import BLOCK_SPARSE
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import DenseLimits
 from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
-from multimodal_gen.runtime.layers.attention.backends.engine import (
-    engine_variants,
-    upstream_variant,
-)
+from multimodal_gen.runtime.layers.attention.backends.engine import upstream_variant
 from multimodal_gen.runtime.layers.attention.backends.packages import FASTVIDEO_KERNEL, VSA
-from multimodal_gen.runtime.layers.attention.config import Ratio, SparseConfig, option, ratio_now
-from multimodal_gen.runtime.layers.attention.request import Feature
+from multimodal_gen.runtime.layers.attention.config import (
+    EngineKernel,
+    Ratio,
+    SparseConfig,
+    option,
+    ratio_now,
+)
 from multimodal_gen.runtime.layers.attention.sparse.base import (
     Tail,
     refuse_foreign_tail,
@@ -96,9 +97,7 @@ class VideoSparseConfig(SparseConfig):
         None, "decibels below the largest weight so far at which products are left out", ge=1
     )
     tail: Tail = tail_option()  # noqa: RUF009 - it returns a field
-    kernel: Literal["auto", "gluon", "fa4", "triton", "reference", "vsa", "fastvideo_kernel"] = (
-        option("auto", "kernel that runs")
-    )
+    kernel: Literal[EngineKernel, "vsa", "fastvideo_kernel"] = option("auto", "kernel that runs")
 
     def check(self) -> None:
         """The budget is given once, and the tile is one the kernels have."""
@@ -154,13 +153,6 @@ class VideoSparseRouter(Router[VideoSparseConfig]):
         asked = None if settings.topk is not None else 1 - ratio_now(settings.sparsity)
         return Budget(kept_tiles(settings, blocks, tokens), blocks, asked)
 
-    def choose(
-        self, settings: VideoSparseConfig, stats: BlockStats, budget: Budget | None
-    ) -> torch.Tensor:
-        """Return the best tiles."""
-        assert budget is not None, "it is always known"
-        return stats.best(budget.kept)
-
 
 @lru_cache(maxsize=1024)
 def kept_tiles(config: VideoSparseConfig, num_tiles: int, num_tokens: int) -> int:
@@ -196,7 +188,7 @@ class VideoSparseBackend(SparseBackend):
     )
     router: ClassVar[type[VideoSparseRouter]] = VideoSparseRouter
     variants: ClassVar[tuple[Variant, ...]] = (
-        *engine_variants(BLOCK_SPARSE, (Feature.GQA, Feature.KEY_MASK, Feature.RING)),
+        *SparseBackend.variants,
         upstream_variant("vsa", VSA),
         upstream_variant("fastvideo_kernel", FASTVIDEO_KERNEL),
     )
