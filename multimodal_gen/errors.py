@@ -18,20 +18,6 @@ The command line prints a `MultimodalGenError` as one line and exits with status
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-__all__ = [
-    "ComponentAttentionBackendNotAppliedError",
-    "ConfigError",
-    "MissingDependencyError",
-    "MultimodalGenError",
-    "NothingAppliedError",
-    "RankError",
-    "UnsupportedBackendError",
-    "UsageError",
-    "first_line",
-    "is_out_of_memory",
-    "nearest",
-]
-
 
 class MultimodalGenError(Exception):
     """Base class of every exception raised on purpose."""

@@ -18,22 +18,6 @@ from types import TracebackType
 
 from multimodal_gen.errors import ConfigError, UsageError
 
-__all__ = [
-    "MalformedError",
-    "Staging",
-    "atomic_write",
-    "is_taken",
-    "nearest_existing",
-    "read_lines",
-    "read_small_file",
-    "read_text",
-    "require_file",
-    "require_writable",
-    "save_text",
-    "sweep",
-    "write_text",
-]
-
 _MOST_BYTES = 64 << 20  # more than any search of windows has
 
 _PARTIAL = "partial"

@@ -31,30 +31,6 @@ from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_typ
 from multimodal_gen.errors import ConfigError, nearest
 from multimodal_gen.files import MalformedError, read_small_file
 
-__all__ = [
-    "FrozenMapping",
-    "MismatchError",
-    "Parameter",
-    "Setting",
-    "as_flag",
-    "as_mapping",
-    "as_pairs",
-    "as_plain",
-    "by_axis",
-    "converted",
-    "expanded",
-    "frozen",
-    "option",
-    "parameters_of",
-    "read_json",
-    "read_mapping",
-    "read_pairs",
-    "read_scalar",
-    "read_value",
-    "short",
-    "text_as_mapping",
-]
-
 _MAX_DEPTH = 32
 
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from multimodal_gen.runtime.layers.attention.request import AttentionRequest, Environment
     from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
-__all__ = ["app", "explain", "list_backends"]
-
 app = typer.Typer(
     help="Say which attention backends run here, and why.",
     no_args_is_help=True,

@@ -29,8 +29,6 @@ from multimodal_gen.settings import (
 if TYPE_CHECKING:
     from multimodal_gen.integrations.generator import Job
 
-__all__ = ["BATCH", "Asked", "as_config", "asked_for", "jobs_of"]
-
 _PROMPT = replace(
     SETTINGS["prompt"],
     many=True,

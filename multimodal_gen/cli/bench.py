@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from multimodal_gen.runtime.layers.attention.auto_table import CallShape
     from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
-__all__ = ["bench"]
-
 _MODEL = replace(
     SETTINGS["model_path"],
     default=None,

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from multimodal_gen.runtime.comparison.configurations import Configuration, Plan
     from multimodal_gen.runtime.comparison.record import Report, Run
 
-__all__ = ["COMPARED", "STEPS", "compare", "print_report", "run_comparison"]
-
 COMPARED = (
     "model_path",
     "negative_prompt",

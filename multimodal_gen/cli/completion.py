@@ -14,8 +14,6 @@ from multimodal_gen.errors import MultimodalGenError
 from multimodal_gen.runtime.platforms.interface import AttentionBackendEnum
 from multimodal_gen.runtime.server_args import QUANTIZATIONS
 
-__all__ = ["COMPLETIONS", "backend_names"]
-
 
 def backend_names(incomplete: str = "") -> list[str]:
     """Return the names of the built-in backends that begin with what was typed."""

@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionBackend
     from multimodal_gen.settings import Parameter
 
-__all__ = ["describe"]
-
-
 _Name = Annotated[
     str,
     typer.Argument(

@@ -19,8 +19,6 @@ from multimodal_gen.files import MalformedError
 from multimodal_gen.runtime.backend_names import component_mapping
 from multimodal_gen.settings import as_mapping, read_value, short
 
-__all__ = ["fold_dotted"]
-
 _CONFIG = "--attention-config"
 _COMPONENTS = "--component-attention-backends"
 _FLAGS = MappingProxyType({_CONFIG: _CONFIG, "-ac": _CONFIG, _COMPONENTS: _COMPONENTS})

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from multimodal_gen.integrations.generator import DiffGenerator, Job
     from multimodal_gen.runtime.generator import Generated, StreamedChunk
 
-__all__ = ["generate"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Work:

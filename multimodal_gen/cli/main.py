@@ -27,9 +27,6 @@ from multimodal_gen.cli.generate import generate
 from multimodal_gen.cli.recommend import recommend
 from multimodal_gen.errors import MultimodalGenError, RankError, nearest
 
-__all__ = ["app", "main"]
-
-
 # Plain help: with a markup mode, square brackets in help and messages would be read as styles.
 app = typer.Typer(
     name="sglang",

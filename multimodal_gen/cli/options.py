@@ -12,8 +12,6 @@ import typer
 from multimodal_gen.cli.completion import COMPLETIONS
 from multimodal_gen.settings import Setting
 
-__all__ = ["AsJson", "Settings", "takes"]
-
 Settings: TypeAlias = Mapping[str, Any]
 """What was typed, or the defaults, by name of the setting."""
 

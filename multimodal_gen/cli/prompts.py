@@ -8,8 +8,6 @@ import typer
 from multimodal_gen.errors import UsageError
 from multimodal_gen.files import read_lines
 
-__all__ = ["PromptFile", "Prompts", "read_prompts"]
-
 Prompts = Annotated[
     list[str] | None,
     typer.Option("--prompt", metavar="TEXT", help="What to generate; may be given repeatedly."),

@@ -18,8 +18,6 @@ from multimodal_gen.runtime.server_args import SETTINGS
 if TYPE_CHECKING:
     from multimodal_gen.runtime.comparison.record import Report
 
-__all__ = ["recommend"]
-
 _MODEL = replace(
     SETTINGS["model_path"],
     default=None,

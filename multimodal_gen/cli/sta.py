@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from multimodal_gen.runtime.layers.attention.scope import SelectionScope
     from multimodal_gen.runtime.layers.attention.sparse.windows import Window
 
-__all__ = ["app", "search", "show", "tune"]
-
 _BACKEND = "sliding_tile_attn"
 _DEFAULT_SKIP = 15
 _CELL = 7  # columns of a table's cell with the gap before it

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from multimodal_gen.runtime.layers.attention.sparse.methods.sta.strategy import Strategy
     from multimodal_gen.runtime.layers.attention.sparse.windows import Window
 
-__all__ = ["draw"]
-
 _MARGIN = 12
 _TEXT = 14  # height of a line
 _ROW_HEIGHT = 8  # of a step

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import typer
 
-__all__ = ["Row", "echo", "table", "wrapped"]
-
 _INDENT = " " * 4
 _PIPED_WIDTH = 100
 _MINIMUM_WIDTH = 20

@@ -14,8 +14,6 @@ from multimodal_gen.kernels.block_sparse.layouts import chunk_causal_plan
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.static_cache import static_cache
 
-__all__ = ["CausalBlocks"]
-
 _CONFIG = "_internal_dict"  # where models of diffusers keep their configuration
 
 

@@ -16,8 +16,6 @@ from torch import nn
 from multimodal_gen.files import MalformedError, read_small_file
 from multimodal_gen.settings import read_json
 
-__all__ = ["CheckpointFiles", "find_checkpoint", "weight_files"]
-
 # Parameters of a model that tell it from others of its class.
 _COMPARED = 3
 _MOST_ELEMENTS = 1 << 20

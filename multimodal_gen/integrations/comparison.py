@@ -19,8 +19,6 @@ from multimodal_gen.runtime.layers.attention.scope import SelectionScope
 from multimodal_gen.runtime.server_args import ServerArgs
 from multimodal_gen.settings import short
 
-__all__ = ["compare", "run_plan"]
-
 
 def compare(
     pipe: Any,

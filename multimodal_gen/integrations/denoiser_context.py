@@ -22,17 +22,6 @@ from multimodal_gen.runtime.managers.forward_context import (
     replace_forward_context,
 )
 
-__all__ = [
-    "DenoiserContext",
-    "TokenShare",
-    "TokenSplit",
-    "WithText",
-    "conditional_half",
-    "current_denoiser_context",
-    "current_padding",
-    "share_tokens",
-]
-
 WithText: TypeAlias = bool | Literal["front", "behind"]
 """Where a tensor has text beside the tokens: True for wherever joint attention has it, or on one
 side alone."""

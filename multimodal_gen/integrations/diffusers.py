@@ -44,8 +44,6 @@ from multimodal_gen.runtime.layers.attention.scope import SelectionScope, scope_
 from multimodal_gen.runtime.layers.attention.warn_once import WarnOnce
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
-__all__ = ["AttentionHandle", "apply"]
-
 
 class AttentionHandle:
     """An attached pipeline or model; also a context manager, for one block, that detaches it.

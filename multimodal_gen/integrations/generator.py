@@ -34,17 +34,6 @@ from multimodal_gen.runtime.server_args import LOADING_SETTINGS, SETTINGS, Serve
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = [
-    "AttentionSettings",
-    "DiffGenerator",
-    "GenerationSettings",
-    "Job",
-    "LoadingSettings",
-    "PretrainedSettings",
-    "generate",
-    "job_of",
-]
-
 _Path = Path | str
 
 

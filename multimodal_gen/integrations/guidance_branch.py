@@ -9,8 +9,6 @@ from torch import nn
 
 from multimodal_gen.integrations.hooks import own_method, replace_method
 
-__all__ = ["branch_name", "note_branch_names"]
-
 # The name of the running call; per thread, like the context of attention layers.
 _BRANCH: ContextVar[str | None] = ContextVar("multimodal_gen_branch", default=None)
 

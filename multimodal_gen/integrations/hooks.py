@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Hook", "StandIn", "do_nothing", "own_method", "replace_method", "untraced_hook"]
-
 
 class StandIn:
     """Something of this package in an attached model or pipeline.

@@ -27,8 +27,6 @@ from multimodal_gen.runtime.layers.attention.call import AttentionCall
 from multimodal_gen.runtime.layers.attention.scope import SelectionScope, scope_from
 from multimodal_gen.runtime.managers.forward_context import ForwardContext, use_forward_context
 
-__all__ = ["register"]
-
 _KEY = "multimodal_gen"
 _SELECTS = "sglang.multimodal_gen.runtime.layers.attention.selector.get_attn_backend"
 

@@ -25,24 +25,6 @@ from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.checkpoint_files import find_checkpoint, weight_files
 from multimodal_gen.integrations.components import compute_dtype
 
-__all__ = [
-    "GATE",
-    "PROJECTION",
-    "GatedValue",
-    "SpareGate",
-    "StoredLayers",
-    "attach_child",
-    "attach_gate",
-    "attach_projection",
-    "find_gates",
-    "find_projections",
-    "new_gate",
-    "new_projection",
-    "offload_hook",
-    "stored_layers",
-    "wan_projections",
-]
-
 
 class StoredLayers:
     """The linear layers of one name in a folder of safetensors files.

@@ -41,8 +41,6 @@ from multimodal_gen.runtime.layers.attention.warn_once import PROCESS
 from multimodal_gen.runtime.managers.forward_context import ForwardContext, use_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, current_platform
 
-__all__ = ["sparse_attention"]
-
 # What vllm-omni puts beside a method's own parameters.
 _OF_THE_CALL = frozenset(
     {

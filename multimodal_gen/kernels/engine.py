@@ -25,48 +25,7 @@ from multimodal_gen.kernels.requirements import (
     installed,
     platform_reason,
 )
-from multimodal_gen.kernels.tensors import loadable, place_of
-
-__all__ = [
-    "AUTO",
-    "BLOCK_SPARSE",
-    "CELL_CHOICE",
-    "CHUNK_CHOICE",
-    "CHUNK_MEANS",
-    "CLUSTERS",
-    "FLASH_ATTN_4",
-    "FLASH_KMEANS",
-    "KMEANS",
-    "LINEAR",
-    "LINEAR_REST",
-    "MAP_LISTS",
-    "PART_MERGE",
-    "POOLED_TAIL",
-    "QUANTIZED",
-    "ROW_MOVES",
-    "ROW_ORDER",
-    "TILE_CHOICE",
-    "TILE_MEANS",
-    "TOKEN_MOVES",
-    "TRITON",
-    "TRITON_WITH_GLUON",
-    "Asked",
-    "KernelChoice",
-    "KernelDeclaration",
-    "Operation",
-    "Request",
-    "SelectedKernel",
-    "choose",
-    "choose_for",
-    "e4m3_reason",
-    "fa4_keys",
-    "forget_choices",
-    "kernel_name",
-    "loadable",
-    "place_of",
-    "records_gradient",
-    "serves",
-]
+from multimodal_gen.kernels.tensors import place_of
 
 AUTO = "auto"
 

@@ -31,8 +31,6 @@ from multimodal_gen.kernels.cluster_attention.plan import TILE_ROWS, Groups, clu
 from multimodal_gen.kernels.quantized_attention.api import RUN as QUANTIZED_KERNELS
 from multimodal_gen.kernels.quantized_attention.api import Call as QuantizedCall
 
-__all__ = ["block_sparse", "gradients", "pooled_tail", "quantized"]
-
 HEADS, HEAD_SIZE = 2, 128
 # Relative errors in the Frobenius norm. Roundings to 16 bits give 2e-3 to 3e-3, int8 scores about
 # 3e-2 where keys have a direction in common, and e4m3 values about 4e-2; a kernel that is wrong is

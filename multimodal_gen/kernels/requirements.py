@@ -10,16 +10,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = [
-    "ANY_CAPABILITY",
-    "Capability",
-    "HeadSizes",
-    "PackageProbe",
-    "dtype_reason",
-    "installed",
-    "platform_reason",
-]
-
 # The numbers of a release, and what makes it a pre-release: PEP 440.
 _VERSION = re.compile(r"(\d+(?:\.\d+)*)(?:[._-]?(dev|a|b|rc)(\d*))?")
 _STAGES = ("dev", "a", "b", "rc")

@@ -6,8 +6,6 @@ import torch
 
 from multimodal_gen.errors import UsageError
 
-__all__ = ["check_keep", "is_plain", "loadable", "place_of"]
-
 
 @cache
 def place_of(device: torch.device) -> tuple[str, tuple[int, int] | None]:

@@ -13,17 +13,6 @@ from multimodal_gen.errors import ConfigError, nearest
 from multimodal_gen.files import MalformedError
 from multimodal_gen.settings import as_flag, text_as_mapping
 
-__all__ = [
-    "ROLES",
-    "AttentionBackendEnum",
-    "NamedEnum",
-    "check_exclusive",
-    "component_mapping",
-    "parse_attention_backend",
-    "parse_component_backends",
-    "parse_component_key",
-]
-
 ROLES = ("self", "cross", "encoder")
 """What a layer attends to, as it is written in keys and flags."""
 

@@ -46,17 +46,6 @@ from multimodal_gen.runtime.layers.attention.scope import (
 )
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
-__all__ = [
-    "SHAPES",
-    "BackendTime",
-    "LeftOut",
-    "ShapeTimes",
-    "check_table_of",
-    "measure",
-    "shapes_for",
-    "table_of",
-]
-
 _NOTHING_FOR_AUTO = (
     "a table must hold a time of a backend that `auto` may take, got none; leave out --backend, or "
     "--save"

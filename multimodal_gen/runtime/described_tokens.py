@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from multimodal_gen.errors import ConfigError
 
-__all__ = ["DescribedTokens", "parse_latent_grid", "parse_text_rows"]
-
 _LARGEST = 2**31 - 1  # tokens are indexed by 32 bits
 
 

@@ -30,8 +30,6 @@ from multimodal_gen.runtime.described_tokens import (
 from multimodal_gen.runtime.platforms.interface import AttentionBackendEnum
 from multimodal_gen.settings import Setting, as_flag, as_pairs, frozen
 
-__all__ = ["CALL_SETTINGS", "LOADING_SETTINGS", "QUANTIZATIONS", "SETTINGS", "ServerArgs"]
-
 QUANTIZATIONS = ("bnb-nf4", "bnb-int8", "torchao-int8", "torchao-fp8", "torchao-fp8-dynamic")
 """Ways to quantise the weights of a component while they are loaded; files in GGUF are another."""
 

@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["LAYOUTS", "QKV", "make_qkv", "make_video_qkv", "with_layout"]
-
 
 class QKV(NamedTuple):
     """Inputs of one attention call: query [B, Sq, H, D]; key and value [B, Sk, Hkv, D]."""

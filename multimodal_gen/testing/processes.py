@@ -21,8 +21,6 @@ from multimodal_gen.runtime.distributed.groups import (
 )
 from multimodal_gen.runtime.distributed.mesh import Mesh
 
-__all__ = ["World", "own"]
-
 
 def own(x: torch.Tensor, lengths: Sequence[int], front: int = 0, back: int = 0) -> torch.Tensor:
     """Return what this rank holds of a whole sequence.

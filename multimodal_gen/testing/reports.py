@@ -26,8 +26,6 @@ from multimodal_gen.runtime.comparison.record import (
 )
 from multimodal_gen.runtime.comparison.verdict import judged
 
-__all__ = ["make_report"]
-
 # Name, configuration, error, time of a step in seconds, density, share of time in attention.
 _RUNS = (
     ("torch_sdpa", "torch_sdpa", 0.0, 0.912, 1.0, 0.71),

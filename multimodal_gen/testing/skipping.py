@@ -7,8 +7,6 @@ import math
 
 import torch
 
-__all__ = ["attend_naively", "peaked_inputs"]
-
 
 def peaked_inputs(
     total: int, heads: int, head_size: int, block: int, *, dtype: torch.dtype = torch.float32

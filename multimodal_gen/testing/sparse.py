@@ -22,19 +22,6 @@ from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forwar
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.testing.inputs import QKV, make_qkv
 
-__all__ = [
-    "SparseMethod",
-    "assert_same_gradients",
-    "best_blocks",
-    "block_inputs",
-    "joint_mask",
-    "run_sparse",
-    "text_places",
-    "token_mask",
-    "tokens_of_tiles",
-    "video_tokens",
-]
-
 _Grid = tuple[int, int, int]
 _Blocks = Sequence[Sequence[int]]
 

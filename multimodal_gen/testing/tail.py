@@ -11,8 +11,6 @@ import torch
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.testing.block_plans import block_ranges, dense_mask
 
-__all__ = ["assert_tail_within_error_budget", "naive_tail", "pooled_attention"]
-
 
 def _token_means(x: torch.Tensor, blocks: Sequence[Sequence[int]]) -> torch.Tensor:
     """Return the mean of each token's block, [S, D]; zero for tokens in none."""

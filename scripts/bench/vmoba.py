@@ -32,7 +32,8 @@ from _harness import (
 
 from multimodal_gen.kernels.block_sparse.api import rows_for_choice
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
-from multimodal_gen.kernels.select.rows import Rule, chunk_groups, select_chunks, sort_rows
+from multimodal_gen.kernels.select.row_reference import Rule
+from multimodal_gen.kernels.select.rows import chunk_groups, select_chunks, sort_rows
 from multimodal_gen.runtime.layers.attention.sparse.executors.rows import (
     RowChunks,
     attend_choice,

@@ -106,9 +106,10 @@ def _is_type_variable(statement: ast.stmt) -> bool:
 
 
 def surface_problems(path: Path) -> list[str]:
-    """Compare a module's `__all__`, where it has one, with the public names it defines.
+    """Compare a module's `__all__` with the public names it defines and those it re-exports.
 
-    `__all__` may also list what the module re-exports.
+    Only packages and modules that re-export something have one: elsewhere, names without an
+    underscore are public.
     """
     text = path.read_text()
     if "__all__" not in text:
@@ -135,6 +136,8 @@ def surface_problems(path: Path) -> list[str]:
     ]
     if len(listed) != len(exported):
         problems.append("__all__ lists a name twice")
+    if path.name != "__init__.py" and not listed & imported:
+        problems.append("__all__ re-exports nothing; leave it out")
     return [f"{path}: {problem}" for problem in problems]
 
 
@@ -219,9 +222,10 @@ def test_a_new_option_changes_the_surface() -> None:
 @pytest.mark.parametrize(
     ("name", "code", "problem"),
     [
-        ("a.py", "__all__ = ['f']\ndef f(): ...\ndef g(): ...\n", "g is public but not in"),
-        ("a.py", "__all__ = ['f']\n", "names f, which the module does not define"),
-        ("a.py", "__all__ = ['A', 'A']\nA = 1\n", "lists a name twice"),
+        ("__init__.py", "__all__ = ['f']\ndef f(): ...\ndef g(): ...\n", "g is public but not in"),
+        ("__init__.py", "__all__ = ['f']\n", "names f, which the module does not define"),
+        ("__init__.py", "__all__ = ['A', 'A']\nA = 1\n", "lists a name twice"),
+        ("a.py", "__all__ = ['A']\nA = 1\n", "re-exports nothing"),
     ],
 )
 def test_a_planted_surface_problem_is_reported(

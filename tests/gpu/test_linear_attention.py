@@ -9,8 +9,6 @@ from torch import nn
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.reference import attention_reference
 from multimodal_gen.kernels.linear_attention.api import (
-    KeyState,
-    Projection,
     add_linear,
     add_unselected,
     key_means,
@@ -18,6 +16,8 @@ from multimodal_gen.kernels.linear_attention.api import (
 )
 from multimodal_gen.kernels.linear_attention.reference import (
     FEATURE_MAPS,
+    KeyState,
+    Projection,
     add_linear_reference,
     add_unselected_reference,
     key_means_reference,

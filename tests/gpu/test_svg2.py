@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
-from multimodal_gen.kernels.cluster_attention.api import Groups, cluster_attention, query_pieces
+from multimodal_gen.kernels.cluster_attention.api import cluster_attention, query_pieces
 from multimodal_gen.kernels.cluster_attention.plan import (
+    Groups,
     cluster_plan,
     cluster_weights,
     kept_clusters,

@@ -8,14 +8,14 @@ import torch
 from multimodal_gen.kernels.engine import SelectedKernel
 from multimodal_gen.kernels.select.reference import Tiles, pool_tiles_reference
 from multimodal_gen.kernels.select.row_reference import (
+    ChunkGroups,
+    Rule,
+    SortedRows,
     merge_parts_reference,
     pack_bits,
     select_chunks_reference,
 )
 from multimodal_gen.kernels.select.rows import (
-    ChunkGroups,
-    Rule,
-    SortedRows,
     chunk_means,
     merge_parts,
     move_rows,

@@ -9,8 +9,6 @@ import torch
 
 from multimodal_gen.errors import UsageError
 
-__all__ = ["as_heads", "as_mask", "as_output", "check_options", "wants_exact"]
-
 # Keyword arguments that are honoured, or that concern ComfyUI's own functions alone.
 _KNOWN = frozenset(
     {

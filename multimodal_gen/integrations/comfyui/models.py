@@ -17,17 +17,6 @@ from multimodal_gen.integrations.models.adapter import Grid
 from multimodal_gen.integrations.module_attention import AttentionParams
 from multimodal_gen.runtime.layers.attention.request import AttentionRole, LayerSite
 
-__all__ = [
-    "COMPONENT",
-    "FAMILIES",
-    "UNKNOWN",
-    "Call",
-    "Family",
-    "Rows",
-    "attention_sites",
-    "find_family",
-]
-
 COMPONENT = "diffusion_model"
 """What ComfyUI calls the denoiser, in rules and in reports."""
 

@@ -12,15 +12,6 @@ from comfy_api.latest import ComfyExtension, io, ui
 from multimodal_gen.integrations.comfyui.takeover import KEY, Settings, Takeover, take_over
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
-__all__ = [
-    "NODE_CLASS_MAPPINGS",
-    "NODE_DISPLAY_NAME_MAPPINGS",
-    "AttentionBackend",
-    "AttentionExtension",
-    "AttentionReport",
-    "comfy_entrypoint",
-]
-
 
 class AttentionBackend(io.ComfyNode):  # type: ignore[misc]  # untyped base
     """MODEL -> MODEL: its attention layers run on a backend of multimodal_gen."""

@@ -56,8 +56,6 @@ from multimodal_gen.runtime.managers.forward_context import TextSpan, use_forwar
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.settings import read_mapping
 
-__all__ = ["KEY", "Settings", "Takeover", "take_over"]
-
 logger = logging.getLogger(__name__)
 
 KEY = "multimodal_gen"

@@ -32,8 +32,6 @@ from multimodal_gen.integrations.models.skyreels_v2 import SKYREELS_V2
 from multimodal_gen.integrations.models.wan import CHRONOEDIT, WAN, WAN_ANIMATE, WAN_VACE
 from multimodal_gen.integrations.models.z_image import Z_IMAGE
 
-__all__ = ["ADAPTERS", "find_adapter"]
-
 ADAPTERS: MappingProxyType[str, ModelAdapter] = MappingProxyType(
     {
         name: adapter

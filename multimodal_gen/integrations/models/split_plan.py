@@ -17,8 +17,6 @@ from torch import nn
 
 from multimodal_gen.integrations.denoiser_context import WithText
 
-__all__ = ["Cut", "SplitPlan", "own_plan"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:

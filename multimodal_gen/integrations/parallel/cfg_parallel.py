@@ -26,20 +26,6 @@ from multimodal_gen.runtime.distributed.timing import Times, exchanging, recordi
 from multimodal_gen.runtime.managers.forward_context import ForwardContext, current_forward_context
 from multimodal_gen.runtime.managers.guidance import unguided_error
 
-__all__ = [
-    "BatchedCfg",
-    "CfgRanks",
-    "PendingTensor",
-    "SequentialCfg",
-    "fill",
-    "is_guided",
-    "pending_tensor",
-    "refuse_unguided",
-    "run_own_branch",
-    "sample_of",
-    "with_sample",
-]
-
 
 def sample_of(output: Any) -> torch.Tensor | None:
     """Return the prediction, or None where a denoiser returns something else or more."""

@@ -24,8 +24,6 @@ from multimodal_gen.runtime.distributed.timing import TimeTaken, sum_of
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.managers.guidance import has_branches, one_branch_error
 
-__all__ = ["ParallelPlan", "is_split", "none_can_be_split"]
-
 
 def is_split(role: AttentionRole) -> bool:
     """Whether modules of a role attend to tokens that are split: text is on all ranks."""

@@ -33,8 +33,6 @@ from multimodal_gen.runtime.distributed.timing import recording
 from multimodal_gen.runtime.layers.attention.sequence_parallel.layer import count_exchange
 from multimodal_gen.runtime.managers.forward_context import TextSpan
 
-__all__ = ["TokenSplitter", "gather_sequence"]
-
 
 def gather_sequence(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
     """Return [B, sum S, C] of each rank's [B, S, C].

@@ -60,18 +60,6 @@ from multimodal_gen.kernels.tensors import is_plain, loadable, place_of
 if TYPE_CHECKING:
     from multimodal_gen.kernels.block_sparse.gluon_kernel import Prepared
 
-__all__ = [
-    "RUN",
-    "block_sparse_attention",
-    "block_sparse_attention_backward_op",
-    "block_sparse_attention_op",
-    "gradient_kernel",
-    "kernel_for",
-    "refresh_plan",
-    "request_for",
-    "rows_for_choice",
-]
-
 _Results: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 
 

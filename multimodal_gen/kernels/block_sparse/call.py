@@ -13,8 +13,6 @@ from multimodal_gen.kernels.block_sparse.skip import Skip
 from multimodal_gen.kernels.engine import Request
 from multimodal_gen.kernels.tensors import loadable
 
-__all__ = ["Backward", "Call", "CallForm", "PooledBlocks", "TailCall"]
-
 
 class CallForm:
     """Stands for calls on one plan whose tensors are alike in all that launches depend on.

@@ -12,8 +12,6 @@ import torch
 from multimodal_gen.kernels.block_sparse.call import Call
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 
-__all__ = ["TileLists", "attend", "make_lists"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TileLists:

@@ -13,14 +13,6 @@ import torch
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 
-__all__ = [
-    "QUERY_ROWS",
-    "chunk_causal_plan",
-    "frame_causal_plan",
-    "segment_plan",
-    "teacher_forcing_plan",
-]
-
 QUERY_ROWS = 384
 """Rows of a query block: whole tiles of 192 rows on compute capability 9.0, of 128 elsewhere."""
 

@@ -15,21 +15,6 @@ import torch
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.static_cache import static_cache
 
-__all__ = [
-    "WORD_BITS",
-    "BlockPlan",
-    "Blocks",
-    "bounds_of",
-    "broadcast_leading",
-    "check_arguments",
-    "check_values",
-    "empty_results",
-    "flatten",
-    "launch_order",
-    "unflatten",
-    "unit_stride",
-]
-
 WORD_BITS = 32
 
 _DerivedT = TypeVar("_DerivedT")

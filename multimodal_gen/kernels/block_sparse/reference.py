@@ -20,9 +20,6 @@ import torch
 from multimodal_gen.kernels.block_sparse.plan import WORD_BITS, BlockPlan
 from multimodal_gen.kernels.block_sparse.skip import Skip
 
-__all__ = ["attention_reference", "attention_reference_backward"]
-
-
 _Inputs = ParamSpec("_Inputs")
 _Result = TypeVar("_Result")
 

@@ -12,8 +12,6 @@ import torch
 
 from multimodal_gen.errors import UsageError
 
-__all__ = ["Skip"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Skip:

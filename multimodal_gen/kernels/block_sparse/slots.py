@@ -18,26 +18,13 @@ import torch
 import torch.nn.functional as F
 
 from multimodal_gen.kernels.block_sparse.api import refresh_plan
+from multimodal_gen.kernels.block_sparse.call import PooledBlocks
 from multimodal_gen.kernels.block_sparse.layouts import QUERY_ROWS
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
-from multimodal_gen.kernels.block_sparse.tail import PooledBlocks
 from multimodal_gen.kernels.select.api import (
     pool_tiles,
 )
 from multimodal_gen.kernels.tile_order.api import TileOrder
-
-__all__ = [
-    "EVERYWHERE",
-    "CacheCut",
-    "KeptChunks",
-    "OrderOf",
-    "SeenMeans",
-    "SeenTiles",
-    "SlotLists",
-    "TileLists",
-    "means_of_seen",
-    "pooled_seen",
-]
 
 OrderOf: TypeAlias = Callable[[int, "torch.device | str"], TileOrder]
 """Gives the tile order of so many rows on a device."""

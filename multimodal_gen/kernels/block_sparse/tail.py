@@ -37,16 +37,6 @@ from multimodal_gen.kernels.engine import (
 from multimodal_gen.kernels.select.api import pool_tiles
 from multimodal_gen.kernels.tensors import loadable, place_of
 
-__all__ = [
-    "PooledBlocks",
-    "PooledTail",
-    "add_tail",
-    "add_tail_op",
-    "kept_map",
-    "plan_of_map",
-    "pool_blocks",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PooledTail:

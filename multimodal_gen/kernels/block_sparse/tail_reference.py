@@ -20,8 +20,6 @@ import torch
 
 from multimodal_gen.kernels.block_sparse.plan import WORD_BITS, Blocks, broadcast_leading
 
-__all__ = ["add_tail_reference", "block_of_rows", "pool_blocks_reference", "slope_of"]
-
 # Scores that are held at a time: 16 Mi, 64 MiB in fp32.
 _SCORES_AT_ONCE = 2**24
 

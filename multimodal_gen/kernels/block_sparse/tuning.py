@@ -7,23 +7,6 @@ from types import MappingProxyType
 
 import torch
 
-__all__ = [
-    "CHOICE_ROWS",
-    "REDO_PAYS",
-    "WIDE_CHOICES",
-    "BackwardTiles",
-    "GluonBackwardTile",
-    "GluonTailTile",
-    "GluonTile",
-    "TritonTile",
-    "backward_tiles",
-    "gluon_backward_tile",
-    "gluon_tail_tile",
-    "gluon_tile",
-    "tail_tile",
-    "triton_tile",
-]
-
 # Rows of a query block that suit these kernels, with these dtypes, best where rows choose.
 CHOICE_ROWS = 192
 WIDE_CHOICES = frozenset({("gluon", torch.bfloat16)})

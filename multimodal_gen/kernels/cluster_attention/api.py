@@ -30,8 +30,6 @@ from multimodal_gen.kernels.engine import (
 from multimodal_gen.kernels.tensors import loadable, place_of
 from multimodal_gen.kernels.tile_order.api import gather_tokens, scatter_tokens
 
-__all__ = ["Groups", "cluster_attention", "query_pieces"]
-
 
 def cluster_attention(
     q: torch.Tensor,

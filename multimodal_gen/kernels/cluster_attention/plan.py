@@ -11,18 +11,6 @@ import torch
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 
-__all__ = [
-    "ROWS",
-    "TILE_ROWS",
-    "Groups",
-    "Pieces",
-    "cluster_plan",
-    "cluster_weights",
-    "cut",
-    "kept_clusters",
-    "kept_pairs",
-]
-
 # Rows of a query block, and keys of a key block; the engine merges key blocks that adjoin.
 ROWS = 128
 # Rows of a tile of the kernel for SM90: three consumers of 64.

@@ -14,14 +14,6 @@ from multimodal_gen.kernels.kmeans.reference import kmeans_reference
 from multimodal_gen.kernels.static_cache import static_cache
 from multimodal_gen.kernels.tensors import check_keep, place_of
 
-__all__ = [
-    "Clusters",
-    "by_similarity",
-    "initial_centroids",
-    "kmeans",
-    "similarity_order",
-]
-
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32)
 _SEED = 0
 

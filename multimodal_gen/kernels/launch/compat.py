@@ -16,8 +16,6 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia import hopper as host
 
-__all__ = ["async_add", "async_load", "lacking"]
-
 # Since 3.8 a copy of the copy engine is a load; the old name raises from 3.9 on.
 async_load: Any = getattr(tma, "async_load", None) or getattr(
     tma, "async_copy_global_to_shared", None

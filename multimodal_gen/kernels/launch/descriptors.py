@@ -10,8 +10,6 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-__all__ = ["TOKENS_BY_HEAD", "Address", "describe", "describe_tokens", "described_at"]
-
 _AS_IT_IS = (0, 1, 2)
 TOKENS_BY_HEAD = (0, 2, 1)
 """Order in which [B, S, H, D] is described as [B, H, S, D]."""

@@ -15,17 +15,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-__all__ = [
-    "VECTOR_BYTES",
-    "Direct",
-    "Form",
-    "Launch",
-    "Launcher",
-    "form_of",
-    "strides_in_vectors",
-    "vector_of",
-]
-
 # Launches on a grid along three axes with a kernel's first parameters and all others, in its order.
 _Run: TypeAlias = Callable[[tuple[int, ...], Sequence[Any], Sequence[Any]], None]
 

@@ -16,8 +16,6 @@ import torch
 
 from multimodal_gen.errors import UsageError, first_line, is_out_of_memory
 
-__all__ = ["SelfCheck", "forget_self_checks", "self_check", "self_checks"]
-
 logger = logging.getLogger(__name__)
 
 

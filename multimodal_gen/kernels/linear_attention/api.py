@@ -18,16 +18,6 @@ from multimodal_gen.kernels.linear_attention.reference import (
     key_state_reference,
 )
 
-__all__ = [
-    "FEATURE_MAPS",
-    "KeyState",
-    "Projection",
-    "add_linear",
-    "add_unselected",
-    "key_means",
-    "key_state",
-]
-
 
 def key_means(key: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     """Return the mean key of every block; does not wait for the device.

@@ -9,8 +9,6 @@ from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.engine import PART_MERGE, choose_for
 from multimodal_gen.kernels.part_merge.reference import merge_two_reference
 
-__all__ = ["merge_two"]
-
 
 def merge_two(
     out: torch.Tensor,

@@ -26,8 +26,6 @@ from multimodal_gen.kernels.tensors import is_plain, loadable, place_of
 if TYPE_CHECKING:
     from multimodal_gen.kernels.quantized_attention.quantise_kernel import Quantiser
 
-__all__ = ["RUN", "Call", "Values", "kernel_for", "quantized_attention"]
-
 Values = Literal["16-bit", "e4m3"]
 _VALUES = get_args(Values)
 _Results: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]

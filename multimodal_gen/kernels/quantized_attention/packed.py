@@ -12,8 +12,6 @@ import torch
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 
-__all__ = ["Packed", "Slots", "in_slots", "rotation", "slots_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Slots:

@@ -22,8 +22,6 @@ from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.reference import attention_reference
 from multimodal_gen.kernels.quantized_attention.packed import Packed, Slots, rotation
 
-__all__ = ["KEY_ORDER", "key_mean_reference", "quantise_reference", "quantized_reference"]
-
 KEY_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
 """The key at each of 16 places of permuted values."""
 

@@ -5,14 +5,6 @@ from types import MappingProxyType
 
 from multimodal_gen.kernels.block_sparse.tuning import TritonTile
 
-__all__ = [
-    "GluonTile",
-    "QuantiseTile",
-    "gluon_tile",
-    "quantise_tile",
-    "triton_tile",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GluonTile:

@@ -26,16 +26,6 @@ from multimodal_gen.kernels.select.reference import (
 )
 from multimodal_gen.kernels.tensors import check_keep, place_of
 
-__all__ = [
-    "CELL_COUNTS",
-    "add_gated",
-    "check_tiles",
-    "mark_tiles",
-    "pool_cells",
-    "pool_tiles",
-    "select_tiles",
-]
-
 CELL_COUNTS = (1, 2, 4, 8)
 """How many cells a tile may be cut into for `select_tiles`."""
 _ONE_CELL = (1, 1)

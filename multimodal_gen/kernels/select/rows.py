@@ -39,21 +39,6 @@ from multimodal_gen.kernels.select.row_reference import (
 )
 from multimodal_gen.kernels.tensors import check_keep
 
-__all__ = [
-    "ChunkGroups",
-    "ChunkMeans",
-    "Rule",
-    "SortedRows",
-    "chunk_groups",
-    "chunk_means",
-    "lse_of_parts",
-    "merge_parts",
-    "move_rows",
-    "pack_bits",
-    "select_chunks",
-    "sort_rows",
-]
-
 _MAX_BLOCK = 256
 
 # With so many rows per pattern of a group, few rows that a tensor core takes together, 64, have two

@@ -19,8 +19,6 @@ from multimodal_gen.kernels.tile_order.reference import gather_reference, scatte
 if TYPE_CHECKING:
     from multimodal_gen.kernels.tile_order.tile_order_kernel import Gather, Scatter
 
-__all__ = ["TileOrder", "gather_tokens", "scatter_tokens", "tile_order"]
-
 _FLOATING = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _MAX_TENSORS = 4
 _MAX_TOKENS = 2**31 - 1  # positions are int32

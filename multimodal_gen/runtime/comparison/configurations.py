@@ -18,15 +18,6 @@ from multimodal_gen.runtime.generator.cache import CACHES, Cache, read_cache
 from multimodal_gen.runtime.layers.attention.config import config_as_dict, settings_text
 from multimodal_gen.runtime.layers.attention.scope import SelectionScope, scope_from
 
-__all__ = [
-    "EXACT_KERNELS",
-    "Configuration",
-    "Plan",
-    "cache_of",
-    "read_configuration",
-    "read_configurations",
-]
-
 EXACT_KERNELS = (
     "torch_sdpa",
     "triton_attn",

@@ -21,8 +21,6 @@ from multimodal_gen.runtime.layers.attention.call import AttentionCall
 from multimodal_gen.runtime.layers.attention.report import AttentionReport
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 
-__all__ = ["Meter", "Spent", "cost_of", "self_attention_density", "together"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spent:

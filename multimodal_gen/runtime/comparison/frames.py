@@ -32,8 +32,6 @@ import torch
 from multimodal_gen.errors import MissingDependencyError, UsageError, first_line
 from multimodal_gen.runtime.comparison.record import FrameMetrics
 
-__all__ = ["MOST_DB", "find_ffmpeg", "mean_and_spread", "measure_frames", "summarise"]
-
 MOST_DB = 100.0
 """What infinite decibels count as in an average with finite ones."""
 

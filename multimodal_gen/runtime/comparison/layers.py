@@ -62,18 +62,6 @@ from multimodal_gen.runtime.managers.forward_context import (
     use_forward_context,
 )
 
-__all__ = [
-    "Measured",
-    "Replay",
-    "WarmUp",
-    "averaged",
-    "grid_cells",
-    "kept_mass",
-    "mass_of_plan",
-    "merged",
-    "sampled_steps",
-]
-
 _Serve: TypeAlias = Callable[[AttentionCall], torch.Tensor]
 
 _Place: TypeAlias = tuple[str, str, int, str | None]

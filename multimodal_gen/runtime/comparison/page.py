@@ -45,8 +45,6 @@ from multimodal_gen.runtime.comparison.verdict import (
     was_dense,
 )
 
-__all__ = ["LIMIT", "SIZES", "require_page", "write_page"]
-
 LIMIT = 20_000_000
 """Bytes that a page may have."""
 

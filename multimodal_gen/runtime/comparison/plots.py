@@ -19,17 +19,6 @@ from multimodal_gen.runtime.comparison.frames import mean_and_spread
 from multimodal_gen.runtime.comparison.record import LayerErrors, Report, Run
 from multimodal_gen.runtime.comparison.verdict import Measure
 
-__all__ = [
-    "HeatMap",
-    "Series",
-    "error_over_steps",
-    "heat_maps",
-    "latents_over_steps",
-    "require_matplotlib",
-    "series_of",
-    "time_against_quality",
-]
-
 _STAND_INS: Mapping[str, str] = {
     "#10101a": "var(--ink)",
     "#20202a": "var(--muted)",

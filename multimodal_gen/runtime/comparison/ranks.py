@@ -44,8 +44,6 @@ from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLay
 from multimodal_gen.runtime.layers.attention.call import AttentionCall
 from multimodal_gen.runtime.layers.attention.sequence_parallel.layer import Rows, SplitCall
 
-__all__ = ["GenerationError", "HeadShare", "RankResult", "Ranks", "said_by_main", "share_of_heads"]
-
 _ResultT = TypeVar("_ResultT")
 
 # How long a device may take for what is queued when a generation fails.

@@ -33,17 +33,6 @@ from multimodal_gen.runtime.generator.cache import read_cache
 from multimodal_gen.runtime.layers.attention.scope import scope_from
 from multimodal_gen.runtime.server_args import CALL_SETTINGS, ServerArgs
 
-__all__ = [
-    "GRID",
-    "Limits",
-    "Recommendation",
-    "attention_config",
-    "check_file",
-    "check_search",
-    "recommend",
-    "write_config",
-]
-
 GRID = (
     "sage_attn",
     "sliding_tile_attn:window=[3,3,3]",

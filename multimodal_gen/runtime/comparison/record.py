@@ -33,28 +33,6 @@ from multimodal_gen.errors import ConfigError
 from multimodal_gen.files import MalformedError, read_small_file, write_text
 from multimodal_gen.settings import short
 
-__all__ = [
-    "SCHEMA",
-    "VERSION",
-    "Cost",
-    "Environment",
-    "FrameMetrics",
-    "Generation",
-    "LayerErrors",
-    "LayerSpread",
-    "MaskPicture",
-    "Model",
-    "Report",
-    "Run",
-    "Verdict",
-    "as_json",
-    "from_json",
-    "kept_mass_sources",
-    "read_record",
-    "speed_up",
-    "write_record",
-]
-
 SCHEMA = "multimodal_gen.comparison"
 VERSION = 2
 

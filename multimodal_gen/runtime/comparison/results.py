@@ -24,8 +24,6 @@ from multimodal_gen.runtime.comparison.store import (
 )
 from multimodal_gen.runtime.generator.denoise import Denoised
 
-__all__ = ["LatentSteps", "Results", "Todo"]
-
 _LATENT_VALUES = 1 << 18  # of the latents of a step, at most
 
 

@@ -84,8 +84,6 @@ from multimodal_gen.runtime.managers.generation import describe_generation
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.runtime.server_args import CALL_SETTINGS, ServerArgs
 
-__all__ = ["AttachScope", "Attached", "Comparison"]
-
 _SETTINGS = (*CALL_SETTINGS, "fps")
 # What changes how long a generation takes, or its pixels, and is not in the model's identity.
 _LOADING = ("enable_torch_compile", "offload", "vae_tiling")

@@ -32,19 +32,6 @@ from multimodal_gen.runtime.comparison.record import (
 )
 from multimodal_gen.runtime.generator import output
 
-__all__ = [
-    "FatalFailure",
-    "Store",
-    "StoredGeneration",
-    "StoredMetrics",
-    "StoredReplay",
-    "check_folder",
-    "clip_writers",
-    "note_failure",
-    "noted_failures",
-    "weights_digest",
-]
-
 _MARK = "compare-"
 _FAILURES = "failures"
 _PREVIEW_WIDTH = 480

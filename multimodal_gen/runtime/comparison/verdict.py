@@ -35,20 +35,6 @@ from multimodal_gen.runtime.comparison.frames import MOST_DB, mean_and_spread
 from multimodal_gen.runtime.comparison.record import Generation, Report, Run, Verdict
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
-__all__ = [
-    "FACTOR",
-    "MEASURES",
-    "MOVES",
-    "STILL",
-    "Beside",
-    "Measure",
-    "beside_noise",
-    "defects_of",
-    "judge",
-    "judged",
-    "was_dense",
-]
-
 FACTOR = 2.0
 """How many times the noise a distance may be. Twice the squared error is 3 dB."""
 

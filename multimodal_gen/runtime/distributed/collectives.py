@@ -30,21 +30,6 @@ from multimodal_gen.errors import UsageError
 from multimodal_gen.runtime.distributed.groups import Group
 from multimodal_gen.runtime.distributed.timing import exchanging
 
-__all__ = [
-    "ExchangePlan",
-    "ExchangeRowsWork",
-    "GatherHeadsWork",
-    "HeadPartition",
-    "ScatterHeadsWork",
-    "Span",
-    "all_gather_tokens",
-    "all_gather_with_gradients",
-    "exchange_plan",
-    "gather_heads",
-    "partition_heads",
-    "scatter_heads",
-]
-
 Span = tuple[int, int]
 
 

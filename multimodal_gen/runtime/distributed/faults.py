@@ -23,8 +23,6 @@ from torch.distributed.rendezvous import rendezvous
 
 from multimodal_gen.errors import MultimodalGenError, RankError
 
-__all__ = ["FailureReport", "FailureStore", "follows_from_another"]
-
 # How much later than the first rank another one may notice that a third has gone.
 _GRACE_S = 5.0
 # How long the other ranks linger, so that the one at fault ends first.

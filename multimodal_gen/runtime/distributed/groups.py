@@ -19,26 +19,6 @@ from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.runtime.distributed.mesh import Mesh, Place, plan_mesh
 from multimodal_gen.runtime.platforms import current_platform
 
-__all__ = [
-    "IN_USE",
-    "Group",
-    "HandshakeState",
-    "ParallelGroups",
-    "broadcast_object",
-    "build_groups",
-    "check_same_on_ranks",
-    "init_parallel",
-    "init_world",
-    "is_main_rank",
-    "join_parallel",
-    "join_world",
-    "leave_parallel",
-    "parallel_groups",
-    "ranks_per_host",
-    "set_parallel_groups",
-    "use_parallel_groups",
-]
-
 _TIMEOUT = timedelta(minutes=10)
 # Long enough for ranks that compile at different speeds.
 _CONTROL_TIMEOUT = timedelta(minutes=5)

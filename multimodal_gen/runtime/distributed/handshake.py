@@ -24,8 +24,6 @@ import torch.distributed as dist
 from multimodal_gen.errors import MultimodalGenError, RankError, UsageError, first_line
 from multimodal_gen.runtime.distributed.groups import Group, ParallelGroups
 
-__all__ = ["Progress", "handshake", "pending_error"]
-
 _MESSAGE_BYTES = 4096
 # Behind them a message has its `Progress`, which changes where the rest of it does not.
 _PROGRESS = struct.Struct("=3q")

@@ -34,8 +34,6 @@ from multimodal_gen.runtime.distributed.faults import FailureStore, follows_from
 from multimodal_gen.runtime.distributed.groups import parallel_groups
 from multimodal_gen.runtime.distributed.handshake import pending_error
 
-__all__ = ["is_launched_rank", "launch_ranks", "run_rank"]
-
 _LOGGERS = ("torch.distributed.elastic", "torch.multiprocessing")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _MONITOR_INTERVAL_S = 0.1

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 from multimodal_gen.errors import ConfigError
 
-__all__ = ["Mesh", "Place", "plan_mesh"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:

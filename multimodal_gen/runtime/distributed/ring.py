@@ -25,19 +25,6 @@ from multimodal_gen.kernels.part_merge.reference import merge_weights
 from multimodal_gen.runtime.distributed.groups import Group
 from multimodal_gen.runtime.distributed.timing import attending, exchanging
 
-__all__ = [
-    "AttendPart",
-    "KeyPart",
-    "PartMerger",
-    "RingCall",
-    "RingInputs",
-    "Transfer",
-    "part_attention",
-    "part_attention_backward",
-    "recorded_ring_attention",
-    "ring_attention",
-]
-
 # Scores that a formula holds at a time: 64 Mi, a quarter of a GiB in fp32.
 _MAX_SCORES = 1 << 26
 

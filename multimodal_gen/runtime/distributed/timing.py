@@ -20,8 +20,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Stopwatch", "TimeTaken", "Times", "attending", "exchanging", "recording", "sum_of"]
-
 # Regions whose events may be unread. By the time as many have followed, the device is through with
 # the first: a launch queue is shorter than that.
 _UNREAD = 64

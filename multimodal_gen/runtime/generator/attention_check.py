@@ -18,17 +18,6 @@ from multimodal_gen.runtime.layers.attention.report import AttentionReport, Json
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.managers.forward_context import current_forward_context
 
-__all__ = [
-    "ROWS",
-    "AttentionCheck",
-    "exact_rows",
-    "exact_weights",
-    "head_slices",
-    "layer_density",
-    "row_errors",
-    "sample_rows",
-]
-
 ROWS = 64
 """Query rows that are recomputed of a call."""
 

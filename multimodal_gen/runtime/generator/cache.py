@@ -17,8 +17,6 @@ from multimodal_gen.runtime.distributed.groups import parallel_groups
 from multimodal_gen.settings import MismatchError, Parameter, text_as_mapping
 from multimodal_gen.settings import short as shown
 
-__all__ = ["CACHES", "Cache", "cached", "read_cache"]
-
 CACHES = MappingProxyType(
     {
         "first_block": "FirstBlockCacheConfig",

@@ -14,8 +14,6 @@ from typing import Any, Final
 
 from multimodal_gen.errors import UsageError
 
-__all__ = ["check_templates"]
-
 _SECONDS = 5
 _BYTES = 1 << 30
 _WAIT = 60  # seconds, on a machine that is busy

@@ -20,14 +20,6 @@ from multimodal_gen.files import MalformedError, read_small_file
 from multimodal_gen.runtime.generator.signatures import arguments_of, fits, spelled
 from multimodal_gen.settings import short
 
-__all__ = [
-    "check_config",
-    "check_scheduler_config",
-    "check_sizes",
-    "component_configs",
-    "key_at_fault",
-]
-
 _FILES = ("config.json", "scheduler_config.json", "tokenizer_config.json")
 
 # The most that a number may be, by what its name has in it; the first that is in it counts. Tables

@@ -26,19 +26,6 @@ from multimodal_gen.runtime.layers.attention.report import Json
 from multimodal_gen.runtime.server_args import ServerArgs
 from multimodal_gen.settings import as_flag
 
-__all__ = [
-    "Denoised",
-    "Timings",
-    "arguments_explained",
-    "check_finite",
-    "denoise",
-    "differences",
-    "diffusers_backend_explained",
-    "out_of_memory_explained",
-    "produced",
-    "refusal_explained",
-]
-
 _DISPATCH = "diffusers.models.attention_dispatch"
 _REFUSING = (
     *("diffusers.pipelines.", "diffusers.schedulers."),

@@ -17,15 +17,6 @@ from multimodal_gen.runtime.generator.model_folder import check_classes, check_c
 from multimodal_gen.runtime.generator.output import Kind
 from multimodal_gen.runtime.generator.signatures import arguments_of
 
-__all__ = [
-    "HUB_ID",
-    "PipelineIndex",
-    "class_of",
-    "described",
-    "dtype_argument",
-    "import_diffusers",
-]
-
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 """What an id of the Hugging Face Hub looks like."""
 

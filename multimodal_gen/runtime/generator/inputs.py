@@ -17,15 +17,6 @@ from multimodal_gen.runtime.generator.signatures import fits, spelled
 from multimodal_gen.runtime.server_args import ServerArgs
 from multimodal_gen.settings import as_flag, short
 
-__all__ = [
-    "INPUTS",
-    "as_typed",
-    "check_inputs",
-    "given_arguments",
-    "how_to_give",
-    "read_inputs",
-]
-
 INPUTS: Final[Mapping[str, tuple[str, ...]]] = types.MappingProxyType(
     {
         "image_path": (

@@ -42,17 +42,6 @@ from multimodal_gen.runtime.platforms import current_platform
 from multimodal_gen.runtime.server_args import SETTINGS, ServerArgs
 from multimodal_gen.settings import expanded
 
-__all__ = [
-    "check_complete",
-    "check_folders",
-    "check_loading",
-    "denoisers",
-    "load_pipeline",
-    "load_text_models",
-    "pick_device",
-    "pick_dtype",
-]
-
 _SHOWN = 3
 
 # Files that any tokenizer of transformers can be made of, whatever its class names.

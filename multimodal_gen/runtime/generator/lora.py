@@ -24,8 +24,6 @@ from multimodal_gen.errors import MissingDependencyError, UsageError, first_line
 from multimodal_gen.runtime.generator.index import HUB_ID
 from multimodal_gen.settings import expanded
 
-__all__ = ["Lora", "add_loras", "check_loras", "not_reached", "read_loras"]
-
 _TARGET = re.compile(r"(?P<rest>.+)@(?P<target>\w+)")
 _SCALE = re.compile(r"(?P<path>.+):(?P<scale>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)")
 _SHOWN = 3

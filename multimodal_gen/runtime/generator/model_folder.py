@@ -16,16 +16,6 @@ from multimodal_gen.errors import UsageError, nearest
 from multimodal_gen.runtime.generator.signatures import arguments_of
 from multimodal_gen.settings import short
 
-__all__ = [
-    "DENOISERS",
-    "LIBRARIES",
-    "check_channels",
-    "check_classes",
-    "check_code",
-    "check_files",
-    "check_required",
-]
-
 LIBRARIES: Final = ("diffusers", "transformers")
 """Libraries that components may be of, beside the modules of `diffusers.pipelines`."""
 

@@ -25,22 +25,6 @@ from multimodal_gen.files import is_taken, nearest_existing, require_writable
 from multimodal_gen.runtime.generator.progress import each_frame
 from multimodal_gen.runtime.layers.attention.report import Json
 
-__all__ = [
-    "GrowingVideo",
-    "Kind",
-    "OutputNames",
-    "OutputTarget",
-    "media_suffix",
-    "require_encoder",
-    "require_own_files",
-    "to_uint8",
-    "versions",
-    "write_image",
-    "write_latents",
-    "write_record",
-    "write_video",
-]
-
 Kind = Literal["image", "video"]
 logger = logging.getLogger(__name__)
 _DISTRIBUTIONS = ("torch", "diffusers", "transformers", "accelerate", "triton")

@@ -14,14 +14,6 @@ from multimodal_gen.runtime.layers.attention.backends.registry import load_plugi
 from multimodal_gen.runtime.layers.attention.report import Json
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
-__all__ = [
-    "DiffusersAttention",
-    "PassthroughReport",
-    "choose_backend",
-    "diffusers_backend_names",
-    "spelled",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassthroughReport:

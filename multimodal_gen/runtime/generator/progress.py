@@ -17,8 +17,6 @@ from typing import Any, TypeVar
 
 from multimodal_gen.runtime.distributed.groups import is_main_rank
 
-__all__ = ["Compilation", "each_frame", "follow", "is_shown"]
-
 _Item = TypeVar("_Item")
 
 

@@ -19,8 +19,6 @@ from multimodal_gen.runtime.generator.index import (
 )
 from multimodal_gen.settings import expanded
 
-__all__ = ["check_quantized", "load_gguf", "quantization_config"]
-
 _GGUF = ".gguf"
 _PACKAGES: Final[Mapping[str, str]] = {"bnb": "bitsandbytes", "torchao": "torchao", "gguf": "gguf"}
 

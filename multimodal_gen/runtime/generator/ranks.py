@@ -34,8 +34,6 @@ from multimodal_gen.runtime.platforms import current_platform
 from multimodal_gen.runtime.server_args import ServerArgs
 from multimodal_gen.settings import as_flag
 
-__all__ = ["check_guided", "ending_signals_raise", "join_ranks", "plan_ranks", "rank_device"]
-
 _FLAGS = ("num_gpus", "sp_degree", "ulysses_degree", "ring_degree", "cfg_parallel")
 
 _MOST_ON_CPUS = 64

@@ -61,9 +61,6 @@ from multimodal_gen.runtime.managers.generation import Generation, describe_gene
 from multimodal_gen.runtime.server_args import ServerArgs
 from multimodal_gen.settings import as_plain, expanded, short
 
-__all__ = ["Attach", "Generated", "Handle", "Report", "Session", "find_done", "prepare"]
-
-
 logger = logging.getLogger(__name__)
 
 # What may differ between a run and the one that goes on with it.

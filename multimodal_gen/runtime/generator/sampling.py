@@ -33,21 +33,6 @@ from multimodal_gen.runtime.layers.attention.scope import component_names
 from multimodal_gen.runtime.server_args import ServerArgs
 from multimodal_gen.settings import as_flag
 
-__all__ = [
-    "Call",
-    "check_arguments",
-    "check_components",
-    "check_loaded",
-    "check_outputs",
-    "check_sizes",
-    "default_fps",
-    "output_size",
-    "prepare_call",
-    "steps_of",
-    "token_size",
-]
-
-
 # Option, and the names pipelines give to it; the first one a pipeline has is used.
 _ARGUMENTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("prompt", ("prompt",)),

@@ -15,8 +15,6 @@ from typing import Any
 
 from multimodal_gen.errors import UsageError, nearest
 
-__all__ = ["check_scheduler", "given_sigmas", "with_scheduler"]
-
 _SUFFIX = "Scheduler"
 _CARRIED = ("num_train_timesteps", "use_dynamic_shifting", "time_shift_type", "shift_terminal")
 

@@ -7,8 +7,6 @@ from enum import Enum
 from inspect import Parameter
 from typing import Any, Literal, Union, get_args, get_origin
 
-__all__ = ["arguments_of", "fits", "spelled"]
-
 _JSON = (bool, int, float, str, list, tuple, Mapping, type(None))
 
 

@@ -23,14 +23,6 @@ from multimodal_gen.runtime.generator.load import pick_dtype
 from multimodal_gen.runtime.generator.model_folder import DENOISERS
 from multimodal_gen.settings import read_json, short
 
-__all__ = [
-    "denoiser_configs",
-    "folder_identity",
-    "load_skeleton",
-    "model_identity",
-    "without_weights",
-]
-
 
 def model_identity(index: PipelineIndex) -> dict[str, str]:
     """Return what tells a model from others, read without its weights.

@@ -31,15 +31,6 @@ from multimodal_gen.runtime.layers.attention.report import Json
 from multimodal_gen.runtime.server_args import ServerArgs
 from multimodal_gen.settings import expanded, short
 
-__all__ = [
-    "Give",
-    "StreamedChunk",
-    "Streaming",
-    "TimedPrompt",
-    "check_stream",
-    "read_timed_prompts",
-]
-
 logger = logging.getLogger(__name__)
 
 

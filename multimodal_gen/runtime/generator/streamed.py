@@ -30,8 +30,6 @@ import torch
 
 from multimodal_gen.runtime.generator.denoise import Denoised
 
-__all__ = ["STREAMED", "TAKEN", "Followed", "FramePack", "SkyReels", "Stream", "Taken"]
-
 
 class Stream(Protocol):
     """Takes the frames, and knows the prompts."""

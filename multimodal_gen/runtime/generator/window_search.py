@@ -29,8 +29,6 @@ from multimodal_gen.runtime.layers.attention.sparse.methods.sta.search import (
 from multimodal_gen.runtime.layers.attention.sparse.windows import DEFAULT_TILE, Window
 from multimodal_gen.runtime.server_args import CALL_SETTINGS, ServerArgs
 
-__all__ = ["Searched", "WindowSearch"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Searched:

@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-__all__ = ["Generation", "current_generation", "describe_generation"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:

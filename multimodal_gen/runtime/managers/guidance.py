@@ -6,8 +6,6 @@ from types import SimpleNamespace
 
 from multimodal_gen.errors import UsageError
 
-__all__ = ["guides_at", "has_branches", "one_branch_error", "unguided_error"]
-
 
 def has_branches(pipeline_class: type, denoiser_classes: Iterable[type]) -> bool:
     """Return whether a pipeline can guide by two branches at all.

@@ -5,8 +5,6 @@ from typing import Any, Final
 from multimodal_gen.testing.tiny_models import text_encoders, tokenizers
 from multimodal_gen.testing.tiny_models.family import TinyFamily, initialise, seeded
 
-__all__ = ["COGVIDEOX"]
-
 _HEIGHT: Final = 64
 _WIDTH: Final = 96
 _NUM_FRAMES: Final = 9

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-__all__ = ["DEFAULT_PROMPT", "SENTENCES", "TinyFamily", "initialise", "seeded"]
-
 DEFAULT_PROMPT: Final = "A red fox runs through fresh snow at sunrise"
 
 SENTENCES: Final[tuple[str, ...]] = (

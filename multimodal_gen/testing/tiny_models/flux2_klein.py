@@ -5,8 +5,6 @@ from typing import Any, Final
 from multimodal_gen.testing.tiny_models import text_encoders, tokenizers
 from multimodal_gen.testing.tiny_models.family import TinyFamily, initialise, seeded
 
-__all__ = ["FLUX2_KLEIN"]
-
 _LATENT_CHANNELS: Final = 8
 
 # The pipeline reads the hidden states after layers 9, 18 and 27.

@@ -25,8 +25,6 @@ from multimodal_gen.testing.tiny_models.streaming import (
 )
 from multimodal_gen.testing.tiny_models.wan import WAN, WAN22
 
-__all__ = ["FAMILIES", "STREAMING_FAMILIES", "check_request", "make_tiny_model"]
-
 FAMILIES: Final[Mapping[str, TinyFamily]] = MappingProxyType(
     {
         family.name: family

@@ -5,8 +5,6 @@ from typing import Any, Final
 from multimodal_gen.testing.tiny_models import text_encoders, tokenizers
 from multimodal_gen.testing.tiny_models.family import TinyFamily, initialise, seeded
 
-__all__ = ["QWEN_IMAGE"]
-
 
 def _transformer(seed: int) -> Any:
     from diffusers import QwenImageTransformer2DModel

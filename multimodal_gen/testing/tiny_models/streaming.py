@@ -6,8 +6,6 @@ from multimodal_gen.testing.tiny_models import text_encoders, tokenizers
 from multimodal_gen.testing.tiny_models.family import TinyFamily, initialise, seeded
 from multimodal_gen.testing.tiny_models.hunyuan_video import HUNYUAN_VIDEO
 
-__all__ = ["ANYFLOW_FAR", "FRAMEPACK", "HELIOS", "HELIOS_PYRAMID", "SKYREELS"]
-
 
 def _text_and_vae(seed: int) -> dict[str, Any]:
     from diffusers import AutoencoderKLWan

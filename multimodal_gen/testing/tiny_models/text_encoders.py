@@ -4,8 +4,6 @@ from typing import Any, Final
 
 from multimodal_gen.testing.tiny_models.family import initialise
 
-__all__ = ["TEXT_WIDTH", "clip_text", "llama", "qwen3", "qwen25_vl", "qwen25_vl_text", "t5", "umt5"]
-
 TEXT_WIDTH: Final = 64
 """Channels of every encoder's output."""
 

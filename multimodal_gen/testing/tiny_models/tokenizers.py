@@ -16,8 +16,6 @@ from multimodal_gen.testing.tiny_models.family import SENTENCES
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["byt5_tokenizer", "clip_tokenizer", "llama_tokenizer", "qwen2_tokenizer", "t5_tokenizer"]
-
 _SPACE: Final = "\u2581"  # how sentencepiece vocabularies write a space
 _PRINTABLE: Final = tuple(chr(code) for code in range(0x21, 0x7F))
 _WORDS: Final = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\n+|\s+(?!\S)|\s+"

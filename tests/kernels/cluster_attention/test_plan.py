@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multimodal_gen.errors import UnsupportedBackendError, UsageError
-from multimodal_gen.kernels.cluster_attention.api import Groups, cluster_attention
+from multimodal_gen.kernels.cluster_attention.api import cluster_attention
 from multimodal_gen.kernels.cluster_attention.plan import (
+    Groups,
     cluster_plan,
     cluster_weights,
     cut,

@@ -5,13 +5,8 @@ import torch
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.plan import Blocks
-from multimodal_gen.kernels.linear_attention.api import (
-    KeyState,
-    Projection,
-    add_linear,
-    key_means,
-    key_state,
-)
+from multimodal_gen.kernels.linear_attention.api import add_linear, key_means, key_state
+from multimodal_gen.kernels.linear_attention.reference import KeyState, Projection
 from tests.kernels.linear_attention.plans import random
 
 X = random(1, 40, 2, 16)

@@ -5,14 +5,9 @@ import torch
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
+from multimodal_gen.kernels.block_sparse.call import PooledBlocks
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
-from multimodal_gen.kernels.block_sparse.tail import (
-    PooledBlocks,
-    PooledTail,
-    add_tail,
-    kept_map,
-    pool_blocks,
-)
+from multimodal_gen.kernels.block_sparse.tail import PooledTail, add_tail, kept_map, pool_blocks
 from multimodal_gen.testing.block_plans import FORMS, PlanShape, random_plan
 from multimodal_gen.testing.inputs import make_qkv
 from multimodal_gen.testing.reference import reference_attention

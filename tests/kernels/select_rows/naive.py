@@ -2,7 +2,7 @@
 
 import torch
 
-from multimodal_gen.kernels.select.rows import ChunkGroups, SortedRows
+from multimodal_gen.kernels.select.row_reference import ChunkGroups, SortedRows
 
 
 def random_bits(rows: tuple[int, int, int], num_chunks: int, *, seed: int = 0) -> torch.Tensor:

@@ -6,9 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.kernels.select.row_reference import sort_keys
+from multimodal_gen.kernels.select.row_reference import ChunkGroups, sort_keys
 from multimodal_gen.kernels.select.rows import (
-    ChunkGroups,
     chunk_groups,
     lse_of_parts,
     merge_parts,

@@ -7,8 +7,11 @@ test_children.py starts it.
 import pytest
 import torch
 
-from multimodal_gen.kernels.select.row_reference import merge_parts_reference
-from multimodal_gen.kernels.select.rows import ChunkGroups, SortedRows
+from multimodal_gen.kernels.select.row_reference import (
+    ChunkGroups,
+    SortedRows,
+    merge_parts_reference,
+)
 from tests.kernels.select_rows.naive import assert_sorted, random_bits
 
 triton = pytest.importorskip("triton")

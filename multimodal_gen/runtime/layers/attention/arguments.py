@@ -13,17 +13,6 @@ from multimodal_gen.runtime.layers.attention.call import AttentionCall, LayerGeo
 from multimodal_gen.runtime.layers.attention.masks import VarlenMaskMeta
 from multimodal_gen.settings import short
 
-__all__ = [
-    "all_or_none",
-    "check_alike",
-    "check_mask_meta",
-    "check_replicated",
-    "check_seq_lens",
-    "check_split",
-    "join_tokens",
-    "refuse_shapes",
-]
-
 
 def refuse_shapes(call: AttentionCall, geometry: LayerGeometry) -> NoReturn:
     """Say why q, k and v are not those of a layer, once that is known."""

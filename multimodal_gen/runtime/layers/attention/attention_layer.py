@@ -79,8 +79,6 @@ if TYPE_CHECKING:
     from multimodal_gen.runtime.layers.attention.backends.block_masks import AnyBlockMask
     from multimodal_gen.runtime.layers.attention.causal_cache import LayerCache
 
-__all__ = ["AttentionLayer", "LocalAttention", "check_flags"]
-
 _STRIDED = torch.strided
 
 _MOST_CHANNELS = 1 << 20  # beyond all use, and within all integers of kernels

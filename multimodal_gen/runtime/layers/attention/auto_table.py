@@ -31,20 +31,6 @@ from multimodal_gen.runtime.layers.attention.request import Environment, Ranking
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.settings import as_plain, read_json, short
 
-__all__ = [
-    "COMMITTED",
-    "SCHEMA",
-    "AutoTable",
-    "CallShape",
-    "Measured",
-    "committed_table",
-    "read_tables",
-    "table_for",
-    "tables_as_json",
-    "versions_of",
-    "write_tables",
-]
-
 SCHEMA = 1
 COMMITTED = Path(__file__).with_suffix(".json")
 

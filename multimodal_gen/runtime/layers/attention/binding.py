@@ -46,16 +46,6 @@ from multimodal_gen.runtime.managers.forward_context import ForwardContext, curr
 if TYPE_CHECKING:
     from multimodal_gen.runtime.layers.attention.sparse.method import SparseMethodImpl
 
-__all__ = [
-    "Binding",
-    "Demand",
-    "ScheduleEntry",
-    "bind",
-    "bind_schedule",
-    "entry_at",
-    "plannable_dtype",
-]
-
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")

@@ -22,17 +22,6 @@ if TYPE_CHECKING:
     from multimodal_gen.runtime.layers.attention.causal_cache import LayerCache
 
 
-__all__ = [
-    "AttentionCall",
-    "LayerGeometry",
-    "Watch",
-    "autocasts",
-    "current_watch",
-    "device_type",
-    "watching",
-]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGeometry:
     """What an implementation is constructed with.

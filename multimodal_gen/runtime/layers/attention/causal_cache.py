@@ -35,16 +35,6 @@ from multimodal_gen.runtime.distributed.collectives import Span, partition_heads
 from multimodal_gen.runtime.distributed.groups import parallel_groups
 from multimodal_gen.runtime.layers.attention.sparse.windows import kept_indices
 
-__all__ = [
-    "CacheSize",
-    "CausalCache",
-    "LayerCache",
-    "Pair",
-    "Rotate",
-    "Visible",
-    "key_heads_of_rank",
-]
-
 Pair: TypeAlias = tuple[int, int]
 """Height and width, in tokens or in tiles."""
 

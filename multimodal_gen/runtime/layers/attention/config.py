@@ -32,6 +32,7 @@ __all__ = [
     "Axis",
     "BackendConfig",
     "DensePart",
+    "EngineKernel",
     "IndexSelector",
     "Ratio",
     "RatioSchedule",

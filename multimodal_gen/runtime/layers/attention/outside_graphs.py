@@ -12,8 +12,6 @@ from multimodal_gen.runtime.layers.attention.call import AttentionCall
 if TYPE_CHECKING:
     from multimodal_gen.runtime.layers.attention.custom_ops import RegisteredLayer
 
-__all__ = ["attend_outside_graphs"]
-
 
 @torch.compiler.disable(  # type: ignore[no-untyped-call, untyped-decorator]
     reason="calls of attention layers with a cache, a mask of blocks or sink_logits run outside "

@@ -10,19 +10,6 @@ from multimodal_gen.runtime.layers.attention.config import StepSet, config_as_di
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.selector import Rejected, Selection, condensed
 
-__all__ = [
-    "AttentionReport",
-    "Footnotes",
-    "Group",
-    "Json",
-    "LayerReport",
-    "NotRun",
-    "ReportEntry",
-    "SigmaSteps",
-    "grouped",
-    "ranges",
-]
-
 Json: TypeAlias = "dict[str, Json] | list[Json] | str | int | float | bool | None"
 
 

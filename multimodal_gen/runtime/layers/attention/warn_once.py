@@ -3,8 +3,6 @@
 import logging
 from typing import Final
 
-__all__ = ["PROCESS", "WarnOnce"]
-
 logger = logging.getLogger(__name__)
 
 

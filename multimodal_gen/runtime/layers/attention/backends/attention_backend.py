@@ -19,14 +19,6 @@ from multimodal_gen.runtime.layers.attention.warn_once import PROCESS, WarnOnce
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
-__all__ = [
-    "AttentionBackend",
-    "AttentionImpl",
-    "DenseLimits",
-    "Facts",
-    "Limits",
-]
-
 
 class Facts(NamedTuple):
     """What an implementation knows of its calls so far.

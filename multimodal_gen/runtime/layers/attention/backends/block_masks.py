@@ -24,8 +24,6 @@ from multimodal_gen.kernels.block_sparse.plan import WORD_BITS, BlockPlan, Block
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-__all__ = ["AnyBlockMask", "Plans", "apart", "forget_plans", "is_block_mask", "plans_of"]
-
 AnyBlockMask: TypeAlias = "BlockPlan | BlockMask"
 """What a layer takes as a mask of blocks."""
 

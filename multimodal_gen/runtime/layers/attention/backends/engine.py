@@ -38,19 +38,6 @@ from multimodal_gen.runtime.platforms import PlatformEnum
 if TYPE_CHECKING:
     from multimodal_gen.kernels.quantized_attention.api import Values
 
-__all__ = [
-    "SELF_ONLY",
-    "QuantizedBackend",
-    "dense_plan",
-    "drop_masked",
-    "engine_variants",
-    "refuse_foreign_values",
-    "selected_kernel",
-    "upstream_variant",
-    "values_of",
-    "values_option",
-]
-
 SELF_ONLY = frozenset({AttentionRole.SELF})
 
 

@@ -13,9 +13,10 @@ import torch
 from typing_extensions import override
 
 from multimodal_gen.errors import UnsupportedBackendError
-from multimodal_gen.kernels.engine import QUANTIZED, place_of
+from multimodal_gen.kernels.engine import QUANTIZED
 from multimodal_gen.kernels.quantized_attention.api import quantized_attention
 from multimodal_gen.kernels.requirements import Capability, HeadSizes
+from multimodal_gen.kernels.tensors import place_of
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
 from multimodal_gen.runtime.layers.attention.backends.common import (
     DenseBackend,
@@ -51,18 +52,6 @@ from multimodal_gen.runtime.layers.attention.backends.packages import (
 from multimodal_gen.runtime.layers.attention.config import BackendConfig, option
 from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
-
-__all__ = [
-    "SPAS_SAGE",
-    "SPAS_SAGE_VARIANT",
-    "SageAttention3Backend",
-    "SageAttention3Impl",
-    "SageAttentionBackend",
-    "SageAttentionImpl",
-    "SageAttnConfig",
-    "attend_spas_sage",
-    "mask_blocks",
-]
 
 SPAS_SAGE = "spas_sage_attn"
 SPAS_SAGE_VARIANT = replace(

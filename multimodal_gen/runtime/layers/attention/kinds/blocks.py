@@ -15,9 +15,9 @@ import torch
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention, kernel_for
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, flatten, unflatten
-from multimodal_gen.kernels.engine import loadable
 from multimodal_gen.kernels.part_merge.api import merge_two
 from multimodal_gen.kernels.part_merge.reference import merge_two_reference
+from multimodal_gen.kernels.tensors import loadable
 from multimodal_gen.runtime.layers.attention.backends.block_masks import (
     AnyBlockMask,
     Plans,
@@ -28,8 +28,6 @@ from multimodal_gen.runtime.layers.attention.binding import Binding
 from multimodal_gen.runtime.layers.attention.call import AttentionCall, LayerGeometry
 from multimodal_gen.runtime.layers.attention.request import AttentionRole, Feature
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-
-__all__ = ["apply_sink", "attend_blocks", "attend_on_backend", "attend_on_engine", "check_blocks"]
 
 _BY_BLOCKS = "the mask is one of blocks"
 

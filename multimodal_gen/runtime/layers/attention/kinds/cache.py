@@ -26,8 +26,6 @@ from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.sparse.executors.cache import attend_cache
 from multimodal_gen.runtime.managers.forward_context import ForwardContext, current_forward_context
 
-__all__ = ["attend_extended", "check_extended"]
-
 _IN_PIECES = "what a chunk sees lies in pieces of the cache"
 _OF_SEVERAL = "keys in a cache are those of several calls"
 _IN_WINDOWS = "the layer sees windows of it already"

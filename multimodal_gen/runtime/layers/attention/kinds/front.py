@@ -13,8 +13,6 @@ from multimodal_gen.errors import UsageError
 from multimodal_gen.runtime.layers.attention.call import AttentionCall
 from multimodal_gen.runtime.managers.forward_context import ForwardContext, TextSpan
 
-__all__ = ["as_text_in_front"]
-
 
 def as_text_in_front(
     call: AttentionCall, context: ForwardContext

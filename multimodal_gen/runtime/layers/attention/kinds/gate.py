@@ -11,8 +11,6 @@ from multimodal_gen.runtime.layers.attention.call import AttentionCall
 from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.managers.forward_context import current_forward_context
 
-__all__ = ["attend_gated", "check_gate"]
-
 
 def check_gate(bound: Binding, gated: Binding | None, call: AttentionCall) -> Binding:
     """Return what has a coarse branch, once the gate is known to fit.

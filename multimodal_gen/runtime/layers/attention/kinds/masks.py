@@ -18,8 +18,6 @@ from multimodal_gen.runtime.layers.attention.masks import (
 )
 from multimodal_gen.runtime.layers.attention.request import AttentionRole, Feature
 
-__all__ = ["KeyMask", "as_key_mask", "attend_masked", "normalise_mask"]
-
 # Added to a score, it leaves a weight of 0 in every dtype. Models use -9000 and less; -10000 is
 # -9984 in bfloat16.
 _LEFT_OUT = -9000.0

@@ -70,17 +70,6 @@ if TYPE_CHECKING:
     from multimodal_gen.runtime.layers.attention.backends.block_masks import AnyBlockMask
     from multimodal_gen.runtime.layers.attention.causal_cache import LayerCache
 
-__all__ = [
-    "Rows",
-    "SequenceParallelLayer",
-    "SplitCall",
-    "USPAttention",
-    "UlyssesAttention",
-    "UlyssesAttention_VSA",
-    "count_exchange",
-    "tokens_are_split",
-]
-
 _QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 # What all ranks hold: q, k and v in front of their tokens and after them, with all heads.
 _Around = tuple[_QKV, _QKV] | None

@@ -26,8 +26,6 @@ from multimodal_gen.runtime.layers.attention.selector import Selection
 from multimodal_gen.runtime.managers.forward_context import current_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
-__all__ = ["ring_forward"]
-
 
 def ring_forward(
     layer: AttentionLayer, inputs: RingInputs, mask: torch.Tensor | None, num_ranks: int

@@ -53,8 +53,6 @@ from multimodal_gen.runtime.layers.attention.sparse.tiles import (
 )
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 
-__all__ = ["SparseBackend", "SparseMethodImpl"]
-
 _ANY_GRID = (1 << 20, 1 << 20, 1 << 20)
 
 

@@ -19,8 +19,9 @@ import torch.nn.functional as F
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
+from multimodal_gen.kernels.block_sparse.call import PooledBlocks
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
-from multimodal_gen.kernels.block_sparse.tail import PooledBlocks, add_tail, plan_of_map
+from multimodal_gen.kernels.block_sparse.tail import add_tail, plan_of_map
 from multimodal_gen.kernels.engine import (
     AUTO,
     BLOCK_SPARSE,

@@ -20,9 +20,10 @@ from torch import nn
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
+from multimodal_gen.kernels.block_sparse.call import PooledBlocks
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.skip import Skip
-from multimodal_gen.kernels.block_sparse.tail import PooledBlocks, PooledTail
+from multimodal_gen.kernels.block_sparse.tail import PooledTail
 from multimodal_gen.kernels.engine import AUTO, SelectedKernel, records_gradient
 from multimodal_gen.kernels.select.api import pool_tiles
 from multimodal_gen.kernels.static_cache import static_cache

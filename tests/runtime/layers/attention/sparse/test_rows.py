@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from multimodal_gen.kernels.select.rows import pack_bits
+from multimodal_gen.kernels.select.row_reference import pack_bits
 from multimodal_gen.runtime.layers.attention.config import SparseConfig
 from multimodal_gen.runtime.layers.attention.sparse.executors.local import attend_locally
 from multimodal_gen.runtime.layers.attention.sparse.router import Cut, Router, SparseLayer

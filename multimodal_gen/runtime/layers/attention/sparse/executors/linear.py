@@ -17,13 +17,12 @@ from torch import nn
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.linear_attention.api import (
-    KeyState,
-    Projection,
     add_linear,
     add_unselected,
     key_means,
     key_state,
 )
+from multimodal_gen.kernels.linear_attention.reference import KeyState, Projection
 from multimodal_gen.kernels.select.api import pool_tiles
 from multimodal_gen.kernels.tile_order.api import gather_tokens
 from multimodal_gen.runtime.distributed.ring import RingInputs

@@ -18,20 +18,19 @@ import torch
 import torch.nn.functional as F
 
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention, rows_for_choice
+from multimodal_gen.kernels.block_sparse.call import PooledBlocks
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.slots import SeenTiles, pooled_seen
-from multimodal_gen.kernels.block_sparse.tail import PooledBlocks, add_tail
+from multimodal_gen.kernels.block_sparse.tail import add_tail
 from multimodal_gen.kernels.block_sparse.tuning import CHOICE_ROWS
+from multimodal_gen.kernels.select.row_reference import ChunkGroups, SortedRows, pack_bits
 from multimodal_gen.kernels.select.rows import (
-    ChunkGroups,
     ChunkMeans,
-    SortedRows,
     chunk_groups,
     chunk_means,
     lse_of_parts,
     merge_parts,
     move_rows,
-    pack_bits,
     sort_rows,
 )
 from multimodal_gen.kernels.static_cache import static_cache

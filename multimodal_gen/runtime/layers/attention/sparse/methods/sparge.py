@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from typing_extensions import override
 
 from multimodal_gen.errors import ConfigError
-from multimodal_gen.kernels.engine import place_of
+from multimodal_gen.kernels.tensors import place_of
 from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.backends.sage_attn import (
     SPAS_SAGE,

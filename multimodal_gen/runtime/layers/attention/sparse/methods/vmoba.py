@@ -16,7 +16,8 @@ import torch
 from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.kernels.block_sparse.slots import CacheCut, KeptChunks
 from multimodal_gen.kernels.engine import BLOCK_SPARSE
-from multimodal_gen.kernels.select.rows import Rule, select_chunks
+from multimodal_gen.kernels.select.row_reference import Rule
+from multimodal_gen.kernels.select.rows import select_chunks
 from multimodal_gen.kernels.tile_order.api import TileOrder
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import DenseLimits
 from multimodal_gen.runtime.layers.attention.backends.declaration import Variant

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 
-from multimodal_gen.kernels.select.rows import Rule
+from multimodal_gen.kernels.select.row_reference import Rule
 from multimodal_gen.kernels.tile_order.api import TileOrder
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SparseCall
 from multimodal_gen.runtime.layers.attention.sparse.upstream import call_reasons, refuse_upstream

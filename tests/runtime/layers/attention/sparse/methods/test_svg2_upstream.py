@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from multimodal_gen.errors import UnsupportedBackendError
-from multimodal_gen.kernels.cluster_attention.api import Groups, cluster_attention
+from multimodal_gen.kernels.cluster_attention.api import cluster_attention
+from multimodal_gen.kernels.cluster_attention.plan import Groups
 from multimodal_gen.runtime.layers.attention.sparse.methods.svg2_upstream import attend_upstream
 from multimodal_gen.runtime.layers.attention.sparse.router import GroupMap
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout, SparseCall
