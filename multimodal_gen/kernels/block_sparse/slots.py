@@ -84,7 +84,7 @@ class KeptChunks(NamedTuple):
         return f"its blocks are {rows} tokens as they came, and the cache keeps tiles"
 
 
-class SeenTiles(NamedTuple):
+class VisibleTiles(NamedTuple):
     """What queries in their tile order see of slots that are cut into tiles.
 
     Attributes:
@@ -273,7 +273,7 @@ class TileLists(_Lists):
         """What graphs of calls depend on: how many tiles there are to choose from."""
         return self.num_tiles
 
-    def seen_by(self, queries: int) -> SeenTiles:
+    def seen_by(self, queries: int) -> VisibleTiles:
         """Return what so many queries see; the query blocks of the plan are their tiles."""
         order = self._order_of(queries, self._places.device)
         num = len(order.starts)
@@ -284,7 +284,7 @@ class TileLists(_Lists):
             plan = self._plan(queries, q, self._indices[:, :, :num], largest)
         itself, in_order = self._itself[:num], self._in_order
         of_slots = (self.num_tiles, self.num_tokens)
-        return SeenTiles(plan, order, *of_slots, itself, self._places, in_order)
+        return VisibleTiles(plan, order, *of_slots, itself, self._places, in_order)
 
 
 class SeenMeans(NamedTuple):
@@ -301,7 +301,7 @@ class SeenMeans(NamedTuple):
     real: torch.Tensor
 
 
-def means_of_seen(query: torch.Tensor, key: torch.Tensor, tiles: SeenTiles) -> SeenMeans:
+def means_of_visible(query: torch.Tensor, key: torch.Tensor, tiles: VisibleTiles) -> SeenMeans:
     """Return the means of all blocks.
 
     Args:
@@ -315,14 +315,14 @@ def means_of_seen(query: torch.Tensor, key: torch.Tensor, tiles: SeenTiles) -> S
     return SeenMeans(means, key_means, (lengths > 0).expand(len(query), -1))
 
 
-def pooled_seen(key: torch.Tensor, value: torch.Tensor, tiles: SeenTiles) -> PooledBlocks:
+def pooled_visible(key: torch.Tensor, value: torch.Tensor, tiles: VisibleTiles) -> PooledBlocks:
     """Return by what blocks count that are not chosen; those that are not seen have no tokens."""
     (keys, values), lengths = _pooled((key, value), tiles)
     return PooledBlocks(keys=keys, values=values, counts=lengths.view(1, 1, -1))
 
 
 def _pooled(
-    tensors: tuple[torch.Tensor, ...], tiles: SeenTiles
+    tensors: tuple[torch.Tensor, ...], tiles: VisibleTiles
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """Return means of blocks of keys, and how many tokens each has."""
     kv = tiles.plan.kv

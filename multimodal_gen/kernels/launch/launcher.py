@@ -22,7 +22,7 @@ _Run: TypeAlias = Callable[[tuple[int, ...], Sequence[Any], Sequence[Any]], None
 VECTOR_BYTES = 16
 # Integers from here on are passed as 64-bit ones.
 _INT32 = 1 << 31
-# Products and sums are fused, as all kernels were measured. What Triton does where nobody says it
+# Products and sums are fused, as all kernels were measured. What Triton does by default
 # differs between releases, and follows the environment.
 _FUSED = MappingProxyType({"enable_fp_fusion": True})
 # How many tuples of tensor maps a launch keeps, of some 1 KiB a map; see `Direct`.
@@ -118,7 +118,7 @@ class Launcher:
 
 
 class Form(NamedTuple):
-    """What a launch that is kept depends on of a tensor; whoever keeps it looks it up by that.
+    """What a cached launch depends on of a tensor, and is looked up by.
 
     Attributes:
         shape: of the tensor.

@@ -122,7 +122,7 @@ def gluon_tile(*, q_size: int, kv_size: int, regular: bool, e4m3: bool) -> Gluon
         regular: whether the key blocks are regular.
         e4m3: whether values are e4m3 numbers, else bfloat16.
     """
-    # Partial steps of 128 keys do not fit into the registers beside e4m3 products.
+    # Partial steps of 128 keys do not fit into the registers next to e4m3 products.
     short = kv_size % 128 > 0 or (e4m3 and not regular)
     words = ["narrow"] * (q_size <= 64) + ["short keys"] * short + ["e4m3"] * e4m3
     return _HOPPER[" ".join(words)]

@@ -31,7 +31,7 @@ class Group:
     Attributes:
         ranks: their ranks in the world, in the order of the group.
         index: position of this process among them.
-        handle: the process group, or None where there is nobody to exchange with.
+        handle: the process group, or None for a group of one rank.
         size: how many ranks there are.
     """
 
@@ -50,7 +50,7 @@ class HandshakeState:
 
     Attributes:
         agreed: what all sent before calls of a kind.
-        pending: messages under way that nobody has looked at.
+        pending: messages under way that have not been read.
         num_sent: how many messages this rank has sent.
     """
 

@@ -34,7 +34,7 @@ _REFUSAL_BYTES = 600
 _SKIPPED = "; a rank left a call out, and all have to make the same ones"
 # Kinds of calls to remember, each with a message of every rank.
 _MOST_KINDS = 1024
-# A rank that has something to say against its own call lets nobody wait for long.
+# A rank that refuses its own call does not let others wait for long.
 _REFUSAL_TIMEOUT = timedelta(seconds=5)
 
 

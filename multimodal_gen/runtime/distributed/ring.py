@@ -70,7 +70,7 @@ class PartMerger:
         self._last: _Part | None = None
 
     def add(self, rows: slice, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Merge a part of the queries in `rows`; nobody may write to its tensors any more."""
+        """Merge a part of the queries in `rows`; its tensors must not be written to any more."""
         lse = lse.to(self._precise)
         if out.shape[1] == self._shape[1]:
             self._merged = self._all(self._precise)

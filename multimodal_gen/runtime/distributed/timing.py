@@ -4,7 +4,7 @@ On a GPU a region is two events on its current stream: it lasts as long as the s
 going on, so an exchange that runs behind a kernel counts only where it is waited for. The host
 waits for nothing before the times are read. Elsewhere the clock of the host counts.
 
-Exchanges say that they are ones; who asked for them is whoever records at that moment:
+Exchanges say that they are ones; a recording collects those made inside of it:
 
     with recording(times):
         with exchanging(x.device): ...   # in the exchange

@@ -26,9 +26,9 @@ from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.block_sparse.slots import (
     CacheCut,
     KeptChunks,
-    SeenTiles,
     SlotLists,
     TileLists,
+    VisibleTiles,
 )
 from multimodal_gen.kernels.tile_order.api import TileOrder, tile_order
 from multimodal_gen.runtime.distributed.collectives import Span, partition_heads
@@ -219,7 +219,7 @@ class Visible(NamedTuple):
     values: torch.Tensor
     stretch: tuple[int, int] | None
     plan: BlockPlan
-    tiles: SeenTiles | None = None
+    tiles: VisibleTiles | None = None
 
 
 class _Part(NamedTuple):

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention, rows_for_choice
 from multimodal_gen.kernels.block_sparse.call import PooledBlocks
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
-from multimodal_gen.kernels.block_sparse.slots import SeenTiles, pooled_seen
+from multimodal_gen.kernels.block_sparse.slots import VisibleTiles, pooled_visible
 from multimodal_gen.kernels.block_sparse.tail import add_tail
 from multimodal_gen.kernels.block_sparse.tuning import CHOICE_ROWS
 from multimodal_gen.kernels.select.row_reference import ChunkGroups, SortedRows, pack_bits
@@ -217,13 +217,13 @@ def attend_choice(
     return _attend_bits(call, chunks.keys, bits, groups=groups, pooled=pooled)
 
 
-def attend_seen_by_rows(
+def attend_cache_by_rows(
     router: Router[Any],
     settings: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    tiles: SeenTiles,
+    tiles: VisibleTiles,
     context: ForwardContext | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return output and lse of queries in their tile order over the chunks of a cache.
@@ -242,7 +242,7 @@ def attend_seen_by_rows(
     # What is seen of a cache lies as it is read: where keys come from is never asked.
     keys = TiledSequence(order=order, index=own, blocks=blocks, num_tiles=blocks.num, in_order=True)
     lse = _empty_lse(query)
-    pooled = pooled_seen(key, value, tiles) if layer.pools_tail else None
+    pooled = pooled_visible(key, value, tiles) if layer.pools_tail else None
     out = _attend_bits(call, keys, bits, pooled=pooled, lse=lse)
     if context is not None:
         every = query.shape[0] * query.shape[2] * order.num_tokens * tiles.num_tokens
@@ -253,7 +253,7 @@ def attend_seen_by_rows(
 def _seen_stats(
     query: torch.Tensor,
     key: torch.Tensor,
-    tiles: SeenTiles,
+    tiles: VisibleTiles,
     own: torch.Tensor,
     places: int | None,
 ) -> RowStats:
