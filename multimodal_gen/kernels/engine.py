@@ -5,7 +5,8 @@ and pass the kernel that selection took on to the operation, which asks here whe
 the call.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from types import MappingProxyType
@@ -330,10 +331,15 @@ def records_gradient(*tensors: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
+def recording_gradients(wanted: bool) -> AbstractContextManager[object]:
+    """Return a context in which autograd records, or not; nothing where it does so already."""
+    return nullcontext() if torch.is_grad_enabled() == wanted else torch.set_grad_enabled(wanted)
+
+
 def choose_for(
     operation: Operation,
     *tensors: torch.Tensor,
-    gradients: Iterable[torch.Tensor] = (),
+    gradients: Sequence[torch.Tensor] = (),
     **asked: Unpack[Asked],
 ) -> str:
     """Return the name of the fastest kernel for a call, looked up by what tensors are like.
@@ -349,7 +355,8 @@ def choose_for(
     if torch.compiler.is_compiling():
         return operation.names[-1]
     forms = tuple([(x.device, x.dtype) for x in tensors])
-    return _choose_for(operation, forms, records_gradient(*gradients), **asked)
+    recorded = bool(gradients) and records_gradient(*gradients)
+    return _choose_for(operation, forms, recorded, **asked)
 
 
 @cache

@@ -65,22 +65,22 @@ def pool_tiles(
     check_tiles(tensors[0], tiles)
     for x in tensors:
         check_keep(keep, x)
-    return tuple(
-        _Pooled.apply(x, tiles, keep, dtype)  # type: ignore[no-untyped-call]
-        if x.requires_grad and torch.is_grad_enabled()
-        else _pool(x, tiles, keep, dtype)
-        for x in tensors
-    )
+    if not records_gradient(*tensors):
+        return _pool(tensors, tiles, keep, dtype)
+    return tuple(_Pooled.apply(x, tiles, keep, dtype) for x in tensors)  # type: ignore[no-untyped-call]
 
 
 def _pool(
-    tensor: torch.Tensor, tiles: Tiles, keep: torch.Tensor | None, dtype: torch.dtype | None
-) -> torch.Tensor:
-    if choose_for(TILE_MEANS, tensor) == "triton":
-        from multimodal_gen.kernels.select import pool_kernel
+    tensors: tuple[torch.Tensor, ...],
+    tiles: Tiles,
+    keep: torch.Tensor | None,
+    dtype: torch.dtype | None,
+) -> tuple[torch.Tensor, ...]:
+    if choose_for(TILE_MEANS, tensors[0]) != "triton":
+        return tuple([pool_tiles_reference(x, tiles, keep, dtype) for x in tensors])
+    from multimodal_gen.kernels.select import pool_kernel
 
-        return pool_kernel.pool_tiles(tensor, tiles, keep, dtype)
-    return pool_tiles_reference(tensor, tiles, keep, dtype)
+    return tuple([pool_kernel.pool_tiles(x, tiles, keep, dtype) for x in tensors])
 
 
 class _Pooled(torch.autograd.Function):
@@ -96,7 +96,7 @@ class _Pooled(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(keep)
         ctx.tiles, ctx.shape, ctx.dtype = tiles, tensor.shape, tensor.dtype
-        return _pool(tensor, tiles, keep, dtype)
+        return _pool((tensor,), tiles, keep, dtype)[0]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -154,7 +154,7 @@ def pool_cells(
         means = pool_tiles_reference(tensor, cut, keep)
     if keep is None:
         return means, (cut.lengths > 0).unsqueeze(0)
-    share = _pool(keep[..., None, None].float(), cut, None, None)
+    (share,) = _pool((keep[..., None, None].float(),), cut, None, None)
     return means, share[:, 0, :, 0] > 0
 
 
@@ -348,7 +348,7 @@ class _Gated(torch.autograd.Function):
         gate, coarse = ctx.saved_tensors
         wide = torch.promote_types(grad.dtype, torch.float32)
         of_gate = (grad * of_tokens(coarse, ctx.tiles.of_tokens(grad.shape[1]))).to(gate.dtype)
-        means = _pool(grad.to(wide) * gate, ctx.tiles, None, wide)
+        (means,) = _pool((grad.to(wide) * gate,), ctx.tiles, None, wide)
         of_coarse = (means * ctx.tiles.lengths.view(-1, 1)).to(coarse.dtype)
         return grad, of_gate, of_coarse, None
 

@@ -149,7 +149,6 @@ class SparseMethodImpl(AttentionImpl):
         self.label = str(backend)
         measured = () if kernel.named else self.declaration.dense_above.get(kernel.name, ())
         self._dense_above = DenseAbove(self.label, self.config.dense_above, measured)
-        self._changes = bool(varying(self.config))
         self._skip: Skip | None = None
         self.layer = SparseLayer(
             label=self.label,
@@ -164,6 +163,7 @@ class SparseMethodImpl(AttentionImpl):
             dense_above=self._dense_above,
         )
         self.router: Router[Any] = self.router_cls(self.layer)
+        self._varies = bool(varying(self.config)) or self.router.varies(self.config)
         self.router.prepare(self.config)
         self.limits = _limits(self.router, self.config, kernel)
         self.observes = self.router.observes(self.config)
@@ -175,11 +175,12 @@ class SparseMethodImpl(AttentionImpl):
         Raises:
             UsageError: a parameter changes, and the step or their number is unknown.
         """
+        if not self._varies:
+            return self.config
         step, total = 0, None
         if context is not None:
             step, total = context.current_timestep, context.num_steps
-        found = config_at(self.config, step, total) if self._changes else self.config
-        return self.router.at(found, step, total)
+        return self.router.at(config_at(self.config, step, total), step, total)
 
     def check_run(self, context: ForwardContext) -> None:
         """Refuse a run that the parameters do not fit; warn if no step is sparse."""
@@ -301,7 +302,7 @@ class SparseMethodImpl(AttentionImpl):
             return None
         heads = slice(first_head, first_head + query.shape[2])
         step = None
-        if self._changes or self.router.varies(self.config):
+        if self._varies:
             step = context.current_timestep, context.num_steps
         run = (query.shape[1], key.shape[1], grid, context.text_span, step, heads.start, heads.stop)
         sizes = query.shape[1], key.shape[1]

@@ -133,7 +133,8 @@ class SparseCall:
     @property
     def sides(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys of as many tokens: the video lies at the same positions on both."""
-        return self.query[:, : self.key.shape[1]], self.key
+        query, num_keys = self.query, self.key.shape[1]
+        return query if query.shape[1] == num_keys else query[:, :num_keys], self.key
 
     def tail_of(self, num_blocks: int, heads: slice) -> PooledTail | None:
         """Return the tail over the first so many blocks of some key heads, where there is one."""
@@ -569,9 +570,10 @@ def attend_tiled(
     def attend(kv_slice: slice, plan: BlockPlan | None) -> None:
         q_slice = slice(kv_slice.start * group, kv_slice.stop * group)
         whole = kv_slice.stop - kv_slice.start == kv_heads  # and views take as long as a launch
-        parts = tuple(
-            x if whole else x[:, :, cut]
-            for x, cut in ((query, q_slice), (key, kv_slice), (value, kv_slice))
+        parts = (
+            (query, key, value)
+            if whole
+            else (query[:, :, q_slice], key[:, :, kv_slice], value[:, :, kv_slice])
         )
         if same:
             q, k, v = gather_tokens(parts, index)
