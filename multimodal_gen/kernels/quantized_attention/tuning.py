@@ -1,6 +1,7 @@
 """Tuned constants, one table per provider; each names the GPU and the date it was measured on."""
 
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
 from multimodal_gen.kernels.block_sparse.tuning import TritonTile
@@ -92,27 +93,17 @@ def triton_tile(*, q_size: int) -> TritonTile:
     return _PORTABLE[64 if q_size <= 64 else 128]
 
 
-def _bfloat16(consumers: int, keys: int, stages: int, *, pairs: bool = False) -> GluonTile:
-    return GluonTile(
-        consumers=consumers,
-        keys=keys,
-        stages=stages,
-        pairs=pairs,
-        e4m3=False,
-        fast=True,
-        q_registers=True,
-    )
-
+_bfloat16 = partial(GluonTile, e4m3=False, fast=True, q_registers=True)
 
 # Pattern -> tile. H200, 2026-11, triton 3.6.0, D 128. H 40, S 32,760, all blocks kept: bfloat16
 # values 861 TFLOP/s, e4m3 values 782 (677 with Q in registers), FlashAttention 3 693. Half of the
 # blocks of 64 keys, B 2, H 16: pairs 813, steps of one block 700.
 _HOPPER = MappingProxyType(
     {
-        "": _bfloat16(2, 128, 3),
-        "short keys": _bfloat16(2, 128, 3, pairs=True),
-        "narrow": _bfloat16(1, 128, 3),
-        "narrow short keys": _bfloat16(1, 64, 6),
+        "": _bfloat16(consumers=2, keys=128, stages=3),
+        "short keys": _bfloat16(consumers=2, keys=128, stages=3, pairs=True),
+        "narrow": _bfloat16(consumers=1, keys=128, stages=3),
+        "narrow short keys": _bfloat16(consumers=1, keys=64, stages=6),
         "e4m3": GluonTile(consumers=2, keys=128, stages=4),
         "short keys e4m3": GluonTile(consumers=2, keys=64, stages=4),
         "narrow e4m3": GluonTile(consumers=1, keys=128, stages=2),
@@ -130,7 +121,7 @@ def gluon_tile(*, q_size: int, kv_size: int, regular: bool, e4m3: bool) -> Gluon
         regular: whether the key blocks are regular.
         e4m3: whether values are e4m3 numbers, else bfloat16.
     """
-    # Partial steps of 128 keys do not fit into the registers beside e4m3 products.
+    # Partial steps of 128 keys do not fit into the registers next to e4m3 products.
     short = kv_size % 128 > 0 or (e4m3 and not regular)
     words = ["narrow"] * (q_size <= 64) + ["short keys"] * short + ["e4m3"] * e4m3
     return _HOPPER[" ".join(words)]
