@@ -129,7 +129,7 @@ class Launcher:
 
 
 class Form(NamedTuple):
-    """What a launch that is kept depends on of a tensor; whoever keeps it looks it up by that.
+    """What a launch that is kept depends on of a tensor, and is looked up by.
 
     Attributes:
         shape: of the tensor.
