@@ -232,21 +232,21 @@ class SelectedKernel:
             fastest kernel that can serves them, and `fallbacks` tells.
     """
 
-    __slots__ = ("_fallbacks", "_gradients", "_told", "name", "named")
+    __slots__ = ("_counted", "_fallbacks", "_gradients", "name", "named")
 
     def __init__(self, name: str, *, named: bool = False) -> None:
         self.name = name
         self.named = named
         self._fallbacks: dict[tuple[str, str], int] = {}
         self._gradients: set[tuple[str, str]] = set()
-        self._told = False
+        self._counted = False
 
     def __repr__(self) -> str:
         return f"SelectedKernel({self.name!r}, named={self.named})"
 
     def begin_call(self) -> None:
         """Tell that a call of the layer begins; what it computes in parts is counted once."""
-        self._told = False
+        self._counted = False
 
     def fallbacks(self) -> Mapping[tuple[str, str], int]:
         """Return calls of the layer that another kernel had to serve: (kernel, reason) -> calls."""
@@ -254,10 +254,10 @@ class SelectedKernel:
 
     def note(self, kernel: str, reasons: tuple[str, ...]) -> None:
         """Count the call of the layer that `kernel` serves in place of the selected one."""
-        if not self._told:
+        if not self._counted:
             key = kernel, f"{self.name} {'; '.join(reasons)}"
             self._fallbacks[key] = self._fallbacks.get(key, 0) + 1
-            self._told = True
+            self._counted = True
 
     def gradients(self, kernel: str = "") -> frozenset[str]:
         """Return the kernels that computed gradients of what `kernel` computed.

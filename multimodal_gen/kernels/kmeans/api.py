@@ -96,7 +96,8 @@ def kmeans(
         UnsupportedBackendError: the kernel asked for cannot serve this call.
     """
     _validate(x, centroids, keep, iterations, tolerance)
-    kernel = choose(KMEANS, kernel, _request(x, keep))
+    request = Request(*place_of(x.device), x.dtype, x.shape[3], masked=keep is not None)
+    kernel = choose(KMEANS, kernel, request)
     centroids = centroids.float()
     batch, tokens, heads, size = x.shape
     if kernel == "triton":
@@ -144,15 +145,6 @@ def _validate(
         raise UsageError(f"`iterations` must be at least 0, got {iterations}")
     if not tolerance >= 0:
         raise UsageError(f"`tolerance` must be at least 0, got {tolerance}")
-
-
-def _request(x: torch.Tensor, keep: torch.Tensor | None) -> Request:
-    return Request(
-        *place_of(x.device),
-        x.dtype,
-        x.shape[3],
-        masked=keep is not None,
-    )
 
 
 def _run_flash_kmeans(

@@ -185,10 +185,10 @@ def _update_kernel(
         sums = tl.zeros([ROWS, DP], tl.float32)
         for first in range(0, count, ROWS):
             row = first + tl.arange(0, ROWS)
-            listed = row < count
-            token = tl.load(order_ptr + row, mask=listed, other=0).to(tl.int64)
+            valid = row < count
+            token = tl.load(order_ptr + row, mask=valid, other=0).to(tl.int64)
             at = token[:, None] * x_s + d[None, :] * x_d
-            x = tl.load(x_ptr + at, mask=listed[:, None] & (d < D)[None, :], other=0.0)
+            x = tl.load(x_ptr + at, mask=valid[:, None] & (d < D)[None, :], other=0.0)
             sums += x.to(tl.float32)
         at = (n * num_centroids + c) * D + d
         old = tl.load(c_ptr + at, mask=d < D, other=0.0)

@@ -182,8 +182,8 @@ def add_unselected_reference(
     slots = torch.arange(plan.indices.shape[3], device=key.device)
     result = out.clone()
     for i, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-        listed = slots < plan.counts[:, :, i, None]
-        chosen = torch.where(listed, plan.indices[:, :, i], plan.kv.num).long()
+        valid = slots < plan.counts[:, :, i, None]
+        chosen = torch.where(valid, plan.indices[:, :, i], plan.kv.num).long()
         left = torch.ones(*chosen.shape[:2], plan.kv.num + 1, device=key.device, dtype=torch.bool)
         left = left.scatter(-1, chosen, False)[..., :-1].expand(batch, heads, -1)
         counted = (left.unsqueeze(-1) & inside.unsqueeze(1)).any(2).transpose(1, 2)

@@ -72,6 +72,18 @@ def _load_step(
     return k_t, v
 
 
+@triton.jit
+def _load_scales(k_scale_ptr, v_scale_ptr, step, v_scale, E4M3: tl.constexpr):
+    """Return a step's scales of keys and values, and `v_scale` by the latter."""
+    k_scale = tl.load(k_scale_ptr + step)
+    v_ratio = 1.0
+    if E4M3:
+        v_new = tl.load(v_scale_ptr + step)
+        v_ratio = v_scale / v_new
+        v_scale = v_new
+    return k_scale, v_scale, v_ratio
+
+
 @triton.jit(do_not_specialize=[*PLAN_NUMBERS, "q_slots", "q_rows", "kv_rows"])
 def _attention_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, shift_ptr,
@@ -138,12 +150,9 @@ def _attention_kernel(
             start = entry
             at_next = step + 1
         entry = tl.load(list_ptr + at_next, mask=step + 1 < num_full, other=0)
-        k_scale = tl.load(k_scale_ptr + start // BN)
-        v_ratio = 1.0
-        if E4M3:
-            v_new = tl.load(v_scale_ptr + start // BN)
-            v_ratio = v_scale / v_new
-            v_scale = v_new
+        k_scale, v_scale, v_ratio = _load_scales(
+            k_scale_ptr, v_scale_ptr, start // BN, v_scale, E4M3
+        )
         k_t, v = _load_step(
             k_ptr, v_ptr, start.to(tl.int64), n, d, BN, v_s, v_d, D, DP, False, E4M3
         )
@@ -159,12 +168,9 @@ def _attention_kernel(
         keep = (n < keys)[None, :]
         if CAUSAL:
             keep = keep & (start + n[None, :] <= (last_key + in_tile)[:, None])
-        k_scale = tl.load(k_scale_ptr + start // BN)
-        v_ratio = 1.0
-        if E4M3:
-            v_new = tl.load(v_scale_ptr + start // BN)
-            v_ratio = v_scale / v_new
-            v_scale = v_new
+        k_scale, v_scale, v_ratio = _load_scales(
+            k_scale_ptr, v_scale_ptr, start // BN, v_scale, E4M3
+        )
         k_t, v = _load_step(
             k_ptr, v_ptr, start.to(tl.int64), n, d, keys, v_s, v_d, D, DP, True, E4M3
         )

@@ -1,6 +1,7 @@
 """Tuned constants, one table per provider; each names the GPU and the date it was measured on."""
 
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
 from multimodal_gen.kernels.block_sparse.tuning import TritonTile
@@ -84,27 +85,17 @@ def triton_tile(*, q_size: int) -> TritonTile:
     return _PORTABLE[64 if q_size <= 64 else 128]
 
 
-def _bfloat16(consumers: int, keys: int, stages: int, *, pairs: bool = False) -> GluonTile:
-    return GluonTile(
-        consumers=consumers,
-        keys=keys,
-        stages=stages,
-        pairs=pairs,
-        e4m3=False,
-        fast=True,
-        q_registers=True,
-    )
-
+_bfloat16 = partial(GluonTile, e4m3=False, fast=True, q_registers=True)
 
 # Pattern -> tile. H200, 2026-11, triton 3.6.0, D 128. H 40, S 32,760, all blocks kept: bfloat16
 # values 861 TFLOP/s, e4m3 values 782 (677 with Q in registers), FlashAttention 3 693. Half of the
 # blocks of 64 keys, B 2, H 16: pairs 813, steps of one block 700.
 _HOPPER = MappingProxyType(
     {
-        "": _bfloat16(2, 128, 3),
-        "short keys": _bfloat16(2, 128, 3, pairs=True),
-        "narrow": _bfloat16(1, 128, 3),
-        "narrow short keys": _bfloat16(1, 64, 6),
+        "": _bfloat16(consumers=2, keys=128, stages=3),
+        "short keys": _bfloat16(consumers=2, keys=128, stages=3, pairs=True),
+        "narrow": _bfloat16(consumers=1, keys=128, stages=3),
+        "narrow short keys": _bfloat16(consumers=1, keys=64, stages=6),
         "e4m3": GluonTile(consumers=2, keys=128, stages=4),
         "short keys e4m3": GluonTile(consumers=2, keys=64, stages=4),
         "narrow e4m3": GluonTile(consumers=1, keys=128, stages=2),

@@ -132,6 +132,17 @@ def _position_kernel(
         tl.store(moved_bits_ptr + part * room + position, pattern, mask=moves)
 
 
+@triton.jit
+def _rows_of_head(heads, tiles, tokens, T: tl.constexpr):
+    """Return the program's batch entry and head, its rows, and which of them exist."""
+    pid = tl.program_id(0)
+    h = (pid % heads).to(tl.int64)
+    tile = pid // heads % tiles
+    b = (pid // heads // tiles).to(tl.int64)
+    row = tile * T + tl.arange(0, T)
+    return b, h, row, row < tokens
+
+
 @triton.jit(do_not_specialize=["q_b", "q_s", "q_h", "tokens", "room", "heads", "groups", "tiles"])
 def _move_kernel(
     q_ptr, used_ptr, position_ptr, moved_ptr,
@@ -139,12 +150,7 @@ def _move_kernel(
     D: tl.constexpr, DP: tl.constexpr, VEC: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Move T rows of one head to all groups. Grid [B * H * tiles], heads fastest."""
-    pid = tl.program_id(0)
-    h = (pid % heads).to(tl.int64)
-    tile = pid // heads % tiles
-    b = (pid // heads // tiles).to(tl.int64)
-    row = tile * T + tl.arange(0, T)
-    real = row < tokens
+    b, h, row, real = _rows_of_head(heads, tiles, tokens, T)
     d = tl.arange(0, DP)
     q_ptr += (b * q_b + h * q_h) * VEC
     from_ = row.to(tl.int64)[:, None] * q_s * VEC + (d * q_d)[None, :]
@@ -214,12 +220,7 @@ def _merge_kernel(
 
     With m the largest lse of a row, out = sum 2^(lse - m) part / sum 2^(lse - m).
     """
-    pid = tl.program_id(0)
-    h = (pid % heads).to(tl.int64)
-    tile = pid // heads % tiles
-    b = (pid // heads // tiles).to(tl.int64)
-    row = tile * T + tl.arange(0, T)
-    real = row < tokens
+    b, h, row, real = _rows_of_head(heads, tiles, tokens, T)
     d = tl.arange(0, DP)
     mask = real[:, None] & (d < D)[None, :]
     parts = (b * heads + h) * groups
