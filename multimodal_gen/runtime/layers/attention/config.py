@@ -26,32 +26,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from multimodal_gen.errors import ConfigError, UsageError, nearest
-from multimodal_gen.settings import MismatchError, as_plain, converted, option, parameters_of, short
-
-__all__ = [
-    "Axis",
-    "BackendConfig",
-    "DensePart",
-    "EngineKernel",
-    "IndexSelector",
-    "Ratio",
-    "RatioSchedule",
-    "SigmaSelector",
-    "SparseConfig",
-    "StepSet",
-    "Tail",
-    "build_config",
-    "config_as_dict",
-    "config_at",
-    "first_of",
-    "option",
-    "parameters_of",
-    "ratio_now",
-    "refuse_foreign_tail",
-    "settings_text",
-    "tail_option",
-    "varying",
-]
+from multimodal_gen.settings import MismatchError, as_plain, converted, short
+from multimodal_gen.settings import option as option
+from multimodal_gen.settings import parameters_of as parameters_of
 
 _MOST = 240
 
