@@ -408,11 +408,7 @@ def transposed(plan: BlockPlan) -> BlockPlan:
     both are of rows of queries. Its order is `BlockPlan.head_by_head`: all lists of a head go over
     the same queries, so a random few of every head at once find little of theirs in the cache.
     """
-    known = plan.cache.get("transposed")
-    if known is None:
-        known = plan.remember("transposed", _transposed(plan))
-    assert isinstance(known, BlockPlan)
-    return known
+    return plan.derive("transposed", _transposed, plan)
 
 
 def _transposed(plan: BlockPlan) -> BlockPlan:

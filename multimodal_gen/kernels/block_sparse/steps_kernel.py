@@ -239,11 +239,7 @@ def make_steps(plan: BlockPlan, step: int) -> Steps:
 
     With `row_bits` blocks are not merged, because each step then belongs to one block.
     """
-    known = plan.cache.get(("steps", step))
-    if known is None:
-        known = plan.remember(("steps", step), _make_steps(plan, step))
-    assert isinstance(known, Steps)
-    return known
+    return plan.derive(("steps", step), _make_steps, plan, step)
 
 
 def refresh_steps(plan: BlockPlan) -> None:
@@ -294,11 +290,7 @@ def work_list(
         blocks: whether lists may hold blocks that consist of whole steps.
     """
     key = ("work list", step, batch, heads, kv_heads, blocks)
-    known = plan.cache.get(key)
-    if known is None:
-        known = plan.remember(key, _work_list(plan, step, batch, heads, kv_heads, blocks))
-    assert isinstance(known, WorkList)
-    return known
+    return plan.derive(key, _work_list, plan, step, batch, heads, kv_heads, blocks)
 
 
 def _work_list(

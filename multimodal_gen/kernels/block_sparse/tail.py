@@ -121,12 +121,8 @@ def kept_map(plan: BlockPlan, num: int) -> torch.Tensor:
     Made once per plan; does not wait for the device.
     """
     if torch.compiler.is_compiling():
-        return _kept_map(plan, num)
-    key = ("kept map", num)
-    if key in plan.cache:
-        found: torch.Tensor = plan.cache[key]
-        return found
-    return plan.remember(key, _kept_map(plan, num))
+        return plan.block_mask(num)
+    return plan.derive(("kept map", num), plan.block_mask, num)
 
 
 def plan_of_map(keep: torch.Tensor, q: Blocks, kv: Blocks, num: int) -> BlockPlan:
@@ -148,14 +144,6 @@ def plan_of_map(keep: torch.Tensor, q: Blocks, kv: Blocks, num: int) -> BlockPla
     # Also while a CUDA graph is captured: this plan belongs to it.
     plan.cache["kept map", num] = keep[..., :num]
     return plan
-
-
-def _kept_map(plan: BlockPlan, num: int) -> torch.Tensor:
-    slots = torch.arange(plan.indices.shape[3], device=plan.device)
-    listed = (slots < plan.counts.unsqueeze(-1)) & (plan.indices < num)
-    kept = listed.new_zeros((*plan.counts.shape, num + 1))
-    kept.scatter_(-1, torch.where(listed, plan.indices, num).long(), True)
-    return kept[..., :num].contiguous()
 
 
 def add_tail(
