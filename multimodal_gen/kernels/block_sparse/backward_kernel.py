@@ -26,6 +26,7 @@ from multimodal_gen.kernels.block_sparse.triton_kernel import (
     partial_step,
     refuse_cut,
     row_choice,
+    whole_step,
 )
 from multimodal_gen.kernels.block_sparse.tuning import BackwardTiles, TritonTile
 from multimodal_gen.kernels.launch.launcher import Launcher
@@ -204,20 +205,12 @@ def _query_gradient_kernel(
     dq = tl.zeros([BM, DP], tl.float32)
     entry = tl.load(list_ptr, mask=num_full > 0, other=0)
     for step in tl.range(0, num_full, num_stages=STAGES):
-        block = entry
-        if SUB > 0:
-            start = (entry * SUB + step % SUB) * BN
-            at_next = (step + 1) // SUB
-        else:
-            start = entry
-            at_next = step + 1
-            if BITS:
-                block = tl.load(block_ptr + row_of_list + step)
-        entry = tl.load(list_ptr + at_next, mask=step + 1 < num_full, other=0)
+        start, block, entry = whole_step(
+            step, entry, list_ptr, block_ptr + row_of_list, num_full, SUB, BN, BITS
+        )
         keep = True
         if BITS:
             keep = row_choice(bits_ptr, block, bits_s, bits_w, in_tile, real)[:, None]
-        start = start.to(tl.int64)
         k = _load_rows(k_base, k_tile, b, kv_h, start, k_s, real_d, BN, DP, D < DP and not TMA, TMA)
         v = _load_rows(v_base, v_tile, b, kv_h, start, v_s, real_d, BN, DP, D < DP and not TMA, TMA)
         dq = _query_step(q, grad, k, v, level, delta, dq, keep, scale_log2, BITS, UPCAST)

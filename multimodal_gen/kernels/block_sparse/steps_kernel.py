@@ -79,14 +79,16 @@ class Steps:
 
 
 @triton.jit
-def _bounds(block, start_ptr, length_ptr, size, total, GIVEN_STARTS, GIVEN_LENGTHS, mask):
-    """First row and length of blocks; 0 and 0 where masked out."""
+def _block_at(index_ptr, mask, kv, GIVEN_STARTS: tl.constexpr, GIVEN_LENGTHS: tl.constexpr):
+    """Return block, first row and length at entries of a list; length 0 where masked out."""
+    start_ptr, length_ptr, size, total = kv
+    block = tl.load(index_ptr, mask=mask, other=0)
     start = tl.load(start_ptr + block, mask=mask, other=0) if GIVEN_STARTS else block * size
     if GIVEN_LENGTHS:
         length = tl.load(length_ptr + block, mask=mask, other=0)
     else:
         length = tl.minimum(total - start, size)
-    return start, tl.where(mask, length, 0)
+    return block, start, tl.where(mask, length, 0)
 
 
 @triton.jit(do_not_specialize=["size", "total", "num_q", "heads", "room", "tail_room", "max_whole"])
@@ -143,6 +145,7 @@ def _steps_kernel(
     tail_length_ptr += row.to(tl.int64) * tail_room
     count = tl.load(count_ptr + b * count_b + h * count_h + i * count_q)
 
+    kv = (kv_start_ptr, kv_length_ptr, size, total)
     num_full = 0
     num_tail = 0
     cumulated = 0
@@ -150,35 +153,16 @@ def _steps_kernel(
     for first in range(0, count, CHUNK):
         e = first + tl.arange(0, CHUNK)
         listed = e < count
-        block = tl.load(index_ptr + e * index_j, mask=listed, other=0)
-        start, length = _bounds(
-            block, kv_start_ptr, kv_length_ptr, size, total, GIVEN_STARTS, GIVEN_LENGTHS, listed
-        )
+        at = index_ptr + e * index_j
+        block, start, length = _block_at(at, listed, kv, GIVEN_STARTS, GIVEN_LENGTHS)
         if MERGE:
             has_before = listed & (e > 0)
-            before = tl.load(index_ptr + (e - 1) * index_j, mask=has_before, other=0)
-            before_start, before_length = _bounds(
-                before,
-                kv_start_ptr,
-                kv_length_ptr,
-                size,
-                total,
-                GIVEN_STARTS,
-                GIVEN_LENGTHS,
-                has_before,
+            at = index_ptr + (e - 1) * index_j
+            _, before_start, before_length = _block_at(
+                at, has_before, kv, GIVEN_STARTS, GIVEN_LENGTHS
             )
-            has_after = e + 1 < count
-            after = tl.load(index_ptr + (e + 1) * index_j, mask=has_after, other=0)
-            after_start, _ = _bounds(
-                after,
-                kv_start_ptr,
-                kv_length_ptr,
-                size,
-                total,
-                GIVEN_STARTS,
-                GIVEN_LENGTHS,
-                has_after,
-            )
+            at = index_ptr + (e + 1) * index_j
+            _, after_start, _ = _block_at(at, e + 1 < count, kv, GIVEN_STARTS, GIVEN_LENGTHS)
             begins = listed & ((e == 0) | (start != before_start + before_length))
             ends = listed & ((e + 1 == count) | (after_start != start + length))
         else:

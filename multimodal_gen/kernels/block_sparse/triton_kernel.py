@@ -130,6 +130,25 @@ def causal_steps(
 
 
 @triton.jit
+def whole_step(
+    step, entry, list_ptr, block_ptr, num_full,
+    SUB: tl.constexpr, BN: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """Return first key and block of a whole step, and the entry of the list for the next one."""
+    block = entry
+    if SUB > 0:
+        start = (entry * SUB + step % SUB) * BN
+        at_next = (step + 1) // SUB
+    else:
+        start = entry
+        at_next = step + 1
+        if BITS:
+            block = tl.load(block_ptr + step)
+    entry = tl.load(list_ptr + at_next, mask=step + 1 < num_full, other=0)
+    return start.to(tl.int64), block, entry
+
+
+@triton.jit
 def partial_step(
     step, list_ptr, block_ptr, tail_length_ptr, room, num_full, last, tail,
     SUB: tl.constexpr, BN: tl.constexpr, BITS: tl.constexpr, CAUSAL: tl.constexpr,
@@ -226,21 +245,14 @@ def _attention_kernel(
     skipped = tl.full([], 0, tl.int32)
     entry = tl.load(list_ptr, mask=num_full > 0, other=0)
     for step in tl.range(0, num_full, num_stages=STAGES):
-        block = entry
-        if SUB > 0:
-            start = (entry * SUB + step % SUB) * BN
-            at_next = (step + 1) // SUB
-        else:
-            start = entry
-            at_next = step + 1
-            if BITS:
-                block = tl.load(block_ptr + row_of_list + step)
-        entry = tl.load(list_ptr + at_next, mask=step + 1 < num_full, other=0)
+        start, block, entry = whole_step(
+            step, entry, list_ptr, block_ptr + row_of_list, num_full, SUB, BN, BITS
+        )
         keep = True
         if BITS:
             keep = row_choice(bits_ptr, block, bits_s, bits_w, in_tile, real)[:, None]
         k_t, v = _load_step(
-            k_base, v_base, k_tile, v_tile, b, kv_h, start.to(tl.int64), k_s, v_s,
+            k_base, v_base, k_tile, v_tile, b, kv_h, start, k_s, v_s,
             real_d[:, None], real_d[None, :], BN, DP, D < DP and not TMA, TMA,
         )  # fmt: skip
         acc, weight, m, skipped = _update(
