@@ -179,7 +179,8 @@ def add_tail(
     Raises:
         UsageError: shapes do not fit each other.
     """
-    _check(out, lse, q, pooled, kept, queries)
+    call = TailCall(out, lse, q, pooled, kept, queries, scale)
+    _check(call)
     if not pooled.keys.shape[2] or not q.numel():
         return out, lse
     inputs = (out, lse, q, pooled.keys, pooled.values)
@@ -196,11 +197,8 @@ def add_tail(
             starts, lengths, num, size, scale=scale,
         )  # fmt: skip
     if chosen == "reference":
-        return add_tail_reference(
-            out, lse, q, pooled.keys, pooled.values, pooled.counts, pooled.slope, kept, queries,
-            scale=scale,
-        )  # fmt: skip
-    _LAUNCH[chosen](TailCall(out, lse, q, pooled, kept, queries, scale))
+        return add_tail_reference(call)
+    _LAUNCH[chosen](call)
     return out, lse
 
 
@@ -257,14 +255,8 @@ def _kernel(
     return name if serves(POOLED_TAIL, name, request) else choose(POOLED_TAIL, AUTO, request)
 
 
-def _check(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    q: torch.Tensor,
-    pooled: PooledBlocks,
-    kept: torch.Tensor,
-    queries: Blocks | None,
-) -> None:
+def _check(call: TailCall) -> None:
+    out, lse, q, pooled, kept, queries, _ = call
     batch, total, heads, size = q.shape
     keys = pooled.keys
     if out.shape != q.shape or tuple(lse.shape) != (batch, heads, total):
