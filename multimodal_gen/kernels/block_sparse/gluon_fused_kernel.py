@@ -155,7 +155,7 @@ def _consumer(given, W: gl.constexpr, C: gl.constexpr):
             dp = hopper.warpgroup_mma_wait(1, deps=[p_token])
             ds = (p * dp).to(dtype)
             scores = gl.convert_layout(ds, C.p_layout)
-            # Two buffers: whoever writes one has seen that the other warpgroup is done with it.
+            # Two buffers: the warpgroup that writes one has seen the other finish with it.
             buffer = step & 1
             rings.scores.index(buffer * 2 + W).store(ds)
             hopper.fence_async_shared()

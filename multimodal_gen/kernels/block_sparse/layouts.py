@@ -98,7 +98,7 @@ def chunk_causal_plan(
     Args:
         chunks: tokens of each chunk, in order.
         window: how many chunks one sees, itself included: those with j > k - window; None for all.
-        sink: how many first chunks every later one sees beside its window.
+        sink: how many first chunks every later one sees besides its window.
         device: where the plan is used.
         query_rows: rows of a query block at most.
 
@@ -125,7 +125,7 @@ def frame_causal_plan(
         num_frames: latent frames.
         tokens_per_frame: tokens of each.
         window: how many frames one sees, itself included; None for all.
-        sink: how many first frames every later one sees beside its window.
+        sink: how many first frames every later one sees besides its window.
         device: where the plan is used.
         query_rows: rows of a query block at most.
 

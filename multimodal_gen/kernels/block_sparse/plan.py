@@ -372,12 +372,12 @@ class BlockPlan:
             return (kv_lengths[0, 0][self.indices].sum(-1) * q_lengths).sum(-1)
         if self.row_bits is not None:
             return self._pairs_by_row(self.row_bits, starts, q_lengths, kv_lengths)
-        listed = self.valid_slots()
+        valid = self.valid_slots()
         batch, heads = broadcast_leading(self.counts, kv_lengths)
         gathered = kv_lengths.expand(batch, heads, -1).gather(
-            2, torch.where(listed, self.indices, 0).expand(batch, heads, -1, -1).flatten(2).long()
+            2, torch.where(valid, self.indices, 0).expand(batch, heads, -1, -1).flatten(2).long()
         )
-        keys = (gathered.view(batch, heads, *self.indices.shape[2:]) * listed).sum(-1)
+        keys = (gathered.view(batch, heads, *self.indices.shape[2:]) * valid).sum(-1)
         return (keys.long() * q_lengths).sum(-1)
 
     def valid_slots(self) -> torch.Tensor:
@@ -491,10 +491,10 @@ def _check_lists(plan: "BlockPlan") -> None:
     if counts.numel() and bool(((counts < 0) | (counts > room)).any()):
         least, most = (int(bound) for bound in counts.aminmax())
         raise UsageError(f"`counts` must lie in [0, {room}], got {least} to {most}")
-    listed = plan.valid_slots()
-    if bool((listed & ((plan.indices < 0) | (plan.indices >= plan.kv.num))).any()):
+    valid = plan.valid_slots()
+    if bool((valid & ((plan.indices < 0) | (plan.indices >= plan.kv.num))).any()):
         raise UsageError(f"`indices` must lie in [0, {plan.kv.num}) where they are counted")
-    if bool((listed[..., 1:] & (plan.indices.diff(dim=-1) <= 0)).any()):
+    if bool((valid[..., 1:] & (plan.indices.diff(dim=-1) <= 0)).any()):
         raise UsageError("`indices` must be strictly increasing along every row")
     if plan.uniform and bool((counts != counts.flatten()[:1]).any()):
         raise UsageError("`uniform` must be given only where all counts are equal, they differ")

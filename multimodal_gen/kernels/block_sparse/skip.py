@@ -23,7 +23,7 @@ class Skip:
         below: decibels, positive: a step is left out where all of its weights are at most
             10^(-below / 10) of the largest so far; 30 is a thousandth.
         counts: int64 [2] on the device of the tensors: steps left out, and all of them; kernels
-            add to it. None for nobody who wants to know.
+            add to it. None counts nothing.
 
     Raises:
         UsageError: `below` is no positive number.
@@ -42,7 +42,7 @@ class Skip:
         return self.below * math.log(10.0) / 10.0
 
     def counts_on(self, device: torch.device) -> torch.Tensor:
-        """Return where steps are counted, or room for it where nobody wants to know."""
+        """Return where steps are counted, a new tensor where `counts` is None."""
         if self.counts is not None:
             return self.counts
         return torch.zeros(2, dtype=torch.int64, device=device)

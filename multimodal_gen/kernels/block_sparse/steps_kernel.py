@@ -32,8 +32,8 @@ PLAN_NUMBERS = (
 )  # fmt: skip
 
 CHUNK = 128  # entries of a list that a program looks at together
-FEW = 512  # entries of a row of a map, which one look is enough for
-LISTED = 256  # of longer rows, likewise
+SHORT_ROW = 512  # entries of a row of a map, which one look is enough for
+LONG_ROW_CHUNK = 256  # of longer rows, likewise
 
 
 @triton.jit(do_not_specialize=["num", "rows_h", "rows_q"])
@@ -152,27 +152,28 @@ def _steps_kernel(
     run_began = 0
     for first in range(0, count, CHUNK):
         e = first + tl.arange(0, CHUNK)
-        listed = e < count
+        valid = e < count
         at = index_ptr + e * index_j
-        block, start, length = _block_at(at, listed, kv, GIVEN_STARTS, GIVEN_LENGTHS)
+        block, start, length = _block_at(at, valid, kv, GIVEN_STARTS, GIVEN_LENGTHS)
         if MERGE:
-            has_before = listed & (e > 0)
+            has_before = valid & (e > 0)
             at = index_ptr + (e - 1) * index_j
             _, before_start, before_length = _block_at(
                 at, has_before, kv, GIVEN_STARTS, GIVEN_LENGTHS
             )
+            has_after = e + 1 < count
             at = index_ptr + (e + 1) * index_j
-            _, after_start, _ = _block_at(at, e + 1 < count, kv, GIVEN_STARTS, GIVEN_LENGTHS)
-            begins = listed & ((e == 0) | (start != before_start + before_length))
-            ends = listed & ((e + 1 == count) | (after_start != start + length))
+            _, after_start, _ = _block_at(at, has_after, kv, GIVEN_STARTS, GIVEN_LENGTHS)
+            begins = valid & ((e == 0) | (start != before_start + before_length))
+            ends = valid & ((e + 1 == count) | (after_start != start + length))
         else:
-            begins = listed
-            ends = listed
+            begins = valid
+            ends = valid
         done = cumulated + tl.cumsum(length, 0)
         marked = tl.where(begins, done - length, run_began)
         began = tl.associative_scan(marked, 0, maximum)
         p = done - length - began
-        whole = tl.where(listed, (p + length) // STEP - p // STEP, 0)
+        whole = tl.where(valid, (p + length) // STEP - p // STEP, 0)
         slot = num_full + tl.cumsum(whole, 0) - whole
         origin = start - p + p // STEP * STEP
         for t in range(max_whole):
@@ -210,7 +211,7 @@ def make_lists(keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     batch, heads, num_q, num = keep.shape
     indices = torch.empty(keep.shape, dtype=torch.int32, device=keep.device)
     counts = torch.empty(keep.shape[:3], dtype=torch.int32, device=keep.device)
-    chunk = max(next_power_of_2(num), 16) if num <= FEW else LISTED
+    chunk = max(next_power_of_2(num), 16) if num <= SHORT_ROW else LONG_ROW_CHUNK
     _launch_list(
         (batch * heads * num_q,), keep.view(torch.uint8), indices, counts, *keep.stride()[:3],
         heads, num_q, num, num, CHUNK=chunk, num_warps=1,  # threads that hold much scan little

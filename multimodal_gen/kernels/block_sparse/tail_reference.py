@@ -1,8 +1,8 @@
 """The definition of the pooled tail in plain PyTorch: any device, any floating dtype.
 
-Key block j has n_j tokens, whose keys and values have the means kc_j and vc_j. Beside the keys that
-row r of a query block keeps, whose log-sum-exp is lse(r) and whose output out(r), the row sees the
-blocks P(r) that it does not keep, each as n_j equal keys:
+Key block j has n_j tokens, whose keys and values have the means kc_j and vc_j. Besides the keys
+that row r of a query block keeps, whose log-sum-exp is lse(r) and whose output out(r), the row sees
+the blocks P(r) that it does not keep, each as n_j equal keys:
 
     g(r)   = sum_{j in P(r)} n_j exp(scale * q_r . kc_j)
     den(r) = exp(lse(r)) + g(r)

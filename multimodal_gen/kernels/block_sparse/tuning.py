@@ -209,8 +209,8 @@ def backward_tiles(
         head_size: D, at most 256.
         q_size: rows of a query block.
         kv_size: keys of a key block.
-        whole: whether all query blocks but the last are full, and rows choose nothing: what comes
-            beside takes registers.
+        whole: whether all query blocks but the last are full, and rows choose nothing: masks
+            take registers.
         capability: compute capability of the GPU, or None where it has none.
         shared_memory: bytes a program may use.
     """
