@@ -13,7 +13,7 @@ import torch
 
 from multimodal_gen.kernels import gluon_check
 from multimodal_gen.kernels.block_sparse import tuning
-from multimodal_gen.kernels.block_sparse.call import Backward, TailCall
+from multimodal_gen.kernels.block_sparse.call import Backward, PooledBlocks, TailCall
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.block_sparse.reference import (
     attention_reference,
@@ -99,9 +99,10 @@ class Kernels:
 
     def add_tail(self, call: TailCall, *, tile):
         pooled = call.pooled
-        exact = (x.double() for x in (*call[:3], pooled.keys, pooled.values))
-        rest = (pooled.counts, None, call.kept, call.queries)
-        found, _ = add_tail_reference(*exact, *rest, scale=call.scale)
+        keys, values = pooled.keys.double(), pooled.values.double()
+        means = PooledBlocks(keys=keys, values=values, counts=pooled.counts)
+        exact = TailCall(*(x.double() for x in call[:3]), means, *call[4:])
+        found, _ = add_tail_reference(exact)
         call.out.copy_(self.given("the tail", found))
 
 

@@ -427,17 +427,19 @@ _GRADIENTS: MappingProxyType[str, Callable[[Backward], _Gradients]] = MappingPro
 
 
 def _prepare_gradients(kernel: str, q: torch.Tensor, k: torch.Tensor, plan: BlockPlan) -> None:
-    """Derive from a plan what the backward pass by a kernel will read."""
+    """Derive from a plan what the backward pass by a kernel reads; does not wait for the device."""
     if kernel == "reference":
         return
-    from multimodal_gen.kernels.block_sparse.backward_kernel import prepare_backward
+    from multimodal_gen.kernels.block_sparse.backward_kernel import transposed
+    from multimodal_gen.kernels.block_sparse.steps_kernel import work_list
 
     if kernel == "triton":
         tiles = _tiles_backward(q, plan)
         keys, queries = tiles.queries.keys, tiles.keys.rows
     else:
         keys, queries = (tile.step for tile in _tiles_gluon(plan))
-    prepare_backward(plan, keys, queries, q, k)
+    for lists, step in ((plan, keys), (transposed(plan), queries)):
+        work_list(lists, step, q.shape[0], q.shape[2], k.shape[2])
 
 
 def gradient_kernel(

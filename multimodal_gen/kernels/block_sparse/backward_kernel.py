@@ -5,8 +5,8 @@ With p = exp(scale * q k^T - lse) and delta = rowsum(dO o O) - dL, over the kept
     ds = p (dO v^T - delta);   dq = scale ds k;   dk = scale ds^T q;   dv = p^T dO
 
 One kernel computes dq from the lists of a plan, another dk and dv from those of the plan that is
-transposed: for every key block, the query blocks that attend to it. Nobody adds to what another
-program writes, so two runs agree bit by bit.
+transposed: for every key block, the query blocks that attend to it. No program adds to what another
+writes, so two runs agree bit by bit.
 
 As in the forward pass, main loops have no mask, and where a step lies is read one step ahead.
 """
@@ -17,21 +17,27 @@ import triton.language as tl
 
 from multimodal_gen.kernels.block_sparse.call import Backward
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
-from multimodal_gen.kernels.block_sparse.steps_kernel import PLAN_NUMBERS, make_lists, work_list
+from multimodal_gen.kernels.block_sparse.steps_kernel import (
+    CHUNK,
+    PLAN_NUMBERS,
+    make_lists,
+    work_list,
+)
 from multimodal_gen.kernels.block_sparse.triton_kernel import (
     bits_of,
     causal_steps,
     describe,
+    load_rows,
     number_of_steps,
     partial_step,
     refuse_cut,
     row_choice,
+    whole_step,
 )
 from multimodal_gen.kernels.block_sparse.tuning import BackwardTiles, TritonTile
 from multimodal_gen.kernels.launch.launcher import Launcher
 from multimodal_gen.kernels.shared_kernel import bounds, dot, interpreted, locate, next_power_of_2
 
-LISTED = 128  # entries of a list that a program looks at together
 PREPARED = 64  # rows that a program prepares
 
 
@@ -90,45 +96,28 @@ def _prepare_kernel(
 
 
 @triton.jit
-def _load_rows(
-    x, tile, b, h, start, stride, mask,
-    ROWS: tl.constexpr, DP: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
-    """Return [ROWS, DP] from row `start` on; through the copy engine `x` is a descriptor."""
-    if TMA:
-        rows = x.load([b.to(tl.int32), h.to(tl.int32), start.to(tl.int32), 0]).reshape(ROWS, DP)
-        if MASKED:
-            rows = tl.where(mask, rows, 0.0)
-    elif MASKED:
-        rows = tl.load(x + start * stride + tile, mask=mask, other=0.0)
-    else:
-        rows = tl.load(x + start * stride + tile)
-    return rows
-
-
-@triton.jit
 def _query_step(
-    q, grad, k, v, level, delta, dq, keep, scale_log2, MASKED: tl.constexpr, UPCAST: tl.constexpr
+    q, grad, k, v, level, delta, dq, mask, scale_log2, MASKED: tl.constexpr, UPCAST: tl.constexpr
 ):
     """Add what a step of keys gives to dq of a tile of queries, but for the scale."""
     s = dot(q, tl.trans(k), UPCAST)
     p = tl.exp2(s * scale_log2 - level[:, None])
     ds = p * (dot(grad, tl.trans(v), UPCAST) - delta[:, None])
     if MASKED:
-        ds = tl.where(keep, ds, 0.0)
+        ds = tl.where(mask, ds, 0.0)
     return dq + dot(ds.to(k.dtype), k, UPCAST)
 
 
 @triton.jit
 def _key_step(
-    q, grad, k, v, level, delta, dk, dv, keep, scale_log2,
+    q, grad, k, v, level, delta, dk, dv, mask, scale_log2,
     MASKED: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Add what a step of queries gives to dk, but for the scale, and dv of a tile of keys."""
     s = dot(k, tl.trans(q), UPCAST)
     p = tl.exp2(s * scale_log2 - level[None, :])
     if MASKED:
-        p = tl.where(keep, p, 0.0)
+        p = tl.where(mask, p, 0.0)
     dp = dot(v, tl.trans(grad), UPCAST)
     dv += dot(p.to(q.dtype), grad, UPCAST)
     ds = p * (dp - delta[None, :])
@@ -188,8 +177,8 @@ def _query_gradient_kernel(
     k_tile = n[:, None] * k_s + d[None, :] * k_d
     v_tile = n[:, None] * v_s + d[None, :] * v_d
     own = real[:, None] & real_d
-    q = _load_rows(q_base, q_tile, b, h, first_row, q_s, own, BM, DP, not TMA, TMA)
-    grad = _load_rows(grad_base, grad_tile, b, h, first_row, grad_s, own, BM, DP, not TMA, TMA)
+    q = load_rows(q_base, q_tile, b, h, first_row, q_s, own, BM, DP, not TMA, TMA)
+    grad = load_rows(grad_base, grad_tile, b, h, first_row, grad_s, own, BM, DP, not TMA, TMA)
     at_rows = b * level_b + h * level_h + first_row + in_tile
     level = tl.load(level_ptr + at_rows, mask=real, other=float("inf"))
     delta = tl.load(delta_ptr + at_rows, mask=real, other=0.0)
@@ -204,23 +193,15 @@ def _query_gradient_kernel(
     dq = tl.zeros([BM, DP], tl.float32)
     entry = tl.load(list_ptr, mask=num_full > 0, other=0)
     for step in tl.range(0, num_full, num_stages=STAGES):
-        block = entry
-        if SUB > 0:
-            start = (entry * SUB + step % SUB) * BN
-            at_next = (step + 1) // SUB
-        else:
-            start = entry
-            at_next = step + 1
-            if BITS:
-                block = tl.load(block_ptr + row_of_list + step)
-        entry = tl.load(list_ptr + at_next, mask=step + 1 < num_full, other=0)
-        keep = True
+        start, block, entry = whole_step(
+            step, entry, list_ptr, block_ptr + row_of_list, num_full, SUB, BN, BITS
+        )
+        mask = True
         if BITS:
-            keep = row_choice(bits_ptr, block, bits_s, bits_w, in_tile, real)[:, None]
-        start = start.to(tl.int64)
-        k = _load_rows(k_base, k_tile, b, kv_h, start, k_s, real_d, BN, DP, D < DP and not TMA, TMA)
-        v = _load_rows(v_base, v_tile, b, kv_h, start, v_s, real_d, BN, DP, D < DP and not TMA, TMA)
-        dq = _query_step(q, grad, k, v, level, delta, dq, keep, scale_log2, BITS, UPCAST)
+            mask = row_choice(bits_ptr, block, bits_s, bits_w, in_tile, real)[:, None]
+        k = load_rows(k_base, k_tile, b, kv_h, start, k_s, real_d, BN, DP, D < DP and not TMA, TMA)
+        v = load_rows(v_base, v_tile, b, kv_h, start, v_s, real_d, BN, DP, D < DP and not TMA, TMA)
+        dq = _query_step(q, grad, k, v, level, delta, dq, mask, scale_log2, BITS, UPCAST)
 
     for step in tl.range(0, num_tail, num_stages=1):
         start, length_n, block = partial_step(
@@ -229,15 +210,15 @@ def _query_gradient_kernel(
         )  # fmt: skip
         start = start.to(tl.int64)
         real_n = n < length_n
-        keep = real_n[None, :]
+        mask = real_n[None, :]
         if CAUSAL:
-            keep = keep & (start + n[None, :] <= (last_key + in_tile)[:, None])
+            mask = mask & (start + n[None, :] <= (last_key + in_tile)[:, None])
         if BITS:
-            keep = keep & row_choice(bits_ptr, block, bits_s, bits_w, in_tile, real)[:, None]
+            mask = mask & row_choice(bits_ptr, block, bits_s, bits_w, in_tile, real)[:, None]
         both = real_n[:, None] & real_d
-        k = _load_rows(k_base, k_tile, b, kv_h, start, k_s, both, BN, DP, True, TMA)
-        v = _load_rows(v_base, v_tile, b, kv_h, start, v_s, both, BN, DP, True, TMA)
-        dq = _query_step(q, grad, k, v, level, delta, dq, keep, scale_log2, True, UPCAST)
+        k = load_rows(k_base, k_tile, b, kv_h, start, k_s, both, BN, DP, True, TMA)
+        v = load_rows(v_base, v_tile, b, kv_h, start, v_s, both, BN, DP, True, TMA)
+        dq = _query_step(q, grad, k, v, level, delta, dq, mask, scale_log2, True, UPCAST)
 
     owned = real
     if Q_LENGTHS and not Q_STARTS:
@@ -310,8 +291,8 @@ def _key_gradients_kernel(
     k_tile = in_tile[:, None] * k_s + d[None, :] * k_d
     v_tile = in_tile[:, None] * v_s + d[None, :] * v_d
     own = real[:, None] & real_d
-    k = _load_rows(k_base, k_tile, b, kv_h, first_row, k_s, own, BN, DP, not TMA, TMA)
-    v = _load_rows(v_base, v_tile, b, kv_h, first_row, v_s, own, BN, DP, not TMA, TMA)
+    k = load_rows(k_base, k_tile, b, kv_h, first_row, k_s, own, BN, DP, not TMA, TMA)
+    v = load_rows(v_base, v_tile, b, kv_h, first_row, v_s, own, BN, DP, not TMA, TMA)
     level_ptr += b * level_b + h * level_h
     delta_ptr += b * level_b + h * level_h
     if BITS:
@@ -331,17 +312,17 @@ def _key_gradients_kernel(
                 start = (start * SUB + step % SUB) * BM
                 at_next = (step + 1) // SUB
             entry = tl.load(list_ptr + at_next, mask=step + 1 < num_full, other=0)
-        keep = True
+        mask = True
         if BITS:
-            keep = row_choice(bits_ptr, j, bits_s, bits_w, start + m, m < BM)[None, :]
+            mask = row_choice(bits_ptr, j, bits_s, bits_w, start + m, m < BM)[None, :]
         level = tl.load(level_ptr + start + m)
         delta = tl.load(delta_ptr + start + m)
-        q = _load_rows(q_base, q_tile, b, h, start, q_s, real_d, BM, DP, D < DP and not TMA, TMA)
-        grad = _load_rows(
+        q = load_rows(q_base, q_tile, b, h, start, q_s, real_d, BM, DP, D < DP and not TMA, TMA)
+        grad = load_rows(
             grad_base, grad_tile, b, h, start, grad_s, real_d, BM, DP, D < DP and not TMA, TMA
         )
         dk, dv = _key_step(
-            q, grad, k, v, level, delta, dk, dv, keep, scale_log2, BITS, UPCAST
+            q, grad, k, v, level, delta, dk, dv, mask, scale_log2, BITS, UPCAST
         )  # fmt: skip
 
     for step in tl.range(0, num_tail, num_stages=1):
@@ -356,18 +337,18 @@ def _key_gradients_kernel(
             start = tl.load(list_ptr + room - 1 - step).to(tl.int64)
             length_m = tl.load(tail_length_ptr + at * tail_room + step)
         real_m = m < length_m
-        keep = real_m[None, :]
+        mask = real_m[None, :]
         if CAUSAL:
             last_key = start + m + total - q_total
-            keep = keep & (first_row + in_tile[:, None] <= last_key[None, :])
+            mask = mask & (first_row + in_tile[:, None] <= last_key[None, :])
         if BITS:
-            keep = keep & row_choice(bits_ptr, j, bits_s, bits_w, start + m, real_m)[None, :]
+            mask = mask & row_choice(bits_ptr, j, bits_s, bits_w, start + m, real_m)[None, :]
         level = tl.load(level_ptr + start + m, mask=real_m, other=float("inf"))
         delta = tl.load(delta_ptr + start + m, mask=real_m, other=0.0)
         both = (real_m & (level < float("inf")))[:, None] & real_d
-        q = _load_rows(q_base, q_tile, b, h, start, q_s, both, BM, DP, True, TMA)
-        grad = _load_rows(grad_base, grad_tile, b, h, start, grad_s, both, BM, DP, True, TMA)
-        dk, dv = _key_step(q, grad, k, v, level, delta, dk, dv, keep, scale_log2, True, UPCAST)
+        q = load_rows(q_base, q_tile, b, h, start, q_s, both, BM, DP, True, TMA)
+        grad = load_rows(grad_base, grad_tile, b, h, start, grad_s, both, BM, DP, True, TMA)
+        dk, dv = _key_step(q, grad, k, v, level, delta, dk, dv, mask, scale_log2, True, UPCAST)
 
     owned = real
     if KV_LENGTHS and not KV_STARTS:
@@ -385,22 +366,6 @@ _launch_query_gradient = Launcher(_query_gradient_kernel)
 _launch_key_gradients = Launcher(_key_gradients_kernel)
 
 
-def prepare_backward(
-    plan: BlockPlan, keys: int, queries: int, q: torch.Tensor, k: torch.Tensor
-) -> None:
-    """Derive from a plan, once, what its backward pass reads; does not wait for the device.
-
-    Args:
-        plan: the plan.
-        keys: keys of a step of the kernel for dq.
-        queries: queries of a step of the kernel for dk and dv.
-        q: [B, Sq, H, D].
-        k: [B, Sk, Hkv, D].
-    """
-    for lists, step in ((plan, keys), (transposed(plan), queries)):
-        work_list(lists, step, q.shape[0], q.shape[2], k.shape[2])
-
-
 def transposed(plan: BlockPlan) -> BlockPlan:
     """Return the plan in which keys attend to the queries that attend to them.
 
@@ -408,11 +373,7 @@ def transposed(plan: BlockPlan) -> BlockPlan:
     both are of rows of queries. Its order is `BlockPlan.head_by_head`: all lists of a head go over
     the same queries, so a random few of every head at once find little of theirs in the cache.
     """
-    known = plan.cache.get("transposed")
-    if known is None:
-        known = plan.remember("transposed", _transposed(plan))
-    assert isinstance(known, BlockPlan)
-    return known
+    return plan.derive("transposed", _transposed, plan)
 
 
 def _transposed(plan: BlockPlan) -> BlockPlan:
@@ -423,7 +384,7 @@ def _transposed(plan: BlockPlan) -> BlockPlan:
     )
     _launch_transpose(
         (counts.numel(),), indices, counts, marks, *indices.stride(), *counts.stride(),
-        num_q, heads, plan.kv.num, CHUNK=LISTED, num_warps=1,
+        num_q, heads, plan.kv.num, CHUNK=CHUNK, num_warps=1,
     )  # fmt: skip
     by_key, numbers = make_lists(marks.view(torch.bool))
     return BlockPlan(indices=by_key, counts=numbers, q=plan.kv, kv=plan.q).head_by_head()

@@ -72,10 +72,8 @@ def attend(call: Call, *, keys: int) -> tuple[torch.Tensor, torch.Tensor | None]
     from flash_attn.cute import flash_attn_func
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
-    plan, key = call.plan, ("fa4", keys)
-    if key not in plan.cache:
-        plan.cache[key] = make_lists(plan, keys)
-    lists: TileLists = plan.cache[key]
+    plan = call.plan
+    lists = plan.derive(("fa4", keys), make_lists, plan, keys)
     out, lse = flash_attn_func(
         call.q,
         call.k,

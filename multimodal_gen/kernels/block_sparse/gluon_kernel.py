@@ -62,7 +62,7 @@ from multimodal_gen.kernels.block_sparse.gluon_work_kernel import (
 )
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.block_sparse.skip import Skip
-from multimodal_gen.kernels.block_sparse.steps_kernel import PLAN_NUMBERS, WorkList, work_list
+from multimodal_gen.kernels.block_sparse.steps_kernel import PLAN_NUMBERS, work_list
 from multimodal_gen.kernels.block_sparse.tuning import GluonTile
 from multimodal_gen.kernels.hopper_kernel import (
     OVERFLOW,
@@ -387,7 +387,22 @@ def prepare(
     # A plan with row bits is always cut in steps, none of which are merged.
     work = work_list(plan, tile.keys, batch, heads, k.shape[2], blocks=plan.row_bits is None)
     bits = work.counts.unsqueeze(3) if plan.row_bits is None else plan.row_bits.contiguous()
-    shape = _shape(plan, tile, channels, work, lse=lse is not None, below=below)
+    shape = Shape(
+        **dataclasses.asdict(tile),
+        head_size=64 if channels <= 64 else 128,
+        channels=channels,
+        lse=lse is not None,
+        sub=work.sub,
+        q_tiles=1 if tile.own else -(-plan.q.size // (64 * tile.consumers)),
+        ragged=work.ragged,
+        ordered=work.ordered,
+        q_starts=plan.q.starts is not None,
+        q_lengths=plan.q.lengths is not None,
+        bits=plan.row_bits is not None,
+        one_word=plan.row_bits is not None and plan.row_bits.shape[3] == 1,
+        skip=below,
+        passes=plan.row_bits is not None and plan.kv.num < 32 and tile.fast,
+    )
     num_tiles = -(-work.num // tile.consumers) if tile.own else work.num * shape.q_tiles
     arguments = (
         *work.arguments, work.num, k.shape[2],
@@ -424,31 +439,3 @@ def _inputs_at(
     """Return the descriptors of several tensors [B, S, H, D]; see `described_at`."""
     every = zip(addresses, forms, rows, strict=True)
     return tuple(described_at(at, *form, n, head_size, TOKENS_BY_HEAD) for at, form, n in every)
-
-
-def _shape(
-    plan: BlockPlan,
-    tile: GluonTile,
-    channels: int,
-    work: WorkList,
-    *,
-    lse: bool,
-    below: float,
-) -> Shape:
-    """Return the compile-time shape of the kernel."""
-    return Shape(
-        **dataclasses.asdict(tile),
-        head_size=64 if channels <= 64 else 128,
-        channels=channels,
-        lse=lse,
-        sub=work.sub,
-        q_tiles=1 if tile.own else -(-plan.q.size // (64 * tile.consumers)),
-        ragged=work.ragged,
-        ordered=work.ordered,
-        q_starts=plan.q.starts is not None,
-        q_lengths=plan.q.lengths is not None,
-        bits=plan.row_bits is not None,
-        one_word=plan.row_bits is not None and plan.row_bits.shape[3] == 1,
-        skip=below,
-        passes=plan.row_bits is not None and plan.kv.num < 32 and tile.fast,
-    )

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from multimodal_gen.kernels.block_sparse import tail_kernel
 from multimodal_gen.kernels.block_sparse.call import TailCall
-from multimodal_gen.kernels.block_sparse.gluon_work_kernel import store_values
+from multimodal_gen.kernels.block_sparse.gluon_work_kernel import Outs, places, store_values
 from multimodal_gen.kernels.block_sparse.plan import WORD_BITS, bounds_of
 from multimodal_gen.kernels.block_sparse.tuning import GluonTailTile, TritonTile
 from multimodal_gen.kernels.hopper_kernel import (
@@ -77,13 +77,7 @@ class Task(NamedTuple):
     sizes_b: Any
     sizes_h: Any
     steps: Any
-    out: Any
-    out_b: Any
-    out_s: Any
-    out_h: Any
-    lse: Any
-    lse_b: Any
-    lse_h: Any
+    outs: Any
     flags: Any
     q_start: Any
     q_length: Any
@@ -195,7 +189,7 @@ def _consumer(given, W: gl.constexpr, C: gl.constexpr):
         word_ptr = task.bits + word_row * task.steps
         size_row = b_64 * task.sizes_b + (h // task.group) * task.sizes_h
         size_ptr = task.sizes + size_row * (task.steps * BN) + n
-        lse_ptr = task.lse + b_64 * task.lse_b + h_64 * task.lse_h + row
+        _, lse_ptr = places(task.outs, b_64, h_64, row)
         rows = gl.arange(0, 64, C.rows_s)
         lse = gl.load(lse_ptr + rows, mask=rows < real, other=0.0)
         nothing = lse == float("-inf")
@@ -248,8 +242,8 @@ def _consumer(given, W: gl.constexpr, C: gl.constexpr):
         mbarrier.arrive(rings.o_empty.index(W))
         kept = gl.where(wrong > 0, 0, real)
         gl.store(lse_ptr + rows, 0.6931471805599453 * (m + gl.log2(1.0 + new)), mask=rows < kept)
-        out_ptr = task.out + b_64 * task.out_b + h_64 * task.out_h + row.to(gl.int64) * task.out_s
-        store_values(out_ptr, staged, task, kept, 0, C, False)
+        out_ptr, _ = places(task.outs, b_64, h_64, row)
+        store_values(out_ptr, staged, task.outs, kept, 0, C, False)
         if wrong > 0:
             place = (b * task.heads + h) * task.num_q * C.q_tiles + piece
             gl.store(task.flags + 1 + place, wrong)
@@ -272,7 +266,7 @@ def gluon_tail_kernel(
     """Grid: programs that share `total` tiles."""
     task = Task(
         bits_ptr, bits_b, bits_h, size_ptr, sizes_b, sizes_h, steps,
-        out_ptr, out_b, out_s, out_h, lse_ptr, lse_b, lse_h, flag_ptr,
+        Outs(out_ptr, lse_ptr, out_b, out_s, out_h, lse_b, lse_h), flag_ptr,
         q_start_ptr, q_length_ptr, q_start_b, q_start_h, q_length_b, q_length_h,
         num_q, q_size, q_total, heads, group, tiles, total, scale_log2,
     )  # fmt: skip

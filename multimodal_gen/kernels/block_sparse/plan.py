@@ -6,7 +6,7 @@ broadcast. Everything is counted per *query* head, also where several of them sh
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -134,11 +134,15 @@ class Blocks:
 
     def to(self, device: torch.device | str) -> "Blocks":
         """Return the same blocks with their tensors on `device`."""
-        return dataclasses.replace(
-            self,
-            starts=None if self.starts is None else self.starts.to(device),
-            lengths=None if self.lengths is None else self.lengths.to(device),
-        )
+        return dataclasses.replace(self, **_moved(self, ("starts", "lengths"), device))
+
+
+def _moved(
+    owner: "Blocks | BlockPlan", names: Sequence[str], device: torch.device | str
+) -> dict[str, Any]:
+    """Return the named fields of `owner` that are not None, on `device`."""
+    fields = {name: getattr(owner, name) for name in names}
+    return {name: field.to(device) for name, field in fields.items() if field is not None}
 
 
 @static_cache(maxsize=256)
@@ -302,6 +306,11 @@ class BlockPlan:
             self.cache[key] = derived
         return derived
 
+    def derive(self, key: object, make: Callable[..., _DerivedT], *arguments: object) -> _DerivedT:
+        """Return what `cache` holds under `key`, else what `make` returns; see `remember`."""
+        found: _DerivedT | None = self.cache.get(key)
+        return self.remember(key, make(*arguments)) if found is None else found
+
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Every tensor of the plan that is present."""
         optional = tuple(t for t in (self.row_bits, self.order) if t is not None)
@@ -309,15 +318,8 @@ class BlockPlan:
 
     def to(self, device: torch.device | str) -> "BlockPlan":
         """Return the same plan on `device`."""
-        return dataclasses.replace(
-            self,
-            indices=self.indices.to(device),
-            counts=self.counts.to(device),
-            q=self.q.to(device),
-            kv=self.kv.to(device),
-            row_bits=None if self.row_bits is None else self.row_bits.to(device),
-            order=None if self.order is None else self.order.to(device),
-        )
+        names = ("indices", "counts", "q", "kv", "row_bits", "order")
+        return dataclasses.replace(self, **_moved(self, names, device))
 
     def longest_first(self) -> "BlockPlan":
         """Return the plan with `order` set: rows with the most blocks are started first."""
@@ -354,36 +356,45 @@ class BlockPlan:
         _, kv_lengths = self.kv.bounds(self.device)
         if full and self.row_bits is None and kv_lengths.shape[:2] == (1, 1):
             return (kv_lengths[0, 0][self.indices].sum(-1) * q_lengths).sum(-1)
-        slots = torch.arange(self.indices.shape[3], device=self.device)
-        listed = slots < self.counts.unsqueeze(-1)
         if self.row_bits is not None:
-            return self._pairs_by_row(listed, starts, q_lengths, kv_lengths)
+            return self._pairs_by_row(self.row_bits, starts, q_lengths, kv_lengths)
+        valid = self.valid_slots()
         batch, heads = broadcast_leading(self.counts, kv_lengths)
         gathered = kv_lengths.expand(batch, heads, -1).gather(
-            2, torch.where(listed, self.indices, 0).expand(batch, heads, -1, -1).flatten(2).long()
+            2, torch.where(valid, self.indices, 0).expand(batch, heads, -1, -1).flatten(2).long()
         )
-        keys = (gathered.view(batch, heads, *self.indices.shape[2:]) * listed).sum(-1)
+        keys = (gathered.view(batch, heads, *self.indices.shape[2:]) * valid).sum(-1)
         return (keys.long() * q_lengths).sum(-1)
+
+    def valid_slots(self) -> torch.Tensor:
+        """Return which entries of `indices` count, bool [B|1, H|1, Nq, Kmax]."""
+        slots = torch.arange(self.indices.shape[3], device=self.device)
+        return slots < self.counts.unsqueeze(-1)
+
+    def block_mask(self, num: int) -> torch.Tensor:
+        """Return which of the first `num` key blocks are kept, bool [B|1, H|1, Nq, num]."""
+        kept = self.valid_slots() & (self.indices < num)
+        mask = kept.new_zeros((*self.counts.shape, num + 1))
+        mask.scatter_(-1, torch.where(kept, self.indices, num).long(), True)
+        return mask[..., :num].contiguous()
 
     def _pairs_by_row(
         self,
-        listed: torch.Tensor,
+        row_bits: torch.Tensor,
         starts: torch.Tensor,
         q_lengths: torch.Tensor,
         kv_lengths: torch.Tensor,
     ) -> torch.Tensor:
-        assert self.row_bits is not None
-        kept = listed.new_zeros((*self.counts.shape, self.kv.num + 1))
-        kept.scatter_(-1, torch.where(listed, self.indices, self.kv.num).long(), True)
+        mask = self.block_mask(self.kv.num)
         total = torch.zeros((), dtype=torch.int64, device=self.device)
         rows = torch.arange(self.q.total, device=self.device)
         for i in range(self.q.num):
             inside = rows >= starts[..., i, None]
             inside = inside & (rows < starts[..., i, None] + q_lengths[..., i, None])
             for j in range(self.kv.num):
-                word = self.row_bits[..., j // WORD_BITS] >> (j % WORD_BITS) & 1
+                word = row_bits[..., j // WORD_BITS] >> (j % WORD_BITS) & 1
                 asking = (inside & word.bool()).sum(-1)
-                total = total + asking * kept[:, :, i, j] * kv_lengths[..., j]
+                total = total + asking * mask[:, :, i, j] * kv_lengths[..., j]
         return total
 
     def density(self) -> torch.Tensor:
@@ -403,7 +414,16 @@ class BlockPlan:
             UsageError: a count, an index or a block lies outside what it refers to, blocks
                 overlap, `order` leaves rows out, or `uniform` or `causal` is not true.
         """
-        check_values(self)
+        _check_lists(self)
+        for name, blocks in (("q", self.q), ("kv", self.kv)):
+            _check_blocks(name, blocks, self.device)
+        if self.order is not None:
+            rows = torch.arange(len(self.order), dtype=torch.int32, device=self.device)
+            if not torch.equal(self.order.sort().values, rows):
+                raise UsageError(
+                    f"`order` must hold each of the {len(rows)} rows of `counts` once; "
+                    f"longest_first() makes one"
+                )
         return self
 
 
@@ -442,28 +462,14 @@ def launch_order(plan: BlockPlan, counts: torch.Tensor) -> torch.Tensor | None:
         return None
     if plan.order is not None and plan.order.numel() == counts.numel():
         return plan.order
-    key = ("order", counts.data_ptr())
-    if key not in plan.cache:
-        work = counts.flatten()
-        if plan.causal:  # the last queries see the most keys
-            work = torch.arange(counts.numel(), device=counts.device)
-        return plan.remember(key, torch.argsort(work, descending=True, stable=True).int())
-    order: torch.Tensor = plan.cache[key]
-    return order
+    return plan.derive(("order", counts.data_ptr()), _longest_first, plan, counts)
 
 
-def check_values(plan: "BlockPlan") -> None:
-    """Check the values of a plan; see `BlockPlan.check`."""
-    _check_lists(plan)
-    for name, blocks in (("q", plan.q), ("kv", plan.kv)):
-        _check_blocks(name, blocks, plan.device)
-    if plan.order is not None:
-        rows = torch.arange(len(plan.order), dtype=torch.int32, device=plan.device)
-        if not torch.equal(plan.order.sort().values, rows):
-            raise UsageError(
-                f"`order` must hold each of the {len(rows)} rows of `counts` once; "
-                f"longest_first() makes one"
-            )
+def _longest_first(plan: BlockPlan, counts: torch.Tensor) -> torch.Tensor:
+    work = counts.flatten()
+    if plan.causal:  # the last queries see the most keys
+        work = torch.arange(counts.numel(), device=counts.device)
+    return torch.argsort(work, descending=True, stable=True).int()
 
 
 def _check_lists(plan: "BlockPlan") -> None:
@@ -471,10 +477,10 @@ def _check_lists(plan: "BlockPlan") -> None:
     if counts.numel() and bool(((counts < 0) | (counts > room)).any()):
         least, most = (int(bound) for bound in counts.aminmax())
         raise UsageError(f"`counts` must lie in [0, {room}], got {least} to {most}")
-    listed = torch.arange(room, device=plan.device) < counts.unsqueeze(-1)
-    if bool((listed & ((plan.indices < 0) | (plan.indices >= plan.kv.num))).any()):
+    valid = plan.valid_slots()
+    if bool((valid & ((plan.indices < 0) | (plan.indices >= plan.kv.num))).any()):
         raise UsageError(f"`indices` must lie in [0, {plan.kv.num}) where they are counted")
-    if bool((listed[..., 1:] & (plan.indices.diff(dim=-1) <= 0)).any()):
+    if bool((valid[..., 1:] & (plan.indices.diff(dim=-1) <= 0)).any()):
         raise UsageError("`indices` must be strictly increasing along every row")
     if plan.uniform and bool((counts != counts.flatten()[:1]).any()):
         raise UsageError("`uniform` must be given only where all counts are equal, they differ")

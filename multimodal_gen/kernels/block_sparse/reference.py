@@ -43,7 +43,7 @@ class _Tile:
     rows: torch.Tensor  # int64 [B, H, R]
     real_rows: torch.Tensor  # bool [B, H, R]
     keys: torch.Tensor  # int64 [B, H, L]
-    keep: torch.Tensor  # bool [B, H, R, L]
+    mask: torch.Tensor  # bool [B, H, R, L]
 
 
 def _tiles(plan: BlockPlan, batch: int, heads: int) -> Iterator[_Tile]:
@@ -60,24 +60,24 @@ def _tiles(plan: BlockPlan, batch: int, heads: int) -> Iterator[_Tile]:
         real_rows = rows_of_block < q_lengths[:, :, i, None]
         rows = torch.where(real_rows, rows, 0)
         used = max(int(counts[:, :, i].max()), 1)
-        listed = torch.arange(used, device=device) < counts[:, :, i, None]
-        blocks = torch.where(listed, indices[:, :, i, :used], 0).long()
-        lengths = torch.where(listed, kv_lengths.gather(2, blocks), 0)
+        valid = torch.arange(used, device=device) < counts[:, :, i, None]
+        blocks = torch.where(valid, indices[:, :, i, :used], 0).long()
+        lengths = torch.where(valid, kv_lengths.gather(2, blocks), 0)
         real_keys = keys_of_block < lengths.unsqueeze(-1)
         keys = kv_starts.gather(2, blocks).unsqueeze(-1) + keys_of_block
         keys = torch.where(real_keys, keys, 0).flatten(2)
-        keep = real_rows.unsqueeze(-1) & real_keys.flatten(2).unsqueeze(2)
+        mask = real_rows.unsqueeze(-1) & real_keys.flatten(2).unsqueeze(2)
         if plan.row_bits is not None:
             chosen = _chosen(plan.row_bits.expand(batch, heads, -1, -1), rows, blocks)
-            keep = keep & chosen.repeat_interleave(plan.kv.size, dim=-1)
+            mask = mask & chosen.repeat_interleave(plan.kv.size, dim=-1)
         if plan.causal:
             last = rows.unsqueeze(-1) + (plan.kv.total - plan.q.total)
-            keep = keep & (keys.unsqueeze(2) <= last)
-        yield _Tile(rows=rows, real_rows=real_rows, keys=keys, keep=keep)
+            mask = mask & (keys.unsqueeze(2) <= last)
+        yield _Tile(rows=rows, real_rows=real_rows, keys=keys, mask=mask)
 
 
 def _chosen(row_bits: torch.Tensor, rows: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """Return whether each row [B, H, R] keeps each listed block [B, H, L]: bool [B, H, R, L]."""
+    """Return whether each row [B, H, R] keeps each valid block [B, H, L]: bool [B, H, R, L]."""
     words = row_bits.gather(2, rows.unsqueeze(-1).expand(-1, -1, -1, row_bits.shape[-1]))
     wanted = (blocks // WORD_BITS).unsqueeze(2).expand(-1, -1, rows.shape[2], -1)
     return (words.gather(3, wanted) >> (blocks % WORD_BITS).unsqueeze(2) & 1).bool()
@@ -97,13 +97,13 @@ def _take(tensor: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def _weights(
-    q: torch.Tensor, k: torch.Tensor, keep: torch.Tensor, scale: float
+    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax of one tile: weights [B, H, R, L] and lse [B, H, R]."""
-    empty = ~keep.any(-1, keepdim=True)
+    empty = ~mask.any(-1, keepdim=True)
     scores = (q @ k.transpose(-1, -2)) * scale
     # Empty rows stay unmasked until the end: a softmax over nothing is NaN.
-    scores = scores.masked_fill(~keep & ~empty, float("-inf"))
+    scores = scores.masked_fill(~mask & ~empty, float("-inf"))
     weights = scores.softmax(-1)
     # exp(highest - lse) is the largest weight; torch.logsumexp takes four times a softmax.
     lse = scores.amax(-1) - weights.amax(-1).log()
@@ -111,18 +111,18 @@ def _weights(
 
 
 def _near(
-    query: torch.Tensor, key: torch.Tensor, keep: torch.Tensor, size: int, scale: float, skip: Skip
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor, size: int, scale: float, skip: Skip
 ) -> torch.Tensor:
     """Return which keys are in blocks that are not left out, bool [B, H, 1, L]; counts them."""
-    scores = (query @ key.transpose(-1, -2) * scale).masked_fill(~keep, float("-inf"))
+    scores = (query @ key.transpose(-1, -2) * scale).masked_fill(~mask, float("-inf"))
     highest = scores.view(*scores.shape[:3], -1, size).amax(-1)  # [B, H, R, blocks]
     # A block that is left out never raises the maximum.
     before = highest.cummax(-1).values.roll(1, -1)
     before[..., 0] = float("-inf")
     near = ((highest > before - skip.nats) & (highest > float("-inf"))).any(2)
     if skip.counts is not None:
-        listed = (highest > float("-inf")).any(2)
-        skip.counts.add_(torch.stack(((listed & ~near).sum(), listed.sum())))
+        valid = (highest > float("-inf")).any(2)
+        skip.counts.add_(torch.stack(((valid & ~near).sum(), valid.sum())))
     return near.repeat_interleave(size, dim=-1).unsqueeze(2)
 
 
@@ -134,7 +134,7 @@ def _gather(
     Rows and keys that do not count become 0: they may be padding, and zero times NaN is NaN.
     """
     compute = torch.promote_types(q.dtype, torch.float32)
-    unused = ~tile.keep.any(2).unsqueeze(-1)
+    unused = ~tile.mask.any(2).unsqueeze(-1)
     query = _take(q, tile.rows).to(compute).masked_fill(~tile.real_rows.unsqueeze(-1), 0.0)
     key, value = (_take(t, tile.keys).to(compute).masked_fill(unused, 0.0) for t in (k, v))
     return query, key, value
@@ -169,17 +169,15 @@ def attention_reference(
     compute = torch.promote_types(q.dtype, torch.float32)
     out = q.new_zeros((batch, total, heads, v.shape[3]))
     lse = q.new_full((batch, heads, total), float("-inf"), dtype=compute)
-    b = torch.arange(batch, device=q.device).view(-1, 1, 1)
-    h = torch.arange(heads, device=q.device).view(1, -1, 1)
     for tile in _tiles(plan, batch, heads):
         query, key, value = _gather(q, k, v, tile)
-        keep = tile.keep
+        mask = tile.mask
         if skip is not None:
-            keep = keep & _near(query, key, keep, plan.kv.size, scale, skip)
-        weights, tile_lse = _weights(query, key, keep, scale)
+            mask = mask & _near(query, key, mask, plan.kv.size, scale, skip)
+        weights, tile_lse = _weights(query, key, mask, scale)
         tile_out = weights @ value
         real = tile.real_rows
-        at_b, at_h, at_r = (t.expand_as(tile.rows)[real] for t in (b, h, tile.rows))
+        at_b, at_r, at_h = (t.expand_as(real)[real] for t in _index(tile.rows, heads))
         out = out.index_put_((at_b, at_r, at_h), tile_out[real].to(out.dtype))
         lse = lse.index_put_((at_b, at_h, at_r), tile_lse[real])
     return out, lse
@@ -227,7 +225,7 @@ def attention_reference_backward(
     grads = [torch.zeros_like(t, dtype=compute) for t in (q, k, v)]
     for tile in _tiles(plan, batch, heads):
         query, key, value = _gather(q, k, v, tile)
-        empty = ~tile.keep.any(-1, keepdim=True)
+        empty = ~tile.mask.any(-1, keepdim=True)
         upstream, result = (
             _take(t, tile.rows).to(compute).masked_fill(empty, 0.0) for t in (grad_out, out)
         )
@@ -237,7 +235,7 @@ def attention_reference_backward(
             shift = shift - given.masked_fill(empty, 0.0)
         level = lse.to(compute).gather(2, tile.rows).unsqueeze(-1).masked_fill(empty, 0.0)
         scores = (query @ key.transpose(-1, -2)) * scale - level
-        weights = scores.masked_fill(~tile.keep, float("-inf")).exp()
+        weights = scores.masked_fill(~tile.mask, float("-inf")).exp()
         grad_scores = weights * (upstream @ value.transpose(-1, -2) - shift) * scale
         parts = (
             grad_scores @ key,

@@ -21,7 +21,7 @@ class Skip:
         below: decibels, positive: a step is left out where all of its weights are at most
             10^(-below / 10) of the largest so far; 30 is a thousandth.
         counts: int64 [2] on the device of the tensors: steps left out, and all of them; kernels
-            add to it. None where they are not counted.
+            add to it. None counts nothing.
 
     Raises:
         UsageError: `below` is no positive number.
@@ -40,7 +40,7 @@ class Skip:
         return self.below * math.log(10.0) / 10.0
 
     def counts_on(self, device: torch.device) -> torch.Tensor:
-        """Return where steps are counted, or room that is not read."""
+        """Return where steps are counted, a new tensor where `counts` is None."""
         if self.counts is not None:
             return self.counts
         return torch.zeros(2, dtype=torch.int64, device=device)

@@ -32,8 +32,8 @@ PLAN_NUMBERS = (
 )  # fmt: skip
 
 CHUNK = 128  # entries of a list that a program looks at together
-FEW = 512  # entries of a row of a map, which one look is enough for
-LISTED = 256  # of longer rows, likewise
+SHORT_ROW = 512  # entries of a row of a map, which one look is enough for
+LONG_ROW_CHUNK = 256  # of longer rows, likewise
 
 
 @triton.jit(do_not_specialize=["num", "rows_h", "rows_q"])
@@ -79,14 +79,16 @@ class Steps:
 
 
 @triton.jit
-def _bounds(block, start_ptr, length_ptr, size, total, GIVEN_STARTS, GIVEN_LENGTHS, mask):
-    """First row and length of blocks; 0 and 0 where masked out."""
+def _block_at(index_ptr, mask, kv, GIVEN_STARTS: tl.constexpr, GIVEN_LENGTHS: tl.constexpr):
+    """Return block, first row and length at entries of a list; length 0 where masked out."""
+    start_ptr, length_ptr, size, total = kv
+    block = tl.load(index_ptr, mask=mask, other=0)
     start = tl.load(start_ptr + block, mask=mask, other=0) if GIVEN_STARTS else block * size
     if GIVEN_LENGTHS:
         length = tl.load(length_ptr + block, mask=mask, other=0)
     else:
         length = tl.minimum(total - start, size)
-    return start, tl.where(mask, length, 0)
+    return block, start, tl.where(mask, length, 0)
 
 
 @triton.jit(do_not_specialize=["size", "total", "num_q", "heads", "room", "tail_room", "max_whole"])
@@ -143,52 +145,35 @@ def _steps_kernel(
     tail_length_ptr += row.to(tl.int64) * tail_room
     count = tl.load(count_ptr + b * count_b + h * count_h + i * count_q)
 
+    kv = (kv_start_ptr, kv_length_ptr, size, total)
     num_full = 0
     num_tail = 0
     cumulated = 0
     run_began = 0
     for first in range(0, count, CHUNK):
         e = first + tl.arange(0, CHUNK)
-        listed = e < count
-        block = tl.load(index_ptr + e * index_j, mask=listed, other=0)
-        start, length = _bounds(
-            block, kv_start_ptr, kv_length_ptr, size, total, GIVEN_STARTS, GIVEN_LENGTHS, listed
-        )
+        valid = e < count
+        at = index_ptr + e * index_j
+        block, start, length = _block_at(at, valid, kv, GIVEN_STARTS, GIVEN_LENGTHS)
         if MERGE:
-            has_before = listed & (e > 0)
-            before = tl.load(index_ptr + (e - 1) * index_j, mask=has_before, other=0)
-            before_start, before_length = _bounds(
-                before,
-                kv_start_ptr,
-                kv_length_ptr,
-                size,
-                total,
-                GIVEN_STARTS,
-                GIVEN_LENGTHS,
-                has_before,
+            has_before = valid & (e > 0)
+            at = index_ptr + (e - 1) * index_j
+            _, before_start, before_length = _block_at(
+                at, has_before, kv, GIVEN_STARTS, GIVEN_LENGTHS
             )
             has_after = e + 1 < count
-            after = tl.load(index_ptr + (e + 1) * index_j, mask=has_after, other=0)
-            after_start, _ = _bounds(
-                after,
-                kv_start_ptr,
-                kv_length_ptr,
-                size,
-                total,
-                GIVEN_STARTS,
-                GIVEN_LENGTHS,
-                has_after,
-            )
-            begins = listed & ((e == 0) | (start != before_start + before_length))
-            ends = listed & ((e + 1 == count) | (after_start != start + length))
+            at = index_ptr + (e + 1) * index_j
+            _, after_start, _ = _block_at(at, has_after, kv, GIVEN_STARTS, GIVEN_LENGTHS)
+            begins = valid & ((e == 0) | (start != before_start + before_length))
+            ends = valid & ((e + 1 == count) | (after_start != start + length))
         else:
-            begins = listed
-            ends = listed
+            begins = valid
+            ends = valid
         done = cumulated + tl.cumsum(length, 0)
         marked = tl.where(begins, done - length, run_began)
         began = tl.associative_scan(marked, 0, maximum)
         p = done - length - began
-        whole = tl.where(listed, (p + length) // STEP - p // STEP, 0)
+        whole = tl.where(valid, (p + length) // STEP - p // STEP, 0)
         slot = num_full + tl.cumsum(whole, 0) - whole
         origin = start - p + p // STEP * STEP
         for t in range(max_whole):
@@ -226,7 +211,7 @@ def make_lists(keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     batch, heads, num_q, num = keep.shape
     indices = torch.empty(keep.shape, dtype=torch.int32, device=keep.device)
     counts = torch.empty(keep.shape[:3], dtype=torch.int32, device=keep.device)
-    chunk = max(next_power_of_2(num), 16) if num <= FEW else LISTED
+    chunk = max(next_power_of_2(num), 16) if num <= SHORT_ROW else LONG_ROW_CHUNK
     _launch_list(
         (batch * heads * num_q,), keep.view(torch.uint8), indices, counts, *keep.stride()[:3],
         heads, num_q, num, num, CHUNK=chunk, num_warps=1,  # threads that hold much scan little
@@ -239,11 +224,7 @@ def make_steps(plan: BlockPlan, step: int) -> Steps:
 
     With `row_bits` blocks are not merged, because each step then belongs to one block.
     """
-    known = plan.cache.get(("steps", step))
-    if known is None:
-        known = plan.remember(("steps", step), _make_steps(plan, step))
-    assert isinstance(known, Steps)
-    return known
+    return plan.derive(("steps", step), _make_steps, plan, step)
 
 
 def refresh_steps(plan: BlockPlan) -> None:
@@ -294,11 +275,7 @@ def work_list(
         blocks: whether lists may hold blocks that consist of whole steps.
     """
     key = ("work list", step, batch, heads, kv_heads, blocks)
-    known = plan.cache.get(key)
-    if known is None:
-        known = plan.remember(key, _work_list(plan, step, batch, heads, kv_heads, blocks))
-    assert isinstance(known, WorkList)
-    return known
+    return plan.derive(key, _work_list, plan, step, batch, heads, kv_heads, blocks)
 
 
 def _work_list(

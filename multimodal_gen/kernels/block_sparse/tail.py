@@ -111,12 +111,8 @@ def kept_map(plan: BlockPlan, num: int) -> torch.Tensor:
     Made once per plan; does not wait for the device.
     """
     if torch.compiler.is_compiling():
-        return _kept_map(plan, num)
-    key = ("kept map", num)
-    if key in plan.cache:
-        found: torch.Tensor = plan.cache[key]
-        return found
-    return plan.remember(key, _kept_map(plan, num))
+        return plan.block_mask(num)
+    return plan.derive(("kept map", num), plan.block_mask, num)
 
 
 def plan_of_map(keep: torch.Tensor, q: Blocks, kv: Blocks, num: int) -> BlockPlan:
@@ -138,14 +134,6 @@ def plan_of_map(keep: torch.Tensor, q: Blocks, kv: Blocks, num: int) -> BlockPla
     # Also while a CUDA graph is captured: this plan belongs to it.
     plan.cache["kept map", num] = keep[..., :num]
     return plan
-
-
-def _kept_map(plan: BlockPlan, num: int) -> torch.Tensor:
-    slots = torch.arange(plan.indices.shape[3], device=plan.device)
-    listed = (slots < plan.counts.unsqueeze(-1)) & (plan.indices < num)
-    kept = listed.new_zeros((*plan.counts.shape, num + 1))
-    kept.scatter_(-1, torch.where(listed, plan.indices, num).long(), True)
-    return kept[..., :num].contiguous()
 
 
 def add_tail(
@@ -181,7 +169,8 @@ def add_tail(
     Raises:
         UsageError: shapes do not fit each other.
     """
-    _check(out, lse, q, pooled, kept, queries)
+    call = TailCall(out, lse, q, pooled, kept, queries, scale)
+    _check(call)
     if not pooled.keys.shape[2] or not q.numel():
         return out, lse
     inputs = (out, lse, q, pooled.keys, pooled.values)
@@ -198,11 +187,8 @@ def add_tail(
             starts, lengths, num, size, scale=scale,
         )  # fmt: skip
     if chosen == "reference":
-        return add_tail_reference(
-            out, lse, q, pooled.keys, pooled.values, pooled.counts, pooled.slope, kept, queries,
-            scale=scale,
-        )  # fmt: skip
-    _LAUNCH[chosen](TailCall(out, lse, q, pooled, kept, queries, scale))
+        return add_tail_reference(call)
+    _LAUNCH[chosen](call)
     return out, lse
 
 
@@ -259,14 +245,8 @@ def _kernel(
     return name if serves(POOLED_TAIL, name, request) else choose(POOLED_TAIL, AUTO, request)
 
 
-def _check(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    q: torch.Tensor,
-    pooled: PooledBlocks,
-    kept: torch.Tensor,
-    queries: Blocks | None,
-) -> None:
+def _check(call: TailCall) -> None:
+    out, lse, q, pooled, kept, queries, _ = call
     batch, total, heads, size = q.shape
     keys = pooled.keys
     if out.shape != q.shape or tuple(lse.shape) != (batch, heads, total):

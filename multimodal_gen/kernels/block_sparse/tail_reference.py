@@ -1,8 +1,8 @@
 """The definition of the pooled tail in plain PyTorch: any device, any floating dtype.
 
-Key block j has n_j tokens, whose keys and values have the means kc_j and vc_j. Beside the keys that
-row r of a query block keeps, whose log-sum-exp is lse(r) and whose output out(r), the row sees the
-blocks P(r) that it does not keep, each as n_j equal keys:
+Key block j has n_j tokens, whose keys and values have the means kc_j and vc_j. Besides the keys
+that row r of a query block keeps, whose log-sum-exp is lse(r) and whose output out(r), the row sees
+the blocks P(r) that it does not keep, each as n_j equal keys:
 
     g(r)   = sum_{j in P(r)} n_j exp(scale * q_r . kc_j)
     den(r) = exp(lse(r)) + g(r)
@@ -18,6 +18,7 @@ Shapes: B batch, Sq and Sk tokens, H query heads, Hkv key heads, D head size, Nq
 
 import torch
 
+from multimodal_gen.kernels.block_sparse.call import TailCall
 from multimodal_gen.kernels.block_sparse.plan import WORD_BITS, Blocks, broadcast_leading
 
 # Scores that are held at a time: 16 Mi, 64 MiB in fp32.
@@ -84,28 +85,18 @@ def slope_of(
     return (k.mT @ v - of_blocks) / total
 
 
-def add_tail_reference(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    counts: torch.Tensor,
-    slope: torch.Tensor | None,
-    kept: torch.Tensor,
-    queries: Blocks | None,
-    *,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def add_tail_reference(call: TailCall) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `out` and `lse` with the tail; see `tail.add_tail`. Differentiable.
 
     A stretch of rows is computed at a time, for all batches and heads together.
     """
+    out, lse, q, pooled, kept, queries, scale = call
+    keys, slope = pooled.keys, pooled.slope
     batch, total, heads, _ = q.shape
     compute = torch.promote_types(q.dtype, torch.float32)
     group = heads // keys.shape[1]
-    k, v = (x.to(compute).repeat_interleave(group, dim=1) for x in (keys, values))
-    sizes = counts.expand(batch, keys.shape[1], -1).repeat_interleave(group, dim=1)
+    k, v = (x.to(compute).repeat_interleave(group, dim=1) for x in (keys, pooled.values))
+    sizes = pooled.counts.expand(batch, keys.shape[1], -1).repeat_interleave(group, dim=1)
     bias = sizes.to(compute).log()  # -inf for empty blocks
     if slope is not None:
         slope = slope.to(compute).repeat_interleave(group, dim=1)

@@ -43,13 +43,13 @@ def _add(s, highest, v, acc, total, m, scale_log2, MASKED: tl.constexpr, UPCAST:
 
 @triton.jit
 def _update(
-    q, k_t, v, acc, total, m, keep, scale_log2, real, below, skipped,
+    q, k_t, v, acc, total, m, mask, scale_log2, real, below, skipped,
     MASKED: tl.constexpr, UPCAST: tl.constexpr, SKIP: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax; SKIP: none where all of it lies `below` what was seen."""
     s = dot(q, k_t, UPCAST)
     if MASKED:
-        s = tl.where(keep, s, float("-inf"))
+        s = tl.where(mask, s, float("-inf"))
     highest = tl.max(s, 1) * scale_log2
     if SKIP:
         seen = real & (highest > float("-inf"))
@@ -65,6 +65,23 @@ def _update(
 
 
 @triton.jit
+def load_rows(
+    x, tile, b, h, start, stride, mask,
+    ROWS: tl.constexpr, DP: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Return [ROWS, DP] from row `start` on; through the copy engine `x` is a descriptor."""
+    if TMA:
+        rows = x.load([b.to(tl.int32), h.to(tl.int32), start.to(tl.int32), 0]).reshape(ROWS, DP)
+        if MASKED:
+            rows = tl.where(mask, rows, 0.0)
+    elif MASKED:
+        rows = tl.load(x + start * stride + tile, mask=mask, other=0.0)
+    else:
+        rows = tl.load(x + start * stride + tile)
+    return rows
+
+
+@triton.jit
 def _load_step(
     k, v, k_tile, v_tile, b, kv_h, start, k_s, v_s, k_mask, v_mask,
     BN: tl.constexpr, DP: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
@@ -73,20 +90,11 @@ def _load_step(
 
     Through the copy engine K and V are descriptors, and channels past D arrive as zeros.
     """
+    k_t = load_rows(k, k_tile, b, kv_h, start, k_s, k_mask, BN, DP, MASKED and not TMA, TMA)
     if TMA:
-        corner = [b.to(tl.int32), kv_h.to(tl.int32), start.to(tl.int32), 0]
-        k_t = tl.trans(k.load(corner).reshape(BN, DP))
-        v_rows = v.load(corner).reshape(BN, DP)
-        if MASKED:
-            # A weight of zero does not keep out what is not finite.
-            v_rows = tl.where(v_mask, v_rows, 0.0)
-    elif MASKED:
-        k_t = tl.load(k + start * k_s + k_tile, mask=k_mask, other=0.0)
-        v_rows = tl.load(v + start * v_s + v_tile, mask=v_mask, other=0.0)
-    else:
-        k_t = tl.load(k + start * k_s + k_tile)
-        v_rows = tl.load(v + start * v_s + v_tile)
-    return k_t, v_rows
+        k_t = tl.trans(k_t)
+    # A weight of zero does not keep out what is not finite.
+    return k_t, load_rows(v, v_tile, b, kv_h, start, v_s, v_mask, BN, DP, MASKED, TMA)
 
 
 @triton.jit
@@ -127,6 +135,25 @@ def causal_steps(
     num_full = tl.minimum(num_full, tl.maximum(last_key + 1, 0) // BN)
     num_tail = tl.cdiv(tl.minimum(tl.maximum(last_key + BM, 0), kv_total), BN) - num_full
     return num_full, num_tail, last_key
+
+
+@triton.jit
+def whole_step(
+    step, entry, list_ptr, block_ptr, num_full,
+    SUB: tl.constexpr, BN: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """Return first key and block of a whole step, and the entry of the list for the next one."""
+    block = entry
+    if SUB > 0:
+        start = (entry * SUB + step % SUB) * BN
+        at_next = (step + 1) // SUB
+    else:
+        start = entry
+        at_next = step + 1
+        if BITS:
+            block = tl.load(block_ptr + step)
+    entry = tl.load(list_ptr + at_next, mask=step + 1 < num_full, other=0)
+    return start.to(tl.int64), block, entry
 
 
 @triton.jit
@@ -226,25 +253,18 @@ def _attention_kernel(
     skipped = tl.full([], 0, tl.int32)
     entry = tl.load(list_ptr, mask=num_full > 0, other=0)
     for step in tl.range(0, num_full, num_stages=STAGES):
-        block = entry
-        if SUB > 0:
-            start = (entry * SUB + step % SUB) * BN
-            at_next = (step + 1) // SUB
-        else:
-            start = entry
-            at_next = step + 1
-            if BITS:
-                block = tl.load(block_ptr + row_of_list + step)
-        entry = tl.load(list_ptr + at_next, mask=step + 1 < num_full, other=0)
-        keep = True
+        start, block, entry = whole_step(
+            step, entry, list_ptr, block_ptr + row_of_list, num_full, SUB, BN, BITS
+        )
+        mask = True
         if BITS:
-            keep = row_choice(bits_ptr, block, bits_s, bits_w, in_tile, real)[:, None]
+            mask = row_choice(bits_ptr, block, bits_s, bits_w, in_tile, real)[:, None]
         k_t, v = _load_step(
-            k_base, v_base, k_tile, v_tile, b, kv_h, start.to(tl.int64), k_s, v_s,
+            k_base, v_base, k_tile, v_tile, b, kv_h, start, k_s, v_s,
             real_d[:, None], real_d[None, :], BN, DP, D < DP and not TMA, TMA,
         )  # fmt: skip
         acc, weight, m, skipped = _update(
-            q, k_t, v, acc, weight, m, keep, scale_log2, real, below, skipped, BITS, UPCAST, SKIP
+            q, k_t, v, acc, weight, m, mask, scale_log2, real, below, skipped, BITS, UPCAST, SKIP
         )
 
     for step in tl.range(0, num_tail, num_stages=1):
@@ -254,17 +274,17 @@ def _attention_kernel(
         )  # fmt: skip
         start = start.to(tl.int64)
         real_n = n < length_n
-        keep = real_n[None, :]
+        mask = real_n[None, :]
         if CAUSAL:
-            keep = keep & (start + n[None, :] <= (last_key + in_tile)[:, None])
+            mask = mask & (start + n[None, :] <= (last_key + in_tile)[:, None])
         if BITS:
-            keep = keep & row_choice(bits_ptr, block, bits_s, bits_w, in_tile, real)[:, None]
+            mask = mask & row_choice(bits_ptr, block, bits_s, bits_w, in_tile, real)[:, None]
         k_t, v = _load_step(
             k_base, v_base, k_tile, v_tile, b, kv_h, start, k_s, v_s,
             real_n[None, :] & real_d[:, None], real_n[:, None] & real_d[None, :], BN, DP, True, TMA,
         )  # fmt: skip
         acc, weight, m, skipped = _update(
-            q, k_t, v, acc, weight, m, keep, scale_log2, real, below, skipped, True, UPCAST, SKIP
+            q, k_t, v, acc, weight, m, mask, scale_log2, real, below, skipped, True, UPCAST, SKIP
         )
 
     if SKIP:

@@ -25,10 +25,6 @@ class TritonTile:
     warps: int
     stages: int
 
-    def shared_memory(self, head_size: int) -> int:
-        """Bytes the pipeline takes: query tile, and K and V of every stage, 16-bit."""
-        return 2 * head_size * (self.rows + 2 * self.keys * self.stages)
-
 
 # (largest head size, query rows, multiple of the key blocks) -> tile, the first that fits. H200,
 # 2026-11, head size 128: sta 527, r128 524, r64 430 TFLOP/s; the other head sizes follow from the
@@ -74,18 +70,17 @@ def triton_tile(
     rows = 64 if q_size <= 64 else 128
     for largest, tile_rows, multiple, tile in _SM90 if capability == (9, 0) else _OTHER:
         if head_size <= largest and rows == tile_rows and kv_size % multiple == 0:
-            fitted = _fitted(tile, largest, shared_memory)
+            # Besides the query tile, 16-bit K and V of every stage.
+            fitted = _fitted(tile, 2 * largest * tile.rows, 4 * largest * tile.keys, shared_memory)
             if multiple == 1 or fitted.stages > 1:
                 return fitted
     raise AssertionError(f"no tile for head size {head_size}")
 
 
-def _fitted(tile: TritonTile, head_size: int, shared_memory: int) -> TritonTile:
-    stages = tile.stages
-    while stages > 1 and tile.shared_memory(head_size) > shared_memory:
-        stages -= 1
-        tile = TritonTile(rows=tile.rows, keys=tile.keys, warps=tile.warps, stages=stages)
-    return tile
+def _fitted(tile: TritonTile, fixed: int, per_stage: int, shared_memory: int) -> TritonTile:
+    """Return the tile with at most the stages that fit, of so many bytes each, and `fixed` ones."""
+    stages = max(min(tile.stages, (shared_memory - fixed) // per_stage), 1)
+    return dataclasses.replace(tile, stages=stages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +192,7 @@ def backward_tiles(
         head_size: D, at most 256.
         q_size: rows of a query block.
         kv_size: keys of a key block.
-        whole: whether all query blocks but the last are full, and rows choose nothing: both
+        whole: whether all query blocks but the last are full, and rows choose nothing: masks
             take registers.
         capability: compute capability of the GPU, or None where it has none.
         shared_memory: bytes a program may use.
@@ -208,19 +203,11 @@ def backward_tiles(
     dkv = (_DKV_SM90 if sm90 else _DKV_OTHER)[largest, 64 if kv_size <= 64 else 128]
     if sm90 and not whole and largest <= 128:
         dkv = dataclasses.replace(dkv, rows=32)
+    row = 4 * largest  # of two 16-bit tensors
     return BackwardTiles(
-        queries=_fitted_backward(dq, dq.rows, dq.keys, largest, shared_memory),
-        keys=_fitted_backward(dkv, dkv.keys, dkv.rows, largest, shared_memory),
+        queries=_fitted(dq, row * dq.rows, row * dq.keys, shared_memory),
+        keys=_fitted(dkv, row * dkv.keys, row * dkv.rows, shared_memory),
     )
-
-
-def _fitted_backward(
-    tile: TritonTile, own: int, step: int, head_size: int, shared_memory: int
-) -> TritonTile:
-    """Take stages away until two tiles of `own` rows, and two of `step` rows a stage, fit."""
-    room = shared_memory - 4 * head_size * own
-    stages = max(min(tile.stages, room // (4 * head_size * step)), 1)
-    return dataclasses.replace(tile, stages=stages)
 
 
 # (largest head size, narrow) -> tile of the pooled tail. That of 128 channels and whole blocks is
@@ -318,13 +305,10 @@ class GluonTile:
 # Pattern -> tile. H200, 2026-11, torch 2.11, triton 3.6.0, head size 128.
 _HOPPER = MappingProxyType(
     {
+        # Also where rows choose; lists are short then. The measurements are in vmoba.csv.
         "wide fast": GluonTile(consumers=3, keys=64, stages=4, q_registers=False, registers=160),
         "wide exact": GluonTile(
             consumers=3, keys=64, stages=4, q_registers=False, registers=160, fast=False, lazy=True
-        ),
-        # Where rows choose; lists are short then. Its measurements are in vmoba.csv.
-        "wide bits fast": GluonTile(
-            consumers=3, keys=64, stages=4, q_registers=False, registers=160
         ),
         "fast": GluonTile(consumers=2, keys=128, stages=3, sync=4),
         "exact": GluonTile(consumers=2, keys=128, stages=2, fast=False, sync=4),
@@ -365,8 +349,6 @@ def gluon_tile(
     deterministic = deterministic or row_bits
     if q_size <= 64:
         pattern = "narrow"
-    elif q_size % 192 == 0 and row_bits and fast:
-        pattern = "wide bits"
     elif q_size % 192 == 0 and not skips and (kv_size % 64 == 0 if regular else fast):
         pattern = "wide"
     elif not regular or kv_size % 128:
