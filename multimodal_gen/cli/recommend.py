@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from multimodal_gen.cli.compare import COMPARED, STEPS, print_report, run_comparison
+from multimodal_gen.cli.compare import COMPARED, STEPS, OneGpu, print_report, run_comparison
 from multimodal_gen.cli.options import AsJson, Settings, takes
 from multimodal_gen.cli.prompts import PromptFile, Prompts, read_prompts
 from multimodal_gen.cli.table import echo, wrapped
@@ -86,6 +86,7 @@ def recommend(
     prompts: PromptFile = None,
     backends: _Backends = None,
     seeds: _Seeds = "0",
+    num_gpus: OneGpu = 1,
     *,
     settings: Settings,
     as_json: AsJson = False,
@@ -98,6 +99,7 @@ def recommend(
     """
     from multimodal_gen.runtime.comparison import recommend as choice
 
+    del num_gpus
     limits = choice.Limits(min_psnr=min_psnr, min_vmaf=min_vmaf, max_error=max_error)
     if output is not None:
         choice.check_file(output)
@@ -105,7 +107,7 @@ def recommend(
         _refuse_search(prompt, prompts, backends, settings)
         report = _read(comparison)
     else:
-        found_report = run_comparison(
+        report = run_comparison(
             settings,
             backends=backends or ";".join(choice.GRID),
             folder=comparison,
@@ -117,9 +119,6 @@ def recommend(
             replayed_steps=0,
             check=choice.check_search,
         )
-        if found_report is None:
-            return
-        report = found_report
         if not as_json:
             print_report(report)
             typer.echo("")

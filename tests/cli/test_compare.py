@@ -38,6 +38,8 @@ def test_a_comparison_prints_tables_and_writes_its_report(sglang, tiny_pipeline,
         (("--seeds", "3-1"), "--seeds must be seeds and ranges such as 0-3,7, got '3-1'"),
         (("--seeds", "x"), "--seeds must be seeds and ranges"),
         (("--reference", "video_sparse_attn"), "--reference must be a dense backend"),
+        (("--num-gpus", "2"), "--num-gpus must be 1, got 2"),
+        (("--num-gpus", "2"), "with `sglang generate --num-gpus`, once for each backend"),
         (("--backends", "best"), "--backends: attention backend must be one of"),
     ],
 )

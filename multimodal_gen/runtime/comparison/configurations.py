@@ -20,6 +20,7 @@ from multimodal_gen.runtime.layers.attention.scope import SelectionScope, scope_
 
 __all__ = [
     "EXACT_KERNELS",
+    "ONE_DEVICE",
     "Configuration",
     "Plan",
     "cache_of",
@@ -39,6 +40,12 @@ EXACT_KERNELS = (
 )
 """Configurations that leave nothing out and round to no fewer bits than the tensors have, by how
 likely they are to add up in another order than those before them."""
+
+ONE_DEVICE = (
+    "a comparison must run on one GPU, got several; generate on several GPUs with `sglang generate "
+    "--num-gpus`, once for each backend"
+)
+"""What a comparison on several ranks is told."""
 
 # A path may have a plus, too: behind one without a blank before it stands the name of a cache.
 _NAMES = "|".join(name.replace("_", "[-_]") for name in CACHES)

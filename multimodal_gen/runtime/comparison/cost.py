@@ -7,7 +7,7 @@ time is taken from the step it fell into, and its memory does not count.
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from multimodal_gen.runtime.layers.attention.call import AttentionCall
 from multimodal_gen.runtime.layers.attention.report import AttentionReport
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 
-__all__ = ["Meter", "Spent", "cost_of", "self_attention_density", "together"]
+__all__ = ["Meter", "Spent", "cost_of", "self_attention_density"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,19 +125,6 @@ def self_attention_density(report: AttentionReport) -> float:
     layers = [layer for layer in report.layers if layer.role is AttentionRole.SELF and layer.calls]
     calls = sum(layer.calls for layer in layers)
     return sum(layer.calls * layer_density(layer) for layer in layers) / calls if calls else 1.0
-
-
-def together(found: Sequence[Spent]) -> Spent:
-    """Return what a generation took on several ranks: see `Cost`.
-
-    Args:
-        found: what it took on each, the first rank first.
-    """
-    peaks = [each.peak_memory for each in found if each.peak_memory is not None]
-    density = found[0].density
-    if len(found) > 1:
-        density = statistics.fmean(each.density for each in found)
-    return replace(found[0], peak_memory=max(peaks, default=None), density=density)
 
 
 def cost_of(found: Sequence[Spent], warm_up_seconds: float) -> Cost | None:

@@ -23,8 +23,7 @@ a key lies: channel c of a row is the weight of cell c.
 
 A call is replayed on a layer that is made for it, so that nothing is carried on: methods that keep
 something from step to step start anew. Where a checkpoint has gates of a coarse branch, methods
-that have one get the gate of the reference's own input. On several ranks each replays all tokens of
-a share of the heads (`ranks.py`).
+that have one get the gate of the reference's own input.
 
 Shapes: B batch, S tokens, R sampled rows, H query heads, Hkv key heads, D head size.
 """
@@ -40,7 +39,6 @@ from typing import Literal, TypeAlias
 import torch
 
 from multimodal_gen.errors import first_line, is_out_of_memory
-from multimodal_gen.runtime.comparison.ranks import HeadShare, RankResult, share_of_heads
 from multimodal_gen.runtime.comparison.record import LayerErrors, LayerSpread, MaskPicture
 from multimodal_gen.runtime.generator.attention_check import (
     exact_rows,
@@ -70,7 +68,6 @@ __all__ = [
     "grid_cells",
     "kept_mass",
     "mass_of_plan",
-    "merged",
     "sampled_steps",
 ]
 
@@ -142,25 +139,24 @@ class Replay:
         if context.current_timestep in steps:
             with self._apart(), torch.no_grad(), watching(None):
                 seen = call.autocast() if call.autocasts() else call
-                share = share_of_heads(layer, seen, out)
-                if share.call.query.shape[2]:
-                    picture = self._pictures and context.current_timestep == max(steps)
-                    self._measure(layer, share, context, picture=picture)
+                picture = self._pictures and context.current_timestep == max(steps)
+                self._measure(layer, seen, out, context, picture=picture)
         return out
 
     def _measure(
         self,
         layer: AttentionLayer,
-        share: HeadShare,
+        call: AttentionCall,
+        out: torch.Tensor,
         context: ForwardContext,
         *,
         picture: bool,
     ) -> None:
-        call = share.call
+        """Measure what the reference made of a call, and what the others make of it."""
         seed = 1_000 * context.current_timestep + (layer.site.layer or 0)
         rows = sample_rows(call.query.shape[1], seed, device=call.query.device)
         (truth,) = exact_rows(layer, call, rows, (call.value,))
-        errors = row_errors(share.out[:, rows], truth)
+        errors = row_errors(out[:, rows], truth)
         ran = _served(layer).selection.label
         self._add(self._reference, layer, context, ran, errors, _Mass.of_dense(errors))
         gated = _with_gate(call)
@@ -226,36 +222,8 @@ class Replay:
             return
         self._pictured.add(key)
         heads = layer.geometry.num_heads
-        own = range(call.first_head, call.first_head + call.query.shape[2])
-        chosen = sorted({0, heads // 2, heads - 1} & {*own})
+        chosen = sorted({0, heads // 2, heads - 1})
         self.found[name].masks.extend(_pictures(layer, call, context, chosen))
-
-
-def merged(results: Sequence[RankResult[dict[str, Measured]]]) -> dict[str, Measured]:
-    """Return what all ranks found together, by name.
-
-    Heads of the ranks that share a sequence are put side by side. Where ranks of both guidance
-    branches have something of a call, because both computed it or half of its batch each, it is
-    the mean of the two.
-
-    Args:
-        results: what each rank found, by guidance branch and place in the sequence; the first name
-            is the reference's.
-    """
-    branches: dict[int, list[dict[str, Measured]]] = {}
-    for each in results:
-        branches.setdefault(each.cfg, []).append(each.result)
-    found: dict[str, Measured] = {}
-    whole: dict[_Place, int] = {}
-    for name in results[0].result:
-        of_name = [[rank[name] for rank in ranks] for ranks in branches.values()]
-        found[name] = _merged(of_name)
-        for errors in found[name].layers:  # the reference's first, which lack no head
-            whole.setdefault(_place(errors), len(errors.relative_l1))
-        # Of a call that failed on a rank, its heads are missing.
-        layers = [x for x in found[name].layers if len(x.relative_l1) == whole[_place(x)]]
-        found[name].layers = layers
-    return found
 
 
 def averaged(clips: Sequence[Sequence[LayerErrors]]) -> tuple[LayerErrors, ...]:
@@ -272,41 +240,6 @@ def averaged(clips: Sequence[Sequence[LayerErrors]]) -> tuple[LayerErrors, ...]:
 
 def _place(errors: LayerErrors) -> _Place:
     return errors.component, errors.name, errors.step, errors.branch
-
-
-def _merged(branches: Sequence[Sequence[Measured]]) -> Measured:
-    by_place: dict[_Place, list[LayerErrors]] = {}
-    masks: dict[tuple[str, int, int, int], MaskPicture] = {}
-    for ranks in branches:
-        parts: dict[_Place, list[LayerErrors]] = {}
-        for measured in ranks:
-            for each in measured.layers:
-                parts.setdefault(_place(each), []).append(each)
-            for mask in measured.masks:
-                masks.setdefault((mask.component, mask.layer, mask.head, mask.step), mask)
-        for place, found in parts.items():
-            by_place.setdefault(place, []).append(_side_by_side(found))
-    return Measured(
-        layers=[_mean_of(found) for found in by_place.values()],
-        masks=[masks[key] for key in sorted(masks)],
-        failure=next((x.failure for ranks in branches for x in ranks if x.failure), ""),
-    )
-
-
-def _side_by_side(parts: Sequence[LayerErrors]) -> LayerErrors:
-    """Return one call whose heads are on several ranks."""
-    heads = [len(part.relative_l1) for part in parts]
-    weighed = (n * part.density for n, part in zip(heads, parts, strict=True))
-    mass = tuple(m for part in parts for m in part.kept_mass or ())
-    return replace(
-        parts[0],
-        relative_l1=tuple(x for part in parts for x in part.relative_l1),
-        relative_l2=tuple(x for part in parts for x in part.relative_l2),
-        cosine=tuple(x for part in parts for x in part.cosine),
-        kept_mass=mass if len(mass) == sum(heads) else None,
-        kept_mass_source=_source_of(parts),
-        density=parts[0].density if len(parts) == 1 else sum(weighed) / sum(heads),
-    )
 
 
 def _mean_of(found: Sequence[LayerErrors]) -> LayerErrors:
@@ -393,10 +326,9 @@ class WarmUp:
             return out
         self._done.add(key)
         with torch.no_grad(), watching(None):
-            share = share_of_heads(layer, call, out)
-            for name in self._scopes if share.call.query.shape[2] else ():
+            for name in self._scopes:
                 if name not in self._failed:
-                    self._warm(name, layer, share.call, context)
+                    self._warm(name, layer, call, context)
         return out
 
     def _warm(
@@ -576,7 +508,7 @@ def _pictures(
     shape = [-(-axis // step) for axis, step in zip(grid, cell, strict=True)]
     for head in heads:
         found = [
-            torch.cat(parts, dim=1)[head - call.first_head, :num].double().reshape(shape).tolist()
+            torch.cat(parts, dim=1)[head, :num].double().reshape(shape).tolist()
             for parts in (kept, exact)
         ]
         yield MaskPicture(
@@ -608,11 +540,10 @@ def _is_measured(layer: AttentionLayer) -> bool:
 
 
 def _random_signs(call: AttentionCall, seed: int) -> torch.Tensor:
-    """Return signs in the shape of a call's values, the same for a head whichever rank has it."""
+    """Return signs in the shape of a call's values."""
     signs = torch.empty_like(call.value)
-    first = call.first_head * call.value.shape[2] // call.query.shape[2]
     for head in range(signs.shape[2]):
-        generator = torch.Generator(signs.device).manual_seed(1_000 * (first + head) + seed)
+        generator = torch.Generator(signs.device).manual_seed(1_000 * head + seed)
         signs[:, :, head].bernoulli_(0.5, generator=generator)
     return signs.mul_(2).sub_(1)
 

@@ -67,7 +67,7 @@ class Environment:
 
     Attributes:
         device: torch's name and the GPU's, e.g. "cuda:0 (NVIDIA H200)"; "cpu".
-        num_ranks: GPUs, or CPU processes, that shared the work.
+        num_ranks: GPUs, or CPU processes, that shared the work; 1 since 0.2.
         mesh: how they did: "cfg", "ring" and "ulysses" ranks; None for one.
         versions: of Python, torch, CUDA, diffusers and so on; None for what is not installed.
         multimodal_gen: version of this package.
@@ -175,8 +175,6 @@ class Cost:
         density: share of query-key pairs that self-attention of the denoisers attends to, mean over
             calls; 1 for dense backends.
         attention_share: time in attention over that of the denoising steps.
-
-    On several ranks times are those of the first, memory is that of the rank with the most.
     """
 
     step_seconds: float
