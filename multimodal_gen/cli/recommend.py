@@ -70,8 +70,13 @@ _Backends = Annotated[
     ),
 ]
 _Seeds = Annotated[
-    str,
-    typer.Option("--seeds", metavar="N-N,N", help="With --model-path: seeds of every prompt."),
+    str | None,
+    typer.Option(
+        "--seeds",
+        metavar="N-N,N",
+        show_default="0",
+        help="With --model-path: seeds of every prompt.",
+    ),
 ]
 
 
@@ -85,7 +90,7 @@ def recommend(
     prompt: Prompts = None,
     prompts: PromptFile = None,
     backends: _Backends = None,
-    seeds: _Seeds = "0",
+    seeds: _Seeds = None,
     num_gpus: OneGpu = 1,
     *,
     settings: Settings,
@@ -104,7 +109,7 @@ def recommend(
     if output is not None:
         choice.check_file(output)
     if settings["model_path"] is None:
-        _refuse_search(prompt, prompts, backends, settings)
+        _refuse_search(prompt, prompts, backends, seeds, settings)
         report = _read(comparison)
     else:
         report = run_comparison(
@@ -114,7 +119,7 @@ def recommend(
             prompts=read_prompts(prompt, prompts, "a comparison"),
             reference="torch_sdpa",
             floor=None,
-            seeds=seeds,
+            seeds="0" if seeds is None else seeds,
             resume=os.path.exists(comparison),
             replayed_steps=0,
             check=choice.check_search,
@@ -138,14 +143,15 @@ def recommend(
 
 
 def _refuse_search(
-    prompt: list[str] | None, prompts: Path | None, backends: str | None, settings: Settings
+    prompt: list[str] | None,
+    prompts: Path | None,
+    backends: str | None,
+    seeds: str | None,
+    settings: Settings,
 ) -> None:
     """Refuse what only a search takes, rather than leave it out."""
-    given = [
-        flag
-        for flag, value in (("--prompt", prompt), ("--prompts", prompts), ("--backends", backends))
-        if value
-    ]
+    flags = {"--prompt": prompt, "--prompts": prompts, "--backends": backends, "--seeds": seeds}
+    given = [flag for flag, value in flags.items() if value]
     given += [
         setting.flag
         for name in (*COMPARED, STEPS.name)

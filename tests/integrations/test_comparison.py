@@ -51,7 +51,9 @@ def test_a_comparison_on_several_ranks_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "parallel_groups", object)
-    with pytest.raises(UsageError, match=r"on one GPU, got several; .* `sglang generate --num-gpus"):
+    with pytest.raises(
+        UsageError, match=r"on one GPU, got several; .* `sglang generate --num-gpus"
+    ):
         compare(tmp_path, page=False)
     assert not list(tmp_path.iterdir())
 

@@ -18,7 +18,7 @@ from multimodal_gen.runtime.layers.attention.sparse import method
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.testing.tiny_models import FAMILIES
 
-FLOOR = "video_sparse_attn:sparsity=0"
+FLOOR = "video_sparse_attn:sparsity=0,dense_above=1"
 CACHED = "torch_sdpa + first_block:threshold=10"
 EVERYTHING = 99  # tiles of a window, along an axis
 
