@@ -7,6 +7,7 @@ import pytest
 from multimodal_gen.runtime.comparison.record import Report, read_record
 
 SIZE = ("--height", "64", "--width", "128", "--dtype", "float32")
+FLOOR = "video_sparse_attn:sparsity=0,dense_above=1"
 CLOSE = "sliding_tile_attn:window=[1,1,3],skip_time_steps=0,tile_size=[1,2,2]"
 
 
@@ -15,7 +16,7 @@ def test_a_comparison_prints_tables_and_writes_its_report(sglang, tiny_pipeline,
     prompts.write_text("a fox\n\n")
     outcome = sglang(
         *("attention", "compare", "--model-path", tiny_pipeline("flux"), "--prompts", prompts),
-        *("--backends", CLOSE, "--floor", "video_sparse_attn:sparsity=0", "--seeds", "3"),
+        *("--backends", CLOSE, "--floor", FLOOR, "--seeds", "3"),
         *("--steps", "1", "--replayed-steps", "1", "--output", tmp_path / "out", *SIZE),
         "--no-page",
     )

@@ -11,6 +11,7 @@ reference must run. Whatever finished is kept, and found again by `resume`.
 """
 
 import datetime
+import logging
 import subprocess
 import threading
 import time
@@ -66,6 +67,7 @@ from multimodal_gen.runtime.layers.attention.call import watching
 from multimodal_gen.runtime.layers.attention.report import AttentionReport
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import SelectionScope
+from multimodal_gen.runtime.layers.attention.warn_once import logger as layer_warnings
 from multimodal_gen.runtime.managers.generation import Generation as Described
 from multimodal_gen.runtime.managers.generation import describe_generation
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
@@ -175,7 +177,7 @@ class Comparison:
         """
         start = time.perf_counter()
         plan = self._plan
-        with _left_as_found(self._pipe), out_of_memory_explained():
+        with _left_as_found(self._pipe), _warned_once(), out_of_memory_explained():
             floor = self._floor() if plan.floor is None else plan.floor
             others = (*floor, *plan.candidates)
             for configuration in (plan.reference, *others):
@@ -530,6 +532,24 @@ def _left_as_found(pipe: Any) -> Iterator[None]:
                 setattr(pipe, name, before[name])
             elif hasattr(pipe, name):
                 delattr(pipe, name)
+
+
+@contextmanager
+def _warned_once() -> Iterator[None]:
+    """Log a warning of attention layers once, however often their backend is attached."""
+    logged: set[str] = set()
+
+    def is_new(record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        was_logged = message in logged
+        logged.add(message)
+        return not was_logged
+
+    layer_warnings.addFilter(is_new)
+    try:
+        yield
+    finally:
+        layer_warnings.removeFilter(is_new)
 
 
 def _takes_gate(configuration: Configuration) -> bool:

@@ -408,6 +408,17 @@ def test_what_cannot_be_compared_is_refused_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
+def test_what_a_backend_warns_of_is_logged_once_for_all_clips(
+    tiny_pipeline: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = arguments("wan", floor="triton_attn", replayed_steps=0, seeds=(0, 1))
+    pipe = loaded(tiny_pipeline("wan"))
+    backends = "sla_attn:topk_ratio=0.3"
+    multimodal_gen.compare(pipe, backends=backends, output=tmp_path / "out", **given)
+    messages = [record.getMessage() for record in caplog.records]
+    assert sum("given no trained proj_l" in message for message in messages) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"wan"}))
 def test_every_family_is_compared(
