@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from multimodal_gen.runtime.comparison.record import Cost
+from multimodal_gen.runtime.comparison.record import LARGEST, Cost
 from multimodal_gen.runtime.distributed.timing import Stopwatch
 from multimodal_gen.runtime.generator.attention_check import layer_density
 from multimodal_gen.runtime.generator.denoise import Timings
@@ -20,6 +20,7 @@ from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLay
 from multimodal_gen.runtime.layers.attention.call import AttentionCall
 from multimodal_gen.runtime.layers.attention.report import AttentionReport
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
+from multimodal_gen.settings import option
 
 __all__ = ["Meter", "Spent", "cost_of", "self_attention_density"]
 
@@ -36,11 +37,11 @@ class Spent:
         density: see `Cost`.
     """
 
-    seconds: float
-    step_seconds: tuple[float, ...]
-    attention_seconds: float
-    peak_memory: int | None
-    density: float
+    seconds: float = option(ge=0, le=LARGEST)
+    step_seconds: tuple[float, ...] = option(ge=0, le=LARGEST)
+    attention_seconds: float = option(ge=0, le=LARGEST)
+    peak_memory: int | None = option(ge=0)
+    density: float = option(ge=0, le=1.001)
 
 
 class Meter:

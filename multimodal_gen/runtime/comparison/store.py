@@ -26,10 +26,10 @@ from multimodal_gen.runtime.comparison.record import (
     Generation,
     LayerErrors,
     MaskPicture,
-    as_json,
     read_record,
 )
 from multimodal_gen.runtime.generator import output
+from multimodal_gen.settings import as_plain
 
 __all__ = [
     "Store",
@@ -147,7 +147,7 @@ class Store:
             with Staging(overwrite=True, mark=_MARK) as staging:
                 for path, write in (files or {}).items():
                     write(staging.path(self.folder / path))
-                output.write_record(as_json(record), staging.path(self._record(key)))
+                output.write_record(as_plain(record), staging.path(self._record(key)))
         except OSError as error:
             raise UsageError(
                 f"the comparison could not be written to {str(self.folder)!r}: {error}"

@@ -13,9 +13,10 @@ import torch
 import multimodal_gen
 from multimodal_gen.errors import UsageError
 from multimodal_gen.runtime.comparison import run as comparing
-from multimodal_gen.runtime.comparison.record import Report, Run, as_json, read_record
+from multimodal_gen.runtime.comparison.record import Report, Run, read_record
 from multimodal_gen.runtime.layers.attention.sparse import method
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
+from multimodal_gen.settings import as_plain
 from multimodal_gen.testing.tiny_models import FAMILIES
 
 FLOOR = "video_sparse_attn:sparsity=0,dense_above=1"
@@ -203,7 +204,7 @@ def test_costs_and_files_are_those_of_the_run(wan: tuple[Report, Path]) -> None:
         assert frames.shape == (report.settings["num_frames"], *frames.shape[1:3], 3)
         assert (folder / generation.preview_path).stat().st_size > 100
     assert report.reference.generations[0].latents == ()
-    assert as_json(read_record(Report, folder / "report.json")) == as_json(report)
+    assert as_plain(read_record(Report, folder / "report.json")) == as_plain(report)
 
 
 def test_the_reference_is_not_changed_by_what_is_measured_beside_it(
@@ -266,7 +267,7 @@ def test_a_comparison_that_was_interrupted_goes_on(tiny_pipeline: Any, tmp_path:
     again = multimodal_gen.compare(pipe, **given, resume=True, say=lines.append)
     assert lines == []
     same = {"created": "", "seconds": 0.0}
-    assert as_json(dataclasses.replace(again, **same)) == as_json(
+    assert as_plain(dataclasses.replace(again, **same)) == as_plain(
         dataclasses.replace(report, **same)
     )
 
