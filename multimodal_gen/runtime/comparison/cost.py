@@ -1,6 +1,6 @@
 """What one generation takes: its steps, its memory, its time in attention, and nothing else.
 
-What is done beside a generation, such as replaying its calls on other backends, is put `apart`: its
+What is done beside a generation, such as replaying its calls on other backends, is `excluded`: its
 time is taken from the step it fell into, and its memory does not count.
 """
 
@@ -52,7 +52,7 @@ class Meter:
 
     Attributes:
         timings: what `denoise` is to write its times to.
-        highest: bytes at most on the device so far, with what is apart; 0 where it does not tell.
+        highest: bytes at most on the device so far, what is excluded too; 0 where it does not tell.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -60,7 +60,7 @@ class Meter:
         self.highest = 0
         self._device = device
         self._attention = Stopwatch()
-        self._apart: dict[int, float] = {}
+        self._excluded: dict[int, float] = {}
         self._memory = _statistics_of(device)
         self._peak = 0
         if self._memory is not None:
@@ -79,7 +79,7 @@ class Meter:
             return serve(call)
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def excluded(self) -> Iterator[None]:
         """Leave out what the block does."""
         start = self.timings.now()
         self._note_peak()
@@ -88,7 +88,7 @@ class Meter:
         finally:
             self._reset()
             step = len(self.timings.steps)
-            self._apart[step] = self._apart.get(step, 0.0) + self.timings.now() - start
+            self._excluded[step] = self._excluded.get(step, 0.0) + self.timings.now() - start
 
     def spent(self, report: AttentionReport) -> Spent:
         """Return what the generation took, at its end.
@@ -99,7 +99,7 @@ class Meter:
         self._note_peak()
         phases, steps = self.timings.phases, self.timings.steps
         step_seconds = tuple(
-            max(0.0, seconds - self._apart.get(step, 0.0)) for step, seconds in enumerate(steps)
+            max(0.0, seconds - self._excluded.get(step, 0.0)) for step, seconds in enumerate(steps)
         )
         return Spent(
             seconds=phases["prepare"] + sum(step_seconds) + phases["decode"],

@@ -105,7 +105,7 @@ class Replay:
         scopes: what the other runs ask for, by name.
         num_steps: how many denoising steps are replayed, spread evenly over the generation; None
             for one in ten, up to three.
-        apart: encloses all that is done beside the generation.
+        excluded: encloses all that is done beside the generation.
         pictures: whether to draw where chosen heads look.
 
     Attributes:
@@ -117,7 +117,7 @@ class Replay:
         reference: str,
         scopes: Mapping[str, SelectionScope],
         num_steps: int | None,
-        apart: Callable[[], AbstractContextManager[None]] = nullcontext,
+        excluded: Callable[[], AbstractContextManager[None]] = nullcontext,
         *,
         pictures: bool = True,
     ) -> None:
@@ -125,7 +125,7 @@ class Replay:
         self._reference = reference
         self._scopes = dict(scopes)
         self._num_steps = num_steps
-        self._apart = apart
+        self._excluded = excluded
         self._pictures = pictures
         self._pictured: set[tuple[str, str | None, int | None]] = set()
 
@@ -137,7 +137,7 @@ class Replay:
             return out
         steps = sampled_steps(context.num_steps, self._num_steps)
         if context.current_timestep in steps:
-            with self._apart(), torch.no_grad(), watching(None):
+            with self._excluded(), torch.no_grad(), watching(None):
                 seen = call.autocast() if call.autocasts() else call
                 picture = self._pictures and context.current_timestep == max(steps)
                 self._measure(layer, seen, out, context, picture=picture)
@@ -164,7 +164,7 @@ class Replay:
             measured = self.found[name]
             if measured.failure:
                 continue
-            with _failing_into(measured):
+            with _recording_failure(measured):
                 other = layer.like(scope)
                 asked = gated if other.takes_gate else call
                 with recorded_pairs() as told:
@@ -336,7 +336,7 @@ class WarmUp:
     ) -> None:
         self._wait()
         start, outcome = time.perf_counter(), Measured()
-        with _failing_into(outcome):
+        with _recording_failure(outcome):
             other = layer.like(self._scopes[name])
             for step in {0, self._num_steps - 1}:
                 at_step = replace(
@@ -525,7 +525,7 @@ def _pictures(
 
 
 @contextmanager
-def _failing_into(measured: Measured) -> Iterator[None]:
+def _recording_failure(measured: Measured) -> Iterator[None]:
     """Write down why a backend fails, instead of ending the generation."""
     try:
         yield

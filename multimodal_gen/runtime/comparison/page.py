@@ -40,8 +40,8 @@ from multimodal_gen.runtime.comparison.record import (
 from multimodal_gen.runtime.comparison.verdict import (
     FACTOR,
     MEASURES,
-    Beside,
-    beside_noise,
+    NoiseComparison,
+    compare_with_noise,
     was_dense,
 )
 
@@ -157,7 +157,7 @@ def _context(report: Report) -> dict[str, Any]:
 
     series = series_of(report)
     colours = {each.run.name: each.css for each in series}
-    found = {run.name: beside_noise(run, report.floor) for run in report.runs[1:]}
+    found = {run.name: compare_with_noise(run, report.floor) for run in report.runs[1:]}
     measures = [m for m in MEASURES if any(e.measure is m for run in found.values() for e in run)]
     trade_offs = [
         (Markup(svg), f"Each run's time per clip against its {measure.label}, mean over clips; "
@@ -271,7 +271,7 @@ def _environment(report: Report) -> list[tuple[str, str]]:
 
 
 def _row(
-    report: Report, drawn: Series, found: Sequence[Beside], measures: Sequence[Any]
+    report: Report, drawn: Series, found: Sequence[NoiseComparison], measures: Sequence[Any]
 ) -> dict[str, Any]:
     run = drawn.run
     kind = "candidate"
@@ -295,7 +295,7 @@ def _row(
     }
 
 
-def _cell(found: Beside | None, kind: str) -> dict[str, Any]:
+def _cell(found: NoiseComparison | None, kind: str) -> dict[str, Any]:
     if found is None:
         return {"text": "-", "spread": "", "beyond": False}
     number = found.measure.number(found.mean)

@@ -415,7 +415,7 @@ class Comparison:
             reference.name,
             {each.name: each.scope for each in replayed if each is not reference},
             self._plan.replayed_steps,
-            meter.apart,
+            meter.excluded,
             pictures=clip == self._plan.clips[0],
         )
 

@@ -137,7 +137,7 @@ def test_what_is_apart_is_not_part_of_a_step(monkeypatch: pytest.MonkeyPatch) ->
     now[0] = 1.0  # the prompt
     meter.timings.start_steps()
     for seconds, beside in ((2.0, 0.0), (3.0, 4.0)):
-        with meter.apart():
+        with meter.excluded():
             now[0] += beside
         now[0] += seconds
         meter.timings.step_done()
