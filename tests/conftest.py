@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:  # the process that only hands tests to others needs no torch
-    from multimodal_gen.testing.processes import World
+    from tests.helpers.processes import World
 
 TinyPipeline = Callable[[str], Path]
 
 RANKS = ("two_ranks", "four_ranks")
 # Each of its tests takes a process of its own, whichever runs the others.
 CHILDREN = "tests/kernels/test_children.py"
-PROCESSES = "multimodal_gen.testing.processes"
+PROCESSES = "tests.helpers.processes"
 SLOW_CASES = Path(__file__).with_name("slow_cases.txt")
 # Importing it imports most of what pipelines need.
 A_PIPELINE = "diffusers.pipelines.wan.pipeline_wan"
@@ -162,7 +162,7 @@ class Worlds:
     started: dict[int, "World"] = field(default_factory=dict)
 
     def of(self, num_ranks: int) -> "World":
-        from multimodal_gen.testing.processes import World
+        from tests.helpers.processes import World
 
         if num_ranks not in self.started:
             folder = Path(tempfile.mkdtemp(dir=self.folder))

@@ -44,7 +44,15 @@ def _refuse_several(num_gpus: int) -> None:
         raise UsageError(f"--num-gpus must be 1, got {num_gpus}: {ONE_DEVICE}")
 
 
-OneGpu = Annotated[int, typer.Option("--num-gpus", hidden=True, callback=_refuse_several)]
+OneGpu = Annotated[
+    int,
+    typer.Option(
+        "--num-gpus",
+        metavar="N",
+        callback=_refuse_several,
+        help="Must be 1; `sglang generate --num-gpus` takes several, for a backend at a time.",
+    ),
+]
 """Given up in 0.2: refused, with what to do instead."""
 
 _Backends = Annotated[

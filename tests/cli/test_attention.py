@@ -13,8 +13,8 @@ from multimodal_gen.kernels import gluon_check
 from multimodal_gen.runtime.layers.attention.backends import registry
 from multimodal_gen.runtime.layers.attention.backends.registry import all_backends
 from multimodal_gen.runtime.platforms import PlatformEnum
-from multimodal_gen.testing.fakes import FakeDevice, machine_with, simulated_environment
 from multimodal_gen.testing.tiny_models import FAMILIES
+from tests.helpers.fakes import FakeDevice, machine_with, simulated_environment
 
 
 def test_list_names_every_backend_with_its_state(sglang) -> None:

@@ -10,7 +10,7 @@ import yaml
 
 from multimodal_gen.cli.main import main
 from multimodal_gen.runtime.comparison.record import Report, read_record, write_record
-from multimodal_gen.testing.reports import make_report
+from tests.helpers.reports import make_report
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,10 @@ from multimodal_gen.kernels.block_sparse.tail import (
     kept_map,
     pool_blocks,
 )
-from multimodal_gen.testing.block_plans import FORMS, PlanShape, random_plan
-from multimodal_gen.testing.inputs import make_qkv
-from multimodal_gen.testing.reference import reference_attention
-from multimodal_gen.testing.tail import assert_tail_within_error_budget, naive_tail
+from tests.helpers.block_plans import FORMS, PlanShape, random_plan
+from tests.helpers.inputs import make_qkv
+from tests.helpers.reference import reference_attention
+from tests.helpers.tail import assert_tail_within_error_budget, naive_tail
 
 SCALE = 0.25
 

@@ -9,7 +9,7 @@ from itertools import product
 import torch
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
-from multimodal_gen.testing.block_plans import block_ranges, dense_mask
+from tests.helpers.block_plans import block_ranges, dense_mask
 
 __all__ = ["assert_tail_within_error_budget", "naive_tail", "pooled_attention"]
 
