@@ -34,12 +34,17 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
 from multimodal_gen.errors import first_line, is_out_of_memory
-from multimodal_gen.runtime.comparison.record import LayerErrors, LayerSpread, MaskPicture
+from multimodal_gen.runtime.comparison.record import (
+    LayerErrors,
+    LayerSpread,
+    MaskPicture,
+    grouped,
+)
 from multimodal_gen.runtime.generator.attention_check import (
     exact_rows,
     exact_weights,
@@ -228,10 +233,7 @@ class Replay:
 
 def averaged(clips: Sequence[Sequence[LayerErrors]]) -> tuple[LayerErrors, ...]:
     """Return the means of what was found over prompts and seeds, with their spread."""
-    by_place: dict[_Place, list[LayerErrors]] = {}
-    for clip in clips:
-        for each in clip:
-            by_place.setdefault(_place(each), []).append(each)
+    by_place = grouped((_place(each), each) for clip in clips for each in clip)
     return tuple(
         replace(_mean_of(found), clips=len(found), spread=_spread_of(found))
         for found in by_place.values()
@@ -246,28 +248,33 @@ def _mean_of(found: Sequence[LayerErrors]) -> LayerErrors:
     """Return the mean of the same layer at the same step."""
     if len(found) == 1:
         return found[0]
-    masses = [each.kept_mass for each in found if each.kept_mass is not None]
     return replace(
         found[0],
-        relative_l1=_means([each.relative_l1 for each in found]),
-        relative_l2=_means([each.relative_l2 for each in found]),
-        cosine=_means([each.cosine for each in found], 9),
-        kept_mass=_means(masses) if masses else None,
+        **_by_head(found, statistics.fmean),
         kept_mass_source=_source_of(found),
         density=statistics.fmean(each.density for each in found),
     )
 
 
 def _spread_of(found: Sequence[LayerErrors]) -> LayerSpread | None:
-    if len(found) == 1:
-        return None
+    return None if len(found) == 1 else LayerSpread(**_by_head(found, _deviation))
+
+
+def _by_head(
+    found: Sequence[LayerErrors], statistic: Callable[[Sequence[float]], float]
+) -> dict[str, Any]:
+    """Return the statistic of the same head's figures, for each list of a layer."""
     masses = [each.kept_mass for each in found if each.kept_mass is not None]
-    return LayerSpread(
-        relative_l1=_deviations([each.relative_l1 for each in found]),
-        relative_l2=_deviations([each.relative_l2 for each in found]),
-        cosine=_deviations([each.cosine for each in found]),
-        kept_mass=_deviations(masses) if masses else None,
-    )
+    lists = {
+        "relative_l1": [each.relative_l1 for each in found],
+        "relative_l2": [each.relative_l2 for each in found],
+        "cosine": [each.cosine for each in found],
+        **({"kept_mass": masses} if masses else {}),
+    }
+    return {
+        name: _rounded(map(statistic, zip(*rows, strict=True)), 9 if name == "cosine" else _DIGITS)
+        for name, rows in lists.items()
+    }
 
 
 def _source_of(found: Sequence[LayerErrors]) -> Literal["dense", "plan", "estimate"] | None:
@@ -277,17 +284,10 @@ def _source_of(found: Sequence[LayerErrors]) -> Literal["dense", "plan", "estima
     return next((way for way in ways if way in sources), None)
 
 
-def _means(rows: Sequence[Sequence[float]], digits: int = _DIGITS) -> tuple[float, ...]:
-    return _rounded((sum(each) / len(each) for each in zip(*rows, strict=True)), digits)
-
-
-def _deviations(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """Return standard deviations, n - 1, by head."""
-    found = []
-    for each in zip(*rows, strict=True):
-        mean = sum(each) / len(each)
-        found.append(math.sqrt(sum((x - mean) ** 2 for x in each) / max(len(each) - 1, 1)))
-    return _rounded(found)
+def _deviation(figures: Sequence[float]) -> float:
+    """Return the standard deviation, n - 1; 0 of one figure."""
+    mean = sum(figures) / len(figures)
+    return math.sqrt(sum((x - mean) ** 2 for x in figures) / max(len(figures) - 1, 1))
 
 
 class WarmUp:

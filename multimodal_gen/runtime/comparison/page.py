@@ -34,6 +34,7 @@ from multimodal_gen.runtime.comparison.record import (
     MaskPicture,
     Report,
     Run,
+    grouped,
     kept_mass_sources,
     speed_up,
 )
@@ -289,15 +290,18 @@ def _maps(found: Sequence[HeatMap], colours: Mapping[str, str]) -> list[dict[str
 
 def _layer_table(report: Report) -> dict[str, Any]:
     """Return the mean error of every layer, and the density and cosine of all."""
-    errors: dict[tuple[str, int], dict[str, list[float]]] = {}
     runs = [run for run in report.runs[1:] if run.layers]
-    for run in runs:
-        for call in run.layers:
-            by_run = errors.setdefault((call.component, call.layer), {})
-            by_run.setdefault(run.name, []).extend(call.relative_l2)
+    errors = [
+        grouped(
+            ((call.component, call.layer), error)
+            for call in run.layers
+            for error in call.relative_l2
+        )
+        for run in runs
+    ]
     rows = [
-        (f"{component} {layer}", [_mean(by_run.get(run.name, ()), "{:.2e}") for run in runs])
-        for (component, layer), by_run in sorted(errors.items())
+        (f"{place[0]} {place[1]}", [_mean(of_run.get(place, ()), "{:.2e}") for of_run in errors])
+        for place in sorted({place for of_run in errors for place in of_run})
     ]
     for label, figures in (
         ("density", lambda call: (call.density,)),

@@ -22,7 +22,7 @@ the truth, so 0.01 is one percent. Paths are relative to the folder of the repor
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from types import NoneType, UnionType
@@ -56,6 +56,7 @@ __all__ = [
     "Report",
     "Run",
     "Verdict",
+    "grouped",
     "kept_mass_sources",
     "read_record",
     "speed_up",
@@ -71,6 +72,8 @@ LARGEST = 1e100
 """Of finite figures: sums and squares of them are finite too."""
 
 _RecordT = TypeVar("_RecordT")
+_KeyT = TypeVar("_KeyT")
+_ValueT = TypeVar("_ValueT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -349,6 +352,14 @@ class Run:
     frames_mean: FrameMetrics | None = None
     frames_spread: FrameMetrics | None = None
     verdict: Verdict | None = None
+
+
+def grouped(pairs: Iterable[tuple[_KeyT, _ValueT]]) -> dict[_KeyT, list[_ValueT]]:
+    """Return the values of every key, both in the order in which they come."""
+    found: dict[_KeyT, list[_ValueT]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
 
 
 def kept_mass_sources(run: Run) -> tuple[str, ...]:

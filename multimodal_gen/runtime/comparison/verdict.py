@@ -265,27 +265,24 @@ def _compare_measure(measure: Measure, run: Run, floor: Sequence[Run]) -> NoiseC
         return None
     mean, spread = mean_and_spread([figures[clip] for clip in paired])
     distance = math.fsum(measure.distance(figures[clip]) for clip in paired) / len(paired)
-    if not noise:
-        within = True if distance <= measure.rounding else None
-        return NoiseComparison(
-            measure=measure,
-            count=len(paired),
-            mean=mean,
-            spread=spread,
-            noise=None,
-            difference=None,
-            difference_spread=None,
-            within=within,
-        )
-    allowed = math.fsum(measure.distance(noise[clip]) for clip in paired) / len(paired)
-    difference, difference_spread = mean_and_spread(
-        [min(figures[clip], MOST_DB) - min(noise[clip], MOST_DB) for clip in paired]
-    )
-    return NoiseComparison(
+    compared = NoiseComparison(
         measure=measure,
         count=len(paired),
         mean=mean,
         spread=spread,
+        noise=None,
+        difference=None,
+        difference_spread=None,
+        within=True if distance <= measure.rounding else None,
+    )
+    if not noise:
+        return compared
+    allowed = math.fsum(measure.distance(noise[clip]) for clip in paired) / len(paired)
+    difference, difference_spread = mean_and_spread(
+        [min(figures[clip], MOST_DB) - min(noise[clip], MOST_DB) for clip in paired]
+    )
+    return replace(
+        compared,
         noise=mean_and_spread([noise[clip] for clip in paired])[0],
         difference=difference,
         difference_spread=difference_spread,
