@@ -67,6 +67,7 @@ from multimodal_gen.runtime.layers.attention.call import watching
 from multimodal_gen.runtime.layers.attention.report import AttentionReport
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import SelectionScope
+from multimodal_gen.runtime.layers.attention.selector import Selection
 from multimodal_gen.runtime.layers.attention.warn_once import logger as layer_warnings
 from multimodal_gen.runtime.managers.generation import Generation as Described
 from multimodal_gen.runtime.managers.generation import describe_generation
@@ -249,17 +250,11 @@ class Comparison:
 
     def _runs_itself(self, configuration: Configuration) -> bool:
         """Whether all self-attention of the denoisers runs the backend, and no fallback."""
-        scope = replace(configuration.scope, strict=True)
         try:
-            handle = self._attach(self._pipe, scope)
+            selections = self._selections(replace(configuration.scope, strict=True))
         except UnsupportedBackendError:
             return False
-        try:
-            layers = [x for x in handle.report().layers if x.role is AttentionRole.SELF]
-        finally:
-            handle.remove()
-        ran = {str(entry.selection.backend) for layer in layers for entry in layer.entries}
-        return ran == {configuration.backend}
+        return {str(selection.backend) for selection in selections} == {configuration.backend}
 
     def _check_served(self, configuration: Configuration) -> None:
         """Attach a backend once, so that what it cannot serve is known before anything runs.
@@ -268,21 +263,31 @@ class Comparison:
         """
         try:
             with self._cached(configuration):
-                handle = self._attach(self._pipe, configuration.scope)
+                selections = self._selections(configuration.scope)
         except UsageError as error:
             self._unserved[configuration.name] = first_line(error)
             return
-        try:
-            layers = [x for x in handle.report().layers if x.role is AttentionRole.SELF]
-        finally:
-            handle.remove()
-        for selection in (entry.selection for layer in layers for entry in layer.entries):
+        for selection in selections:
             if selection.fallback:
                 reasons = (reason for each in selection.rejected for reason in each.reasons)
                 self._unserved[configuration.name] = (
                     f"{configuration.backend} cannot serve the model here: {'; '.join(reasons)}"
                 )
                 return
+
+    def _selections(self, scope: SelectionScope) -> list[Selection]:
+        """Return what self-attention of the denoisers would run."""
+        with self._attached(scope) as handle:
+            layers = [x for x in handle.report().layers if x.role is AttentionRole.SELF]
+        return [entry.selection for layer in layers for entry in layer.entries]
+
+    @contextmanager
+    def _attached(self, scope: SelectionScope) -> Iterator[Attached]:
+        handle = self._attach(self._pipe, scope)
+        try:
+            yield handle
+        finally:
+            handle.remove()
 
     # Runs
 
@@ -342,12 +347,8 @@ class Comparison:
             args = replace(args, num_inference_steps=min(_WARM_UP_STEPS, num_steps))
         self._say("warming up")
         start = meter.timings.now()
-        handle = self._attach(self._pipe, self._reference_scope(configurations[1:]))
-        try:
-            with watching(watch):
-                self._denoise(args, meter)
-        finally:
-            handle.remove()
+        with self._attached(self._reference_scope(configurations[1:])), watching(watch):
+            self._denoise(args, meter)
         whole = meter.timings.now() - start
         self._warm_up_seconds = {
             **watch.seconds,
@@ -379,13 +380,10 @@ class Comparison:
             return timed(call) if replay is None else replay(layer, call, timed)
 
         steps = LatentSteps(None if is_reference else self._truth((prompt, seed)))
-        handle = self._attach(self._pipe, scope)
-        try:
+        with self._attached(scope) as handle:
             with watching(watch), self._cached(configuration):
                 run = self._denoise(args, meter, steps)
             report = handle.report()
-        finally:
-            handle.remove()
         keep = partial(
             self._keep,
             configuration,
