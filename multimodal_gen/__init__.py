@@ -10,7 +10,7 @@ from multimodal_gen._version import __version__
 
 if TYPE_CHECKING:
     from multimodal_gen.integrations.comparison import compare
-    from multimodal_gen.integrations.diffusers import AttentionHandle, apply
+    from multimodal_gen.integrations.diffusers import AttentionHandle, applied, apply
     from multimodal_gen.integrations.generator import DiffGenerator, generate
     from multimodal_gen.runtime.distributed.groups import init_parallel, leave_parallel
 
@@ -18,6 +18,7 @@ __all__ = [
     "AttentionHandle",
     "DiffGenerator",
     "__version__",
+    "applied",
     "apply",
     "compare",
     "generate",
@@ -27,7 +28,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("AttentionHandle", "apply"):
+    if name in ("AttentionHandle", "applied", "apply"):
         from multimodal_gen.integrations import diffusers
 
         return getattr(diffusers, name)
@@ -44,3 +45,8 @@ def __getattr__(name: str) -> Any:
 
         return getattr(groups, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Return what is exported, whether it was loaded or not."""
+    return sorted({*globals(), *__all__})

@@ -431,6 +431,7 @@ def _read_text(text: str) -> object:
 def as_plain(value: object) -> Any:
     """Return a value as JSON has it: mappings, lists, numbers, bools and None, others as text.
 
+    Numbers that are not finite are text too: "inf", "-inf" and "nan".
     Dataclasses are mappings of their fields, but for those that read themselves from text.
     """
     if dataclasses.is_dataclass(value) and not hasattr(value, "parse"):
@@ -439,6 +440,8 @@ def as_plain(value: object) -> Any:
         return {str(key): as_plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [as_plain(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
     return value if isinstance(value, (str, int, float, bool, NoneType)) else str(value)
 
 

@@ -27,6 +27,9 @@ from typing import Any
 
 import torch
 
+# A checkout works without being installed.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import multimodal_gen
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.layers.attention import LocalAttention, USPAttention
@@ -40,7 +43,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.runtime.server_args import ServerArgs
-from multimodal_gen.testing.processes import World
+from tests.helpers.processes import World
 
 PACKAGE = Path(multimodal_gen.__file__).parent
 HEADS, HEAD_SIZE, GRID = 4, 64, (6, 16, 16)

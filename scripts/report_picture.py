@@ -9,14 +9,18 @@ Needs a chromium, and what `scripts/test` installs.
 import argparse
 import io
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
+# A checkout works without being installed.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from multimodal_gen.runtime.comparison.page import write_page
-from multimodal_gen.testing.reports import make_report
+from tests.helpers.reports import make_report
 
 COLOURS = 200  # a palette keeps the picture small
 # Width and height of a window, its scheme, and the section that is shown.

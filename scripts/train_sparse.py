@@ -319,14 +319,16 @@ def plot(table: Path, picture: Path) -> None:
         return
     with table.open() as file:
         rows = list(csv.DictReader(file))
-    figure = Figure(figsize=(7, 4))
-    axes = figure.subplots()
-    losses = [(int(r["step"]), float(r["loss"])) for r in rows if r["loss"]]
-    axes.plot(*zip(*losses, strict=True), label="loss")
-    known = [(int(r["step"]), float(r["gap"])) for r in rows if r["gap"]]
-    axes.plot(*zip(*known, strict=True), "o-", label="distance from dense")
-    axes.set_xlabel("step")
-    axes.legend()
+    figure = Figure(figsize=(7, 6), layout="constrained")
+    above, below = figure.subplots(2, sharex=True)
+    for axes, column, style, label in (
+        (above, "loss", "-", "loss: mean squared error"),
+        (below, "gap", "o-", "distance from dense, relative"),
+    ):
+        known = [(int(row["step"]), float(row[column])) for row in rows if row[column]]
+        axes.plot(*zip(*known, strict=True), style)
+        axes.set_ylabel(label)
+    below.set_xlabel("step")
     figure.savefig(picture)
 
 
@@ -439,6 +441,11 @@ def train(options: argparse.Namespace) -> None:
             gap = run.gap(held) if step % options.every == 0 else None
             loss = run.train(noised(next(data), options.shift, device, run.dtype))
             bar.set_postfix(loss=f"{loss:.4f}")
+            if bar.disable and main and gap is not None:  # no terminal, so no bar
+                print(
+                    f"step {step} of {options.steps}: loss {loss:.4f}, distance {gap:.4f}",
+                    flush=True,
+                )
             if main:
                 writer.writerow((step, loss, "" if gap is None else gap))
                 file.flush()

@@ -20,7 +20,7 @@ import pytest
 from filelock import FileLock
 
 if TYPE_CHECKING:  # the process that only hands tests to others needs no torch
-    from multimodal_gen.testing.processes import World
+    from tests.helpers.processes import World
 
 TinyPipeline = Callable[[str], Path]
 
@@ -28,7 +28,7 @@ HERE = Path(__file__).parent
 RANKS = "ranks"
 # Each of its tests takes a process of its own, whichever runs the others.
 CHILDREN = HERE / "kernels" / "test_children.py"
-PROCESSES = "multimodal_gen.testing.processes"
+PROCESSES = "tests.helpers.processes"
 # Importing it imports most of what pipelines need.
 A_PIPELINE = "diffusers.pipelines.wan.pipeline_wan"
 
@@ -145,7 +145,7 @@ class Worlds:
     started: dict[int, "World"] = field(default_factory=dict)
 
     def of(self, num_ranks: int) -> "World":
-        from multimodal_gen.testing.processes import World
+        from tests.helpers.processes import World
 
         if num_ranks not in self.started:
             folder = Path(tempfile.mkdtemp(dir=self.folder))

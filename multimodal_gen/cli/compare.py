@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +11,7 @@ import typer
 from multimodal_gen.cli.options import Settings, takes
 from multimodal_gen.cli.prompts import PromptFile, Prompts, read_prompts
 from multimodal_gen.cli.table import Row, echo, table, wrapped
-from multimodal_gen.errors import ConfigError
+from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.runtime.server_args import SETTINGS, ServerArgs
 
 if TYPE_CHECKING:
@@ -31,14 +31,27 @@ COMPARED = (
     "device",
     "offload",
     "vae_tiling",
-    "num_gpus",
-    "sp_degree",
-    "ulysses_degree",
-    "ring_degree",
-    "cfg_parallel",
-    "rank_timeout",
 )
 STEPS = replace(SETTINGS["num_inference_steps"], short="--steps")
+
+
+def _refuse_several(num_gpus: int) -> None:
+    from multimodal_gen.runtime.comparison.configurations import ONE_DEVICE
+
+    if num_gpus != 1:
+        raise UsageError(f"--num-gpus must be 1, got {num_gpus}: {ONE_DEVICE}")
+
+
+OneGpu = Annotated[
+    int,
+    typer.Option(
+        "--num-gpus",
+        metavar="N",
+        callback=_refuse_several,
+        help="Must be 1; `sglang generate --num-gpus` takes several, for a backend at a time.",
+    ),
+]
+"""Given up in 0.2: refused, with what to do instead."""
 
 _Backends = Annotated[
     str,
@@ -117,6 +130,7 @@ def compare(
     replayed_steps: _Replayed = None,
     layers_for: _LayersFor = None,
     page: _Page = True,
+    num_gpus: OneGpu = 1,
     *,
     settings: Settings,
 ) -> None:
@@ -124,9 +138,9 @@ def compare(
 
     Generates every prompt with every seed on a dense reference, on other exact kernels, whose
     difference is the noise, and on each backend. Writes report.json and report.html. A backend that
-    fails or runs out of memory is a row of the report. With --num-gpus the GPUs share every
-    generation.
+    fails or runs out of memory is a row of the report.
     """
+    del num_gpus
     report = run_comparison(
         settings,
         backends=backends,
@@ -140,27 +154,10 @@ def compare(
         layers_for=layers_for,
         page=page,
     )
-    if report is None:
-        return
     print_report(report)
     typer.echo(f"\nreport: {output / 'report.json'}")
     if page:
         typer.echo(f"page:   {output / 'report.html'}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Job:
-    """What one process is to compare; it can be sent to another one.
-
-    Attributes:
-        args: settings of the generations.
-        plan: what is compared.
-        page: whether to write report.html.
-    """
-
-    args: ServerArgs
-    plan: "Plan"
-    page: bool
 
 
 def run_comparison(
@@ -177,19 +174,23 @@ def run_comparison(
     layers_for: int | None = None,
     page: bool = True,
     check: Callable[["Plan", ServerArgs], object] = lambda plan, args: None,
-) -> "Report | None":
+) -> "Report":
     """Load a pipeline, compare backends on it, and return the report; see `compare`.
 
     Before anything is loaded, `check` may refuse what is planned.
-
-    On several GPUs, ranks do it. Where torchrun started them, only the first one gets the report.
     """
-    from multimodal_gen.runtime.comparison.configurations import Plan
+    from multimodal_gen.integrations.comparison import run_plan
+    from multimodal_gen.runtime.comparison.configurations import ONE_DEVICE, Plan
     from multimodal_gen.runtime.comparison.page import require_page
     from multimodal_gen.runtime.comparison.store import check_folder
-    from multimodal_gen.runtime.distributed.launch import is_launched_rank, run_rank
-    from multimodal_gen.runtime.generator import plan_ranks
+    from multimodal_gen.runtime.distributed.launch import is_launched_rank
+    from multimodal_gen.runtime.generator import PipelineIndex
+    from multimodal_gen.runtime.generator.denoise import out_of_memory_explained
+    from multimodal_gen.runtime.generator.load import load_pipeline
+    from multimodal_gen.runtime.generator.ranks import rank_device
 
+    if is_launched_rank():
+        raise UsageError(ONE_DEVICE)
     args = ServerArgs(**settings, prompt="", backend="sglang")
     dense, exact, candidates = _configurations(reference, floor, backends)
     plan = Plan(
@@ -204,87 +205,13 @@ def run_comparison(
         layers_for=layers_for,
     )
     check(plan, args)
-    job = _Job(args=args, plan=plan, page=page)
-    if is_launched_rank():
-        found: list[Report | None] = []
-        run_rank(lambda num: found.append(_join_and_run(job, num)), timeout=args.rank_timeout)
-        return found[0]
     check_folder(folder, resume=resume)
     if page:
         require_page()
-    num_ranks = plan_ranks(args).world_size
-    return _run(job) if num_ranks == 1 else _launch(job, num_ranks)
-
-
-def _launch(job: _Job, num_ranks: int) -> "Report":
-    """Do a job on ranks of this host; start again without a backend that ends them all.
-
-    Raises:
-        typer.Exit: a rank failed, and said why.
-        RankError: a rank ended without a word.
-    """
-    from multimodal_gen.runtime.comparison.record import Report, read_record
-    from multimodal_gen.runtime.comparison.store import noted_failures
-    from multimodal_gen.runtime.distributed.launch import launch_ranks
-
-    folder = job.plan.folder
-    while True:
-        noted = noted_failures(folder)
-        status = launch_ranks(_launched, job, num_ranks=num_ranks)
-        if not status:
-            return read_record(Report, folder / "report.json")
-        if noted_failures(folder) == noted:
-            raise typer.Exit(status)
-        typer.echo("starting again without it", err=True)
-        job = replace(job, plan=replace(job.plan, resume=True))
-
-
-def _launched(job: _Job) -> None:
-    """Be a rank that `_launch` started."""
-    from multimodal_gen.runtime.distributed.launch import run_rank
-
-    def work(num_ranks: int) -> None:
-        _join_and_run(job, num_ranks)
-
-    run_rank(work, timeout=job.args.rank_timeout)
-
-
-def _join_and_run(job: _Job, num_ranks: int) -> "Report | None":
-    """Join the ranks that were started, and do a job with them; the first has the report."""
-    import torch
-
-    from multimodal_gen.runtime.comparison.store import check_folder
-    from multimodal_gen.runtime.distributed.groups import is_main_rank, ranks_per_host
-    from multimodal_gen.runtime.generator import join_ranks
-
-    (args,) = join_ranks((job.args,), num_ranks)
-    if is_main_rank():
-        check_folder(job.plan.folder, resume=job.plan.resume)
-    if num_ranks > 1:  # the ranks of a host share its cores
-        torch.set_num_threads(max(1, torch.get_num_threads() // (ranks_per_host() or 1)))
-    report = _run(replace(job, args=args))
-    return report if is_main_rank() else None
-
-
-def _run(job: _Job) -> "Report":
-    """Do a job, alone or as one of several ranks."""
-    from multimodal_gen.integrations.comparison import run_plan
-    from multimodal_gen.runtime.generator import PipelineIndex
-    from multimodal_gen.runtime.generator.denoise import out_of_memory_explained
-    from multimodal_gen.runtime.generator.load import load_pipeline
-    from multimodal_gen.runtime.generator.ranks import rank_device
-
-    index = PipelineIndex.read(job.args.model_path, job.args.pipeline_class_name)
+    index = PipelineIndex.read(args.model_path, args.pipeline_class_name)
     with out_of_memory_explained():
-        pipe = load_pipeline(index, job.args, rank_device(job.args.device))
-    return run_plan(
-        pipe,
-        index,
-        job.args,
-        job.plan,
-        page=job.page,
-        say=lambda line: typer.echo(line, err=True),
-    )
+        pipe = load_pipeline(index, args, rank_device(args.device))
+    return run_plan(pipe, index, args, plan, page=page, say=lambda it: typer.echo(it, err=True))
 
 
 def print_report(report: "Report") -> None:

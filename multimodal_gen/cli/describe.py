@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import MISSING
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,6 +15,9 @@ from multimodal_gen.runtime.platforms.interface import AttentionBackendEnum
 if TYPE_CHECKING:
     from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionBackend
     from multimodal_gen.settings import Parameter
+
+# For examples, in place of defaults that do nothing: a sparsity of 0 leaves nothing out.
+_WHERE_IDLE = MappingProxyType({"sparsity": 0.9})
 
 _Name = Annotated[
     str,
@@ -30,10 +34,11 @@ def describe(name: _Name, as_json: AsJson = False) -> None:
 
     They are what `--attention-backend-config` takes.
     """
-    from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
+    from multimodal_gen.runtime.layers.attention.backends.registry import find_backend, load_plugins
     from multimodal_gen.runtime.layers.attention.config import parameters_of
     from multimodal_gen.runtime.platforms import current_platform
 
+    load_plugins()  # of which it may be one
     backend = AttentionBackendEnum.parse(name)
     cls = find_backend(backend, current_platform().name)
     parameters = list(parameters_of(cls.config_cls).values())
@@ -94,7 +99,7 @@ def _as_dict(parameter: "Parameter") -> dict[str, Any]:
 def _example(cls: "type[AttentionBackend]", parameters: "list[Parameter]") -> str:
     """Return a command with what the backend needs, or with its first parameters."""
     given = [
-        f"{p.name}={_text(p.default)}"
+        f"{p.name}={_text(p.default or _WHERE_IDLE.get(p.name, p.default))}"
         for p in parameters
         if not p.required and p.default not in (None, "") and not p.name.startswith("dense_")
     ]

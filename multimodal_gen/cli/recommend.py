@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from multimodal_gen.cli.compare import COMPARED, STEPS, print_report, run_comparison
+from multimodal_gen.cli.compare import COMPARED, STEPS, OneGpu, print_report, run_comparison
 from multimodal_gen.cli.options import AsJson, Settings, takes
 from multimodal_gen.cli.prompts import PromptFile, Prompts, read_prompts
 from multimodal_gen.cli.table import echo, wrapped
@@ -68,8 +68,13 @@ _Backends = Annotated[
     ),
 ]
 _Seeds = Annotated[
-    str,
-    typer.Option("--seeds", metavar="N-N,N", help="With --model-path: seeds of every prompt."),
+    str | None,
+    typer.Option(
+        "--seeds",
+        metavar="N-N,N",
+        show_default="0",
+        help="With --model-path: seeds of every prompt.",
+    ),
 ]
 
 
@@ -83,7 +88,8 @@ def recommend(
     prompt: Prompts = None,
     prompts: PromptFile = None,
     backends: _Backends = None,
-    seeds: _Seeds = "0",
+    seeds: _Seeds = None,
+    num_gpus: OneGpu = 1,
     *,
     settings: Settings,
     as_json: AsJson = False,
@@ -96,28 +102,26 @@ def recommend(
     """
     from multimodal_gen.runtime.comparison import recommend as choice
 
+    del num_gpus
     limits = choice.Limits(min_psnr=min_psnr, min_vmaf=min_vmaf, max_error=max_error)
     if output is not None:
         choice.check_file(output)
     if settings["model_path"] is None:
-        _refuse_search(prompt, prompts, backends, settings)
+        _refuse_search(prompt, prompts, backends, seeds, settings)
         report = _read(comparison)
     else:
-        found_report = run_comparison(
+        report = run_comparison(
             settings,
             backends=backends or ";".join(choice.GRID),
             folder=comparison,
             prompts=read_prompts(prompt, prompts, "a comparison"),
             reference="torch_sdpa",
             floor=None,
-            seeds=seeds,
+            seeds="0" if seeds is None else seeds,
             resume=os.path.exists(comparison),
             replayed_steps=0,
             check=choice.check_search,
         )
-        if found_report is None:
-            return
-        report = found_report
         if not as_json:
             print_report(report)
             typer.echo("")
@@ -137,14 +141,15 @@ def recommend(
 
 
 def _refuse_search(
-    prompt: list[str] | None, prompts: Path | None, backends: str | None, settings: Settings
+    prompt: list[str] | None,
+    prompts: Path | None,
+    backends: str | None,
+    seeds: str | None,
+    settings: Settings,
 ) -> None:
     """Refuse what only a search takes, rather than leave it out."""
-    given = [
-        flag
-        for flag, value in (("--prompt", prompt), ("--prompts", prompts), ("--backends", backends))
-        if value
-    ]
+    flags = {"--prompt": prompt, "--prompts": prompts, "--backends": backends, "--seeds": seeds}
+    given = [flag for flag, value in flags.items() if value]
     given += [
         setting.flag
         for name in (*COMPARED, STEPS.name)

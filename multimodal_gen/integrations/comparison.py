@@ -13,7 +13,6 @@ from multimodal_gen.runtime.comparison.configurations import Plan, read_configur
 from multimodal_gen.runtime.comparison.page import require_page, write_page
 from multimodal_gen.runtime.comparison.record import Report
 from multimodal_gen.runtime.comparison.run import Comparison
-from multimodal_gen.runtime.distributed.groups import is_main_rank
 from multimodal_gen.runtime.generator.index import PipelineIndex
 from multimodal_gen.runtime.layers.attention.scope import SelectionScope
 from multimodal_gen.runtime.server_args import ServerArgs
@@ -45,8 +44,8 @@ def compare(
 ) -> Report:
     """Compare attention backends on a loaded pipeline, as `sglang attention compare` does.
 
-    The pipeline is used as it is, on the device it is on, and left as it was found. After
-    `init_parallel` every rank calls this with the same arguments, and gets the same report.
+    The pipeline is used as it is, on the device it is on, and left as it was found. It is one
+    process on one device: after `init_parallel` it is refused.
 
     Args:
         pipe: a diffusers pipeline, to which nothing is applied.
@@ -77,7 +76,7 @@ def compare(
 
     Raises:
         UsageError: an argument is of another type or does not fit the pipeline, the folder is in
-            use, or the reference cannot run.
+            use, the reference cannot run, or this is one of several ranks.
         ConfigError: a backend or its parameters are wrong.
         MissingDependencyError: an encoder for videos or what the page needs is not installed.
     """
@@ -133,7 +132,7 @@ def run_plan(
         return apply(target, scope=scope)
 
     report = Comparison(pipe, index, args, plan, attach, __version__, say).run()
-    if page and is_main_rank():
+    if page:
         write_page(report, plan.folder, plan.folder / "report.html")
     return report
 

@@ -122,6 +122,11 @@ class DenoiserPlan:
         self._new_parts = self._make_trainable(gated, projected) if train else 0
 
     @property
+    def model(self) -> nn.Module:
+        """The model."""
+        return self._component.model
+
+    @property
     def layers(self) -> tuple[ModuleAttention, ...]:
         """The layers, in the order of the model's modules."""
         return tuple(patched.layer for patched in self._patched)

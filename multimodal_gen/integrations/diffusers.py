@@ -26,6 +26,7 @@ from multimodal_gen.errors import (
 from multimodal_gen.integrations.components import Component, Kind, find_components, unwrap
 from multimodal_gen.integrations.denoiser_plan import DenoiserPlan
 from multimodal_gen.integrations.forward_hooks import notice_end
+from multimodal_gen.integrations.hooks import StandIn
 from multimodal_gen.integrations.parallel.plan import none_can_be_split
 from multimodal_gen.integrations.scopes import check_overrides
 from multimodal_gen.integrations.steps import StepTracker
@@ -43,6 +44,18 @@ from multimodal_gen.runtime.layers.attention.request import LayerSite
 from multimodal_gen.runtime.layers.attention.scope import SelectionScope, scope_from
 from multimodal_gen.runtime.layers.attention.warn_once import WarnOnce
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
+
+_HANDLE = "_multimodal_gen_handle"
+
+
+class _HandleMark(StandIn):
+    """Tells on an attached model which handle it belongs to; in its copies, that there is none."""
+
+    def __init__(self, handle: "AttentionHandle") -> None:
+        self.handle = handle
+
+    def in_copies(self) -> None:
+        return None
 
 
 class AttentionHandle:
@@ -72,6 +85,10 @@ class AttentionHandle:
         with ExitStack() as undo:
             for plan in plans:
                 plan.install(undo)
+                if plan.layers:
+                    attributes = vars(plan.model)
+                    attributes[_HANDLE] = _HandleMark(self)
+                    undo.callback(attributes.pop, _HANDLE, None)
             notice_end(pipeline, self.end_request, undo)
             undo.callback(self.end_request)
             self._undo = undo.pop_all()
@@ -188,7 +205,7 @@ def apply(
             save the model before `remove`, which takes them out; `apply` finds them in the folder.
 
     Returns:
-        The handle; keep it to read the report and to take everything back.
+        The handle, to read the report and to take everything back; `applied` finds it again.
 
     Raises:
         UsageError: the target is no pipeline or model, or is attached already; or ranks are to
@@ -232,6 +249,27 @@ def apply(
     _require_split(denoisers)
     check_overrides(scope, [layer.site for plan in plans for layer in plan.layers])
     return AttentionHandle(plans, notes, scope.warnings, tracker, pipeline)
+
+
+def applied(target: Any) -> AttentionHandle | None:
+    """Return the live handle of a pipeline or model, for who did not keep what `apply` returned.
+
+    Args:
+        target: what was given to `apply`, or a pipeline that holds it.
+
+    Returns:
+        The handle, until `remove`; None where nothing is attached. Where components were attached
+        one by one, it is the handle of the first of them.
+
+    Raises:
+        UsageError: the target is no pipeline or model.
+    """
+    for component in find_components(target):
+        mark = vars(component.model).get(_HANDLE)
+        if mark is not None:
+            handle: AttentionHandle = mark.handle
+            return handle
+    return None
 
 
 def _described(latent_grid: object, text_rows: object) -> DescribedTokens | None:

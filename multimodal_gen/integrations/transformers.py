@@ -74,6 +74,11 @@ class EncoderPlan:
                 self._add(path, module, scope)
 
     @property
+    def model(self) -> nn.Module:
+        """The model."""
+        return self._component.model
+
+    @property
     def layers(self) -> tuple[ModuleAttention, ...]:
         """The layers, in the order of the model's modules."""
         return tuple(layer for _, layer in self._modules)

@@ -1,1 +1,1 @@
-"""Input factories, tolerances and tiny models, shared by tests and benchmarks."""
+"""Tiny models, for tests and first tries."""

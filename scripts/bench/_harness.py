@@ -11,6 +11,7 @@ import datetime
 import importlib.metadata
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -18,6 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+# Benchmarks share inputs with the tests, which are no part of what is installed.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 RESULTS = Path(__file__).parent / "results"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -34,7 +34,7 @@ from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     tiled_sequence,
 )
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-from multimodal_gen.testing.block_plans import tile_lists
+from tests.helpers.block_plans import tile_lists
 
 BOUND = 4e-3
 

@@ -38,7 +38,7 @@ from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope, scope_from
 from multimodal_gen.runtime.layers.attention.sparse.executors import rows as by_rows
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
-from multimodal_gen.testing.inputs import QKV, make_video_qkv
+from tests.helpers.inputs import QKV, make_video_qkv
 
 STEPS = 50
 SUSTAINED = "auto, a generation"

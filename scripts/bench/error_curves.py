@@ -34,7 +34,7 @@ from tail import (
 
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
-from multimodal_gen.testing.inputs import QKV
+from tests.helpers.inputs import QKV
 
 SMOKE = Case(name="smoke", grid=(5, 9, 13), heads=2, head_size=32)
 BOUND = 1e-2  # of nine rows in ten: where scores are alike, another block may be chosen

@@ -52,7 +52,7 @@ from tail import (
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.sparse import router
 from multimodal_gen.runtime.layers.attention.sparse.executors import local
-from multimodal_gen.testing.inputs import QKV
+from tests.helpers.inputs import QKV
 
 BELOW = (20.0, 30.0, 40.0)  # decibels
 # What may be left out together: a hundredth, a thousandth and less of every weight.

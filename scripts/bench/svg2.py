@@ -38,7 +38,7 @@ from multimodal_gen.runtime.layers.attention.sparse.methods.svg2 import SVG2Conf
 from multimodal_gen.runtime.layers.attention.sparse.tiles import run_on_two_streams
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-from multimodal_gen.testing.inputs import make_video_qkv
+from tests.helpers.inputs import make_video_qkv
 
 GRID, HEADS, HEAD_SIZE = (21, 52, 68), 32, 128
 TOKENS = math.prod(GRID)

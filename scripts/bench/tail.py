@@ -53,8 +53,8 @@ from multimodal_gen.runtime.layers.attention.scope import (
 )
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-from multimodal_gen.testing.block_plans import tile_lists
-from multimodal_gen.testing.inputs import QKV, make_video_qkv
+from tests.helpers.block_plans import tile_lists
+from tests.helpers.inputs import QKV, make_video_qkv
 
 DENSITY = 0.15
 ROWS = 128

@@ -46,7 +46,7 @@ from multimodal_gen.runtime.layers.attention.sparse.methods.vmoba_upstream impor
     attend_upstream,
 )
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout, SparseCall
-from multimodal_gen.testing.inputs import QKV, make_video_qkv
+from tests.helpers.inputs import QKV, make_video_qkv
 
 HEAD_SIZE = 128
 SAMPLED = 24

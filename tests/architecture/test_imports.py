@@ -289,3 +289,8 @@ def test_the_kernels_that_mypy_takes_untyped_are_those_there_are(
     text = (repository / "pyproject.toml").read_text()
     listed = re.findall(r'"(multimodal_gen\.kernels\.[\w.]+_kernel)"', text)
     assert listed == sorted(kernels)
+
+
+def test_everything_exported_is_listed_before_it_is_loaded(repository: Path) -> None:
+    script = "import multimodal_gen as m\nassert {*m.__all__} <= {*dir(m)}"
+    assert _loaded_by(script, repository) == set()

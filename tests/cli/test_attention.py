@@ -13,8 +13,8 @@ from multimodal_gen.kernels import gluon_check
 from multimodal_gen.runtime.layers.attention.backends import registry
 from multimodal_gen.runtime.layers.attention.backends.registry import all_backends
 from multimodal_gen.runtime.platforms import PlatformEnum
-from multimodal_gen.testing.fakes import FakeDevice, machine_with, simulated_environment
 from multimodal_gen.testing.tiny_models import FAMILIES
+from tests.helpers.fakes import FakeDevice, machine_with, simulated_environment
 
 
 def test_list_names_every_backend_with_its_state(sglang) -> None:
@@ -150,9 +150,15 @@ raise SystemExit(main(["attention", "list"]))
 
 def _lists_in(folder: Path) -> tuple[str, str]:
     """Return the list as JSON and as text, in a process that has the packages of `folder`."""
+    document, _, text = _printed_in(folder, LIST_TWICE).partition("---\n")
+    return document, text
+
+
+def _printed_in(folder: Path, script: str) -> str:
+    """Return what a process prints that has the packages of `folder`."""
     path = f"{folder}{os.pathsep}{Path(multimodal_gen.__file__).parents[1]}"
     done = subprocess.run(
-        [sys.executable, "-c", LIST_TWICE],
+        [sys.executable, "-c", script],
         capture_output=True,
         text=True,
         timeout=120,
@@ -160,8 +166,7 @@ def _lists_in(folder: Path) -> tuple[str, str]:
         env={**os.environ, "PYTHONPATH": path},
     )
     assert done.returncode == 0, done.stderr
-    document, _, text = done.stdout.partition("---\n")
-    return document, text
+    return done.stdout
 
 
 def test_list_shows_broken_plug_ins_with_their_errors(tmp_path) -> None:
@@ -180,6 +185,31 @@ def test_list_shows_broken_plug_ins_with_their_errors(tmp_path) -> None:
     _, _, table = text.partition("broken plug-in ")
     assert all(name in table for name, _ in found)
     assert " ".join(table.split()).count("must load, got OSError('libbroken.so.3 is missing')") == 3
+
+
+PLUGIN = """
+from multimodal_gen.runtime.layers.attention.backends.sdpa import SDPABackend
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
+
+class Backend(SDPABackend):
+    backend = AttentionBackendEnum.register_plugin_name("own_backend")
+    summary = "of another package"
+"""
+
+DESCRIBE = """
+from multimodal_gen.cli.main import main
+raise SystemExit(main(["attention", "describe", "own_backend"]))
+"""
+
+
+def test_describe_knows_backends_of_other_packages(tmp_path) -> None:
+    (tmp_path / "own_plugin.py").write_text(PLUGIN)
+    info = tmp_path / "own_plugin-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: own-plugin\nVersion: 1.0\n")
+    entry = "[multimodal_gen.attention_backends]\nown_backend = own_plugin:Backend\n"
+    (info / "entry_points.txt").write_text(entry)
+    assert "own_backend: of another package" in _printed_in(tmp_path, DESCRIBE)
 
 
 def test_list_says_nothing_of_plug_ins_where_all_is_well(sglang) -> None:

@@ -7,6 +7,7 @@ import pytest
 from multimodal_gen.runtime.comparison.record import Report, read_record
 
 SIZE = ("--height", "64", "--width", "128", "--dtype", "float32")
+FLOOR = "video_sparse_attn:sparsity=0,dense_above=1"
 CLOSE = "sliding_tile_attn:window=[1,1,3],skip_time_steps=0,tile_size=[1,2,2]"
 
 
@@ -15,7 +16,7 @@ def test_a_comparison_prints_tables_and_writes_its_report(sglang, tiny_pipeline,
     prompts.write_text("a fox\n\n")
     outcome = sglang(
         *("attention", "compare", "--model-path", tiny_pipeline("flux"), "--prompts", prompts),
-        *("--backends", CLOSE, "--floor", "video_sparse_attn:sparsity=0", "--seeds", "3"),
+        *("--backends", CLOSE, "--floor", FLOOR, "--seeds", "3"),
         *("--steps", "1", "--replayed-steps", "1", "--output", tmp_path / "out", *SIZE),
         "--no-page",
     )
@@ -38,6 +39,9 @@ def test_a_comparison_prints_tables_and_writes_its_report(sglang, tiny_pipeline,
         (("--seeds", "3-1"), "--seeds must be seeds and ranges such as 0-3,7, got '3-1'"),
         (("--seeds", "x"), "--seeds must be seeds and ranges"),
         (("--reference", "video_sparse_attn"), "--reference must be a dense backend"),
+        (("--floor", "video_sparse_attn"), "--floor must be exact kernels, got 'video_sparse"),
+        (("--num-gpus", "2"), "--num-gpus must be 1, got 2"),
+        (("--num-gpus", "2"), "with `sglang generate --num-gpus`, once for each backend"),
         (("--backends", "best"), "--backends: attention backend must be one of"),
     ],
 )

@@ -31,6 +31,14 @@ def test_ranges_defaults_and_aliases_are_those_of_the_declarations(sglang) -> No
     assert "also written VSA_sparsity" in out
 
 
+def test_an_example_does_something(sglang) -> None:
+    out = sglang("attention", "describe", "video_sparse_attn").out
+    assert (
+        "--attention-backend-config 'sparsity=0.9,topk_convention=tiles,router=mean'"
+        in " ".join(out.split())
+    )
+
+
 @pytest.mark.parametrize("columns", ["60", "200"])
 def test_every_terminal_shows_the_same_table(sglang, monkeypatch, columns) -> None:
     monkeypatch.setenv("COLUMNS", columns)

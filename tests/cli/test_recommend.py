@@ -10,7 +10,7 @@ import yaml
 
 from multimodal_gen.cli.main import main
 from multimodal_gen.runtime.comparison.record import Report, read_record, write_record
-from multimodal_gen.testing.reports import make_report
+from tests.helpers.reports import make_report
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +57,8 @@ def test_what_only_a_search_takes_is_refused_without_a_model(
         "--model-path must be given with --prompt, --height, --num-inference-steps"
         in capsys.readouterr().err
     )
+    assert main(["attention", "recommend", "--comparison", str(folder), "--seeds", "0"]) == 2
+    assert "--model-path must be given with --seeds" in capsys.readouterr().err
 
 
 def test_a_folder_without_a_report_is_one_line(

@@ -14,8 +14,8 @@ from multimodal_gen.runtime.layers.attention.auto_table import (
 from multimodal_gen.runtime.layers.attention.backends.registry import current_environment
 from multimodal_gen.runtime.layers.attention.scope import SelectionScope
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-from multimodal_gen.testing.inputs import make_qkv
-from multimodal_gen.testing.tolerance import assert_within_error_budget
+from tests.helpers.inputs import make_qkv
+from tests.helpers.tolerance import assert_within_error_budget
 
 pytestmark = [
     pytest.mark.gpu,

@@ -25,9 +25,9 @@ from multimodal_gen.runtime.layers.attention.scope import (
 )
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
-from multimodal_gen.testing.block_plans import PlanShape, dense_mask, random_plan
-from multimodal_gen.testing.inputs import QKV, make_qkv
-from multimodal_gen.testing.tolerance import assert_gradients_within_error_budget
+from tests.helpers.block_plans import PlanShape, dense_mask, random_plan
+from tests.helpers.inputs import QKV, make_qkv
+from tests.helpers.tolerance import assert_gradients_within_error_budget
 
 pytestmark = [
     pytest.mark.gpu,

@@ -25,7 +25,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
 )
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
-from multimodal_gen.testing.block_plans import PlanShape, random_plan
+from tests.helpers.block_plans import PlanShape, random_plan
 
 pytestmark = [
     pytest.mark.gpu,

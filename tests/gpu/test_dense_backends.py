@@ -26,8 +26,8 @@ from multimodal_gen.runtime.layers.attention.backends.registry import (
 )
 from multimodal_gen.runtime.layers.attention.request import AttentionRequest, Feature
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-from multimodal_gen.testing.inputs import QKV, make_qkv
-from multimodal_gen.testing.tolerance import (
+from tests.helpers.inputs import QKV, make_qkv
+from tests.helpers.tolerance import (
     assert_gradients_within_error_budget,
     assert_lse_within_error_budget,
     assert_within_error_budget,

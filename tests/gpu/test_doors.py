@@ -11,8 +11,8 @@ import torch
 
 from multimodal_gen.integrations.comfyui.takeover import KEY, Settings, take_over
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
-from multimodal_gen.testing.block_plans import PlanShape, random_plan
 from scripts import hf_kernels
+from tests.helpers.block_plans import PlanShape, random_plan
 from tests.integrations.comfyui.fakes import Patcher, WanModel, sample
 
 pytestmark = [

@@ -27,7 +27,7 @@ from multimodal_gen.kernels.linear_attention.api import (
 from multimodal_gen.kernels.quantized_attention.api import quantized_attention
 from multimodal_gen.kernels.tile_order.api import gather_tokens, scatter_tokens, tile_order
 from multimodal_gen.kernels.select.api import add_gated, pool_tiles, select_tiles
-from multimodal_gen.testing.block_plans import PlanShape, random_plan
+from tests.helpers.block_plans import PlanShape, random_plan
 
 def draw(plan, heads=4):
     q = torch.randn(2, plan.q.total, heads, 128, device="cuda", dtype=torch.bfloat16)

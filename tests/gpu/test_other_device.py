@@ -17,7 +17,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
 )
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-from multimodal_gen.testing.tolerance import assert_within_error_budget
+from tests.helpers.tolerance import assert_within_error_budget
 
 pytestmark = [
     pytest.mark.multi_gpu,

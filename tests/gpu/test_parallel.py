@@ -14,9 +14,9 @@ from multimodal_gen.runtime.layers.attention import USPAttention
 from multimodal_gen.runtime.layers.attention.scope import scope_from_args
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from multimodal_gen.runtime.server_args import ServerArgs
-from multimodal_gen.testing.inputs import make_qkv, make_video_qkv
-from multimodal_gen.testing.processes import World, own
-from multimodal_gen.testing.tolerance import (
+from tests.helpers.inputs import make_qkv, make_video_qkv
+from tests.helpers.processes import World, own
+from tests.helpers.tolerance import (
     assert_gradients_within_error_budget,
     assert_within_error_budget,
 )

@@ -27,10 +27,10 @@ from multimodal_gen.runtime.layers.attention.scope import (
 from multimodal_gen.runtime.layers.attention.sparse.methods.sla import SageSLAConfig, SLAConfig
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-from multimodal_gen.testing.block_plans import FORMS, PlanShape, random_plan
-from multimodal_gen.testing.inputs import QKV, make_qkv
-from multimodal_gen.testing.reference import reference_attention
-from multimodal_gen.testing.tolerance import QUANTISED_MAX_RELATIVE_L1, QUANTISED_MIN_COSINE
+from tests.helpers.block_plans import FORMS, PlanShape, random_plan
+from tests.helpers.inputs import QKV, make_qkv
+from tests.helpers.reference import reference_attention
+from tests.helpers.tolerance import QUANTISED_MAX_RELATIVE_L1, QUANTISED_MIN_COSINE
 
 pytestmark = [
     pytest.mark.gpu,

@@ -27,8 +27,8 @@ from multimodal_gen.runtime.layers.attention.sparse.methods.sta.strategy import 
 from multimodal_gen.runtime.layers.attention.sparse.methods.vsa import VideoSparseConfig
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
-from multimodal_gen.testing.inputs import make_qkv
-from multimodal_gen.testing.tolerance import assert_within_error_budget
+from tests.helpers.inputs import make_qkv
+from tests.helpers.tolerance import assert_within_error_budget
 
 pytestmark = [
     pytest.mark.gpu,

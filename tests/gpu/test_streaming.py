@@ -22,10 +22,11 @@ from multimodal_gen.runtime.layers.attention.scope import (
 )
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
-from multimodal_gen.testing.block_plans import dense_mask
-from multimodal_gen.testing.inputs import make_qkv
-from multimodal_gen.testing.reference import reference_attention
-from multimodal_gen.testing.tile_choice import (
+from multimodal_gen.testing.tiny_models.streaming import ANYFLOW_FAR, HELIOS
+from tests.helpers.block_plans import dense_mask
+from tests.helpers.inputs import make_qkv
+from tests.helpers.reference import reference_attention
+from tests.helpers.tile_choice import (
     TokenTiles,
     attention_with_tail,
     best_tiles,
@@ -33,8 +34,7 @@ from multimodal_gen.testing.tile_choice import (
     selected_tiles,
     token_tiles,
 )
-from multimodal_gen.testing.tiny_models.streaming import ANYFLOW_FAR, HELIOS
-from multimodal_gen.testing.tolerance import assert_within_error_budget
+from tests.helpers.tolerance import assert_within_error_budget
 
 pytestmark = [
     pytest.mark.gpu,

@@ -26,8 +26,8 @@ from multimodal_gen.runtime.layers.attention.scope import (
 from multimodal_gen.runtime.layers.attention.sparse.methods.svg2 import SVG2Config
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-from multimodal_gen.testing.inputs import QKV, make_video_qkv
-from multimodal_gen.testing.tolerance import assert_within_error_budget
+from tests.helpers.inputs import QKV, make_video_qkv
+from tests.helpers.tolerance import assert_within_error_budget
 
 pytestmark = [
     pytest.mark.gpu,

@@ -20,9 +20,9 @@ from multimodal_gen.runtime.layers.attention.scope import (
 )
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
-from multimodal_gen.testing.block_plans import PlanShape, random_plan
-from multimodal_gen.testing.inputs import make_qkv, make_video_qkv
-from multimodal_gen.testing.tail import assert_tail_within_error_budget
+from tests.helpers.block_plans import PlanShape, random_plan
+from tests.helpers.inputs import make_qkv, make_video_qkv
+from tests.helpers.tail import assert_tail_within_error_budget
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,7 +5,7 @@ import torch
 
 from multimodal_gen.kernels.tile_order.api import gather_tokens, scatter_tokens, tile_order
 from multimodal_gen.kernels.tile_order.reference import gather_reference, scatter_reference
-from multimodal_gen.testing.inputs import LAYOUTS, with_layout
+from tests.helpers.inputs import LAYOUTS, with_layout
 
 pytestmark = [
     pytest.mark.gpu,

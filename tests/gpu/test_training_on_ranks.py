@@ -14,8 +14,8 @@ from multimodal_gen.runtime.layers.attention import UlyssesAttention_VSA, USPAtt
 from multimodal_gen.runtime.layers.attention.scope import scope_from_args
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from multimodal_gen.runtime.server_args import ServerArgs
-from multimodal_gen.testing.inputs import make_qkv, make_video_qkv
-from multimodal_gen.testing.processes import World, own
+from tests.helpers.inputs import make_qkv, make_video_qkv
+from tests.helpers.processes import World, own
 
 pytestmark = [
     pytest.mark.multi_gpu,

@@ -30,7 +30,7 @@ from multimodal_gen.runtime.layers.attention.sparse.executors.rows import (
     row_stats,
 )
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout, SparseCall
-from multimodal_gen.testing.tolerance import assert_within_error_budget
+from tests.helpers.tolerance import assert_within_error_budget
 from tests.kernels.select_chunks.naive import layout, unpacked
 from tests.kernels.select_rows.naive import assert_sorted, random_bits
 

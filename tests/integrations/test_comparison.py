@@ -10,6 +10,7 @@ import pytest
 import multimodal_gen
 from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations import comparison
+from multimodal_gen.runtime.comparison import run
 
 PIPE = SimpleNamespace(components={})
 
@@ -43,6 +44,17 @@ def compare(tmp_path: Path, **changes: Any) -> Any:
 def test_what_cannot_be_is_one_clear_error(tmp_path: Path, changes: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         compare(tmp_path, **changes)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_comparison_on_several_ranks_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "parallel_groups", object)
+    with pytest.raises(
+        UsageError, match=r"on one GPU, got several; .* `sglang generate --num-gpus"
+    ):
+        compare(tmp_path, page=False)
     assert not list(tmp_path.iterdir())
 
 

@@ -16,7 +16,7 @@ from multimodal_gen.errors import (
     UnsupportedBackendError,
     UsageError,
 )
-from multimodal_gen.integrations.diffusers import apply
+from multimodal_gen.integrations.diffusers import applied, apply
 from multimodal_gen.integrations.hooks import StandIn
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import BackendPreference, SelectionScope, Source
@@ -79,6 +79,20 @@ def test_every_attention_module_runs_on_a_layer_with_the_same_latents(family, fr
     # The vision tower of Qwen2.5-VL has no image to look at here.
     assert all(".visual." in name for name in idle)
     assert {e.selection.label for layer in layers for e in layer.entries} == {"torch_sdpa"}
+
+
+def test_a_lost_handle_is_found_until_it_is_removed(fresh):
+    pipe = fresh("wan")
+    assert multimodal_gen.applied(pipe) is None
+    handle = apply(pipe, attention_backend="torch_sdpa")
+    assert applied(pipe) is handle
+    assert applied(pipe.transformer) is handle
+    assert applied(copy.deepcopy(pipe.transformer)) is None
+    with handle:
+        assert applied(pipe) is handle
+    assert applied(pipe) is None
+    with pytest.raises(UsageError, match="must be a diffusers pipeline or model, got str"):
+        applied("wan")
 
 
 @pytest.mark.slow_cases("flux", "wan22")

@@ -22,7 +22,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
     scope_from,
 )
 from multimodal_gen.runtime.layers.attention.sparse.methods.vsa import VideoSparseBackend
-from multimodal_gen.testing.fakes import PlainImpl
+from tests.helpers.fakes import PlainImpl
 from tests.integrations.conftest import generate, load
 
 FILE = "diffusion_pytorch_model.safetensors"

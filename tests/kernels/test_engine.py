@@ -29,9 +29,9 @@ from multimodal_gen.kernels.engine import (
     choose_for,
     serves,
 )
-from multimodal_gen.testing.block_plans import PlanShape, random_plan
-from multimodal_gen.testing.fakes import machine_with
-from multimodal_gen.testing.inputs import make_qkv
+from tests.helpers.block_plans import PlanShape, random_plan
+from tests.helpers.fakes import machine_with
+from tests.helpers.inputs import make_qkv
 
 HOPPER = {"triton": "3.6.0", "flash-attn-4": "4.0.0"}
 HALF = {torch.float16, torch.bfloat16}

@@ -10,8 +10,8 @@ from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.auto_table import CallShape
 from multimodal_gen.runtime.layers.attention.scope import SelectionScope
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-from multimodal_gen.testing.inputs import make_qkv
-from multimodal_gen.testing.reference import reference_attention
+from tests.helpers.inputs import make_qkv
+from tests.helpers.reference import reference_attention
 
 CPU = torch.device("cpu")
 SDPA = AttentionBackendEnum.TORCH_SDPA

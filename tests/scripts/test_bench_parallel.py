@@ -17,7 +17,7 @@ from multimodal_gen.runtime.distributed.collectives import (
 )
 from multimodal_gen.runtime.distributed.groups import parallel_groups
 from multimodal_gen.runtime.distributed.mesh import Mesh
-from multimodal_gen.testing.processes import World
+from tests.helpers.processes import World
 from tests.scripts.conftest import BENCH
 
 TOKENS, HEADS, SIZE = 12, 4, 8

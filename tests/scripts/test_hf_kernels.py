@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
-from multimodal_gen.testing.block_plans import PlanShape, random_plan
 from scripts import hf_kernels
+from tests.helpers.block_plans import PlanShape, random_plan
 
 
 @pytest.fixture(scope="module")

@@ -55,9 +55,11 @@ def keys_of(folder):
         return set(stored.keys())
 
 
-def test_the_loss_falls_a_run_goes_on_and_the_folder_is_enough(run, tmp_path) -> None:
+def test_the_loss_falls_a_run_goes_on_and_the_folder_is_enough(run, tmp_path, capsys) -> None:
     words = ("--config", "sparsity=0.9", "--weights", "all", "--lr", "0.002", "--every", "10")
     assert run(*words, "--steps", "20") == 0
+    lines = capsys.readouterr().out.splitlines()  # of no terminal
+    assert [line.partition(":")[0] for line in lines[:2]] == ["step 0 of 20", "step 10 of 20"]
     assert run(*words, "--steps", "30") == 2  # would begin anew where a run is
     with (tmp_path / "out" / "loss.csv").open("a") as file:
         file.write("20,0.5,\n21,0.5,\n")  # as of a run that was broken off behind its last state
@@ -70,6 +72,25 @@ def test_the_loss_falls_a_run_goes_on_and_the_folder_is_enough(run, tmp_path) ->
     pipe = diffusers.WanPipeline.from_pretrained(tmp_path / "out")
     with multimodal_gen.apply(pipe, attention_backend="video_sparse_attn") as handle:
         assert any("by the gates of the checkpoint" in note for note in handle.report().notes)
+
+
+def test_the_loss_and_the_distance_have_an_axis_each(run, tmp_path, monkeypatch) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: drawn.append(figure))
+    (tmp_path / "loss.csv").write_text("step,loss,gap\n0,0.5,0.9\n1,0.4,\n2,,0.7\n")
+    sys.modules["train_sparse"].plot(tmp_path / "loss.csv", tmp_path / "loss.png")
+    above, below = drawn[0].axes
+    assert (above.get_ylabel(), above.lines[0].get_ydata().tolist()) == (
+        "loss: mean squared error",
+        [0.5, 0.4],
+    )
+    assert (below.get_ylabel(), below.lines[0].get_xdata().tolist()) == (
+        "distance from dense, relative",
+        [0, 2],
+    )
 
 
 def weights_of(folder):

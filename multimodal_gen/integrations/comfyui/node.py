@@ -3,6 +3,7 @@
 ComfyUI loads this file through `__init__.py`; `comfy_api` exists in its process alone.
 """
 
+from collections import Counter
 from types import MappingProxyType
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from comfy_api.latest import ComfyExtension, io, ui
 
 from multimodal_gen.integrations.comfyui.takeover import KEY, Settings, Takeover, take_over
+from multimodal_gen.runtime.layers.attention.report import AttentionReport as Report
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 
@@ -19,7 +21,7 @@ class AttentionBackend(io.ComfyNode):  # type: ignore[misc]  # untyped base
     @classmethod
     def define_schema(cls) -> Any:
         """Return the inputs and outputs."""
-        return io.Schema(
+        schema = io.Schema(
             node_id="MultimodalGenAttentionBackend",
             display_name="Attention backend",
             category="model/attention",
@@ -27,7 +29,6 @@ class AttentionBackend(io.ComfyNode):  # type: ignore[misc]  # untyped base
                 "Runs the attention of a model on a backend of multimodal_gen, sparse or dense, "
                 "and says what ran in every layer."
             ),
-            search_aliases=["sparse attention", "sage attention", "multimodal_gen"],
             inputs=[
                 io.Model.Input("model"),
                 io.Combo.Input(
@@ -71,6 +72,9 @@ class AttentionBackend(io.ComfyNode):  # type: ignore[misc]  # untyped base
             outputs=[io.Model.Output(), io.String.Output(display_name="plan")],
             hidden=[io.Hidden.unique_id],
         )
+        # No argument: ComfyUI before 0.9 has none of that name.
+        schema.search_aliases = ["sparse attention", "sage attention", "multimodal_gen"]
+        return schema
 
     @classmethod
     def execute(
@@ -91,7 +95,7 @@ class AttentionBackend(io.ComfyNode):  # type: ignore[misc]  # untyped base
             strict=strict,
         )
         node_id = cls.hidden.unique_id
-        taken = take_over(model, settings, lambda text: _show(text, node_id))
+        taken = take_over(model, settings, lambda _: _show(_in_short(takeover.report()), node_id))
         takeover: Takeover = taken.get_attachment(KEY)
         denoiser = taken.get_model_object("diffusion_model")
         sampling = taken.get_model_object("model_sampling")
@@ -140,8 +144,19 @@ def _dtype(model: Any) -> torch.dtype:
     return found if isinstance(found, torch.dtype) else torch.get_default_dtype()
 
 
+def _in_short(report: Report) -> str:
+    """Return what the two lines have room for that a node shows."""
+    ran = Counter(
+        label
+        for layer in report.layers
+        for label in {entry.selection.label for entry in layer.entries if entry.calls}
+    )
+    counts = ", ".join(f"{label} in {count} layers" for label, count in ran.most_common())
+    return f"{counts or 'no layer ran'}\nin full: Attention report, or the log"
+
+
 def _show(text: str, node_id: object) -> None:
-    """Show a report on its node, where a server runs."""
+    """Show text on a node, where a server runs."""
     from server import PromptServer
 
     server = getattr(PromptServer, "instance", None)

@@ -17,19 +17,28 @@ from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.runtime.generator.cache import CACHES, Cache, read_cache
 from multimodal_gen.runtime.layers.attention.config import config_as_dict, settings_text
 from multimodal_gen.runtime.layers.attention.scope import SelectionScope, scope_from
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
+
+_DENSE_BLOCKS = "video_sparse_attn:sparsity=0,dense_above=1"
 
 EXACT_KERNELS = (
     "torch_sdpa",
     "triton_attn",
     "torch_cudnn_sdpa",
     "fa",
-    "video_sparse_attn:sparsity=0,dense_above=1",
+    _DENSE_BLOCKS,
     "flex_attn",
     "xformers",
     "flashinfer",
 )
 """Configurations that leave nothing out and round to no fewer bits than the tensors have, by how
 likely they are to add up in another order than those before them."""
+
+ONE_DEVICE = (
+    "a comparison must run on one GPU, got several; generate on several GPUs with `sglang generate "
+    "--num-gpus`, once for each backend"
+)
+"""What a comparison on several ranks is told."""
 
 # A path may have a plus, too: behind one without a blank before it stands the name of a cache.
 _NAMES = "|".join(name.replace("_", "[-_]") for name in CACHES)
@@ -70,7 +79,8 @@ class Plan:
         seeds: of every prompt.
         reference: what the others are compared with; a dense backend.
         candidates: what is compared with it.
-        floor: exact kernels for the noise; None for up to two that this machine has.
+        floor: exact kernels for the noise, of sparse methods those of `EXACT_KERNELS`; None for up
+            to two that this machine has.
         folder: where everything goes.
         resume: go on with what the folder holds.
         replayed_steps: denoising steps whose calls are replayed; 0 for none, None for one in ten,
@@ -92,19 +102,22 @@ class Plan:
     def __post_init__(self) -> None:
         if not self.prompts or not self.seeds:
             raise UsageError("a comparison must have at least one prompt and one seed, got none")
-        asked = self.reference.scope.default
-        assert asked is not None, "a configuration names a backend"
-        assert asked.backend is not None, "a configuration names a backend"
         if self.reference.cache is not None:
             raise UsageError(
                 f"--reference must have no cache, as others are put beside it, got "
                 f"{self.reference.text!r}"
             )
-        if asked.backend.is_sparse:
+        if _is_sparse(self.reference):
             raise UsageError(
                 f"--reference must be a dense backend, got {self.reference.text!r}, which leaves "
                 f"pairs out; try torch_sdpa"
             )
+        for each in self.floor or ():
+            if _is_sparse(each) and not _is_exact(each):
+                raise UsageError(
+                    f"--floor must be exact kernels, got {each.text!r}, a sparse method, whose "
+                    f"difference is not the noise; try triton_attn or {_DENSE_BLOCKS}"
+                )
 
     @property
     def clips(self) -> tuple[tuple[int, int], ...]:
@@ -182,6 +195,16 @@ def read_configuration(
         scope=scope,
         cache=cache,
     )
+
+
+def _is_sparse(configuration: Configuration) -> bool:
+    return AttentionBackendEnum.parse(configuration.backend).is_sparse
+
+
+def _is_exact(configuration: Configuration) -> bool:
+    exact = map(read_configuration, EXACT_KERNELS)
+    asked = (configuration.backend, configuration.settings)
+    return any((each.backend, each.settings) == asked for each in exact)
 
 
 def cache_of(text: str) -> str | None:

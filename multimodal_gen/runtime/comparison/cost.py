@@ -1,18 +1,18 @@
 """What one generation takes: its steps, its memory, its time in attention, and nothing else.
 
-What is done beside a generation, such as replaying its calls on other backends, is put `apart`: its
+What is done beside a generation, such as replaying its calls on other backends, is `excluded`: its
 time is taken from the step it fell into, and its memory does not count.
 """
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from multimodal_gen.runtime.comparison.record import Cost
+from multimodal_gen.runtime.comparison.record import LARGEST, Cost
 from multimodal_gen.runtime.distributed.timing import Stopwatch
 from multimodal_gen.runtime.generator.attention_check import layer_density
 from multimodal_gen.runtime.generator.denoise import Timings
@@ -20,6 +20,7 @@ from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLay
 from multimodal_gen.runtime.layers.attention.call import AttentionCall
 from multimodal_gen.runtime.layers.attention.report import AttentionReport
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
+from multimodal_gen.settings import option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +35,11 @@ class Spent:
         density: see `Cost`.
     """
 
-    seconds: float
-    step_seconds: tuple[float, ...]
-    attention_seconds: float
-    peak_memory: int | None
-    density: float
+    seconds: float = option(ge=0, le=LARGEST)
+    step_seconds: tuple[float, ...] = option(ge=0, le=LARGEST)
+    attention_seconds: float = option(ge=0, le=LARGEST)
+    peak_memory: int | None = option(ge=0)
+    density: float = option(ge=0, le=1.001)
 
 
 class Meter:
@@ -49,7 +50,7 @@ class Meter:
 
     Attributes:
         timings: what `denoise` is to write its times to.
-        highest: bytes at most on the device so far, with what is apart; 0 where it does not tell.
+        highest: bytes at most on the device so far, what is excluded too; 0 where it does not tell.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -57,7 +58,7 @@ class Meter:
         self.highest = 0
         self._device = device
         self._attention = Stopwatch()
-        self._apart: dict[int, float] = {}
+        self._excluded: dict[int, float] = {}
         self._memory = _statistics_of(device)
         self._peak = 0
         if self._memory is not None:
@@ -76,7 +77,7 @@ class Meter:
             return serve(call)
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def excluded(self) -> Iterator[None]:
         """Leave out what the block does."""
         start = self.timings.now()
         self._note_peak()
@@ -85,7 +86,7 @@ class Meter:
         finally:
             self._reset()
             step = len(self.timings.steps)
-            self._apart[step] = self._apart.get(step, 0.0) + self.timings.now() - start
+            self._excluded[step] = self._excluded.get(step, 0.0) + self.timings.now() - start
 
     def spent(self, report: AttentionReport) -> Spent:
         """Return what the generation took, at its end.
@@ -96,7 +97,7 @@ class Meter:
         self._note_peak()
         phases, steps = self.timings.phases, self.timings.steps
         step_seconds = tuple(
-            max(0.0, seconds - self._apart.get(step, 0.0)) for step, seconds in enumerate(steps)
+            max(0.0, seconds - self._excluded.get(step, 0.0)) for step, seconds in enumerate(steps)
         )
         return Spent(
             seconds=phases["prepare"] + sum(step_seconds) + phases["decode"],
@@ -123,19 +124,6 @@ def self_attention_density(report: AttentionReport) -> float:
     layers = [layer for layer in report.layers if layer.role is AttentionRole.SELF and layer.calls]
     calls = sum(layer.calls for layer in layers)
     return sum(layer.calls * layer_density(layer) for layer in layers) / calls if calls else 1.0
-
-
-def together(found: Sequence[Spent]) -> Spent:
-    """Return what a generation took on several ranks: see `Cost`.
-
-    Args:
-        found: what it took on each, the first rank first.
-    """
-    peaks = [each.peak_memory for each in found if each.peak_memory is not None]
-    density = found[0].density
-    if len(found) > 1:
-        density = statistics.fmean(each.density for each in found)
-    return replace(found[0], peak_memory=max(peaks, default=None), density=density)
 
 
 def cost_of(found: Sequence[Spent], warm_up_seconds: float) -> Cost | None:

@@ -23,8 +23,7 @@ a key lies: channel c of a row is the weight of cell c.
 
 A call is replayed on a layer that is made for it, so that nothing is carried on: methods that keep
 something from step to step start anew. Where a checkpoint has gates of a coarse branch, methods
-that have one get the gate of the reference's own input. On several ranks each replays all tokens of
-a share of the heads (`ranks.py`).
+that have one get the gate of the reference's own input.
 
 Shapes: B batch, S tokens, R sampled rows, H query heads, Hkv key heads, D head size.
 """
@@ -35,13 +34,17 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
 from multimodal_gen.errors import first_line, is_out_of_memory
-from multimodal_gen.runtime.comparison.ranks import HeadShare, RankResult, share_of_heads
-from multimodal_gen.runtime.comparison.record import LayerErrors, LayerSpread, MaskPicture
+from multimodal_gen.runtime.comparison.record import (
+    LayerErrors,
+    LayerSpread,
+    MaskPicture,
+    grouped,
+)
 from multimodal_gen.runtime.generator.attention_check import (
     exact_rows,
     exact_weights,
@@ -96,7 +99,7 @@ class Replay:
         scopes: what the other runs ask for, by name.
         num_steps: how many denoising steps are replayed, spread evenly over the generation; None
             for one in ten, up to three.
-        apart: encloses all that is done beside the generation.
+        excluded: encloses all that is done beside the generation.
         pictures: whether to draw where chosen heads look.
 
     Attributes:
@@ -108,7 +111,7 @@ class Replay:
         reference: str,
         scopes: Mapping[str, SelectionScope],
         num_steps: int | None,
-        apart: Callable[[], AbstractContextManager[None]] = nullcontext,
+        excluded: Callable[[], AbstractContextManager[None]] = nullcontext,
         *,
         pictures: bool = True,
     ) -> None:
@@ -116,7 +119,7 @@ class Replay:
         self._reference = reference
         self._scopes = dict(scopes)
         self._num_steps = num_steps
-        self._apart = apart
+        self._excluded = excluded
         self._pictures = pictures
         self._pictured: set[tuple[str, str | None, int | None]] = set()
 
@@ -128,27 +131,26 @@ class Replay:
             return out
         steps = sampled_steps(context.num_steps, self._num_steps)
         if context.current_timestep in steps:
-            with self._apart(), torch.no_grad(), watching(None):
+            with self._excluded(), torch.no_grad(), watching(None):
                 seen = call.autocast() if call.autocasts() else call
-                share = share_of_heads(layer, seen, out)
-                if share.call.query.shape[2]:
-                    picture = self._pictures and context.current_timestep == max(steps)
-                    self._measure(layer, share, context, picture=picture)
+                picture = self._pictures and context.current_timestep == max(steps)
+                self._measure(layer, seen, out, context, picture=picture)
         return out
 
     def _measure(
         self,
         layer: AttentionLayer,
-        share: HeadShare,
+        call: AttentionCall,
+        out: torch.Tensor,
         context: ForwardContext,
         *,
         picture: bool,
     ) -> None:
-        call = share.call
+        """Measure what the reference made of a call, and what the others make of it."""
         seed = 1_000 * context.current_timestep + (layer.site.layer or 0)
         rows = sample_rows(call.query.shape[1], seed, device=call.query.device)
         (truth,) = exact_rows(layer, call, rows, (call.value,))
-        errors = row_errors(share.out[:, rows], truth)
+        errors = row_errors(out[:, rows], truth)
         ran = _served(layer).selection.label
         self._add(self._reference, layer, context, ran, errors, _Mass.of_dense(errors))
         gated = _with_gate(call)
@@ -156,7 +158,7 @@ class Replay:
             measured = self.found[name]
             if measured.failure:
                 continue
-            with _failing_into(measured):
+            with _recording_failure(measured):
                 other = layer.like(scope)
                 asked = gated if other.takes_gate else call
                 with recorded_pairs() as told:
@@ -214,44 +216,13 @@ class Replay:
             return
         self._pictured.add(key)
         heads = layer.geometry.num_heads
-        own = range(call.first_head, call.first_head + call.query.shape[2])
-        chosen = sorted({0, heads // 2, heads - 1} & {*own})
+        chosen = sorted({0, heads // 2, heads - 1})
         self.found[name].masks.extend(_pictures(layer, call, context, chosen))
-
-
-def merged(results: Sequence[RankResult[dict[str, Measured]]]) -> dict[str, Measured]:
-    """Return what all ranks found together, by name.
-
-    Heads of the ranks that share a sequence are put side by side. Where ranks of both guidance
-    branches have something of a call, because both computed it or half of its batch each, it is
-    the mean of the two.
-
-    Args:
-        results: what each rank found, by guidance branch and place in the sequence; the first name
-            is the reference's.
-    """
-    branches: dict[int, list[dict[str, Measured]]] = {}
-    for each in results:
-        branches.setdefault(each.cfg, []).append(each.result)
-    found: dict[str, Measured] = {}
-    whole: dict[_Place, int] = {}
-    for name in results[0].result:
-        of_name = [[rank[name] for rank in ranks] for ranks in branches.values()]
-        found[name] = _merged(of_name)
-        for errors in found[name].layers:  # the reference's first, which lack no head
-            whole.setdefault(_place(errors), len(errors.relative_l1))
-        # Of a call that failed on a rank, its heads are missing.
-        layers = [x for x in found[name].layers if len(x.relative_l1) == whole[_place(x)]]
-        found[name].layers = layers
-    return found
 
 
 def averaged(clips: Sequence[Sequence[LayerErrors]]) -> tuple[LayerErrors, ...]:
     """Return the means of what was found over prompts and seeds, with their spread."""
-    by_place: dict[_Place, list[LayerErrors]] = {}
-    for clip in clips:
-        for each in clip:
-            by_place.setdefault(_place(each), []).append(each)
+    by_place = grouped((_place(each), each) for clip in clips for each in clip)
     return tuple(
         replace(_mean_of(found), clips=len(found), spread=_spread_of(found))
         for found in by_place.values()
@@ -262,67 +233,37 @@ def _place(errors: LayerErrors) -> _Place:
     return errors.component, errors.name, errors.step, errors.branch
 
 
-def _merged(branches: Sequence[Sequence[Measured]]) -> Measured:
-    by_place: dict[_Place, list[LayerErrors]] = {}
-    masks: dict[tuple[str, int, int, int], MaskPicture] = {}
-    for ranks in branches:
-        parts: dict[_Place, list[LayerErrors]] = {}
-        for measured in ranks:
-            for each in measured.layers:
-                parts.setdefault(_place(each), []).append(each)
-            for mask in measured.masks:
-                masks.setdefault((mask.component, mask.layer, mask.head, mask.step), mask)
-        for place, found in parts.items():
-            by_place.setdefault(place, []).append(_side_by_side(found))
-    return Measured(
-        layers=[_mean_of(found) for found in by_place.values()],
-        masks=[masks[key] for key in sorted(masks)],
-        failure=next((x.failure for ranks in branches for x in ranks if x.failure), ""),
-    )
-
-
-def _side_by_side(parts: Sequence[LayerErrors]) -> LayerErrors:
-    """Return one call whose heads are on several ranks."""
-    heads = [len(part.relative_l1) for part in parts]
-    weighed = (n * part.density for n, part in zip(heads, parts, strict=True))
-    mass = tuple(m for part in parts for m in part.kept_mass or ())
-    return replace(
-        parts[0],
-        relative_l1=tuple(x for part in parts for x in part.relative_l1),
-        relative_l2=tuple(x for part in parts for x in part.relative_l2),
-        cosine=tuple(x for part in parts for x in part.cosine),
-        kept_mass=mass if len(mass) == sum(heads) else None,
-        kept_mass_source=_source_of(parts),
-        density=parts[0].density if len(parts) == 1 else sum(weighed) / sum(heads),
-    )
-
-
 def _mean_of(found: Sequence[LayerErrors]) -> LayerErrors:
     """Return the mean of the same layer at the same step."""
     if len(found) == 1:
         return found[0]
-    masses = [each.kept_mass for each in found if each.kept_mass is not None]
     return replace(
         found[0],
-        relative_l1=_means([each.relative_l1 for each in found]),
-        relative_l2=_means([each.relative_l2 for each in found]),
-        cosine=_means([each.cosine for each in found], 9),
-        kept_mass=_means(masses) if masses else None,
+        **_by_head(found, statistics.fmean),
         kept_mass_source=_source_of(found),
         density=statistics.fmean(each.density for each in found),
     )
 
 
 def _spread_of(found: Sequence[LayerErrors]) -> LayerSpread | None:
-    if len(found) == 1:
-        return None
+    return None if len(found) == 1 else LayerSpread(**_by_head(found, _deviation))
+
+
+def _by_head(
+    found: Sequence[LayerErrors], statistic: Callable[[Sequence[float]], float]
+) -> dict[str, Any]:
+    """Return the statistic of the same head's figures, for each list of a layer."""
     masses = [each.kept_mass for each in found if each.kept_mass is not None]
-    return LayerSpread(
-        relative_l1=_deviations([each.relative_l1 for each in found]),
-        relative_l2=_deviations([each.relative_l2 for each in found]),
-        cosine=_deviations([each.cosine for each in found]),
-        kept_mass=_deviations(masses) if masses else None,
-    )
+    lists = {
+        "relative_l1": [each.relative_l1 for each in found],
+        "relative_l2": [each.relative_l2 for each in found],
+        "cosine": [each.cosine for each in found],
+        **({"kept_mass": masses} if masses else {}),
+    }
+    return {
+        name: _rounded(map(statistic, zip(*rows, strict=True)), 9 if name == "cosine" else _DIGITS)
+        for name, rows in lists.items()
+    }
 
 
 def _source_of(found: Sequence[LayerErrors]) -> Literal["dense", "plan", "estimate"] | None:
@@ -332,17 +273,10 @@ def _source_of(found: Sequence[LayerErrors]) -> Literal["dense", "plan", "estima
     return next((way for way in ways if way in sources), None)
 
 
-def _means(rows: Sequence[Sequence[float]], digits: int = _DIGITS) -> tuple[float, ...]:
-    return _rounded((sum(each) / len(each) for each in zip(*rows, strict=True)), digits)
-
-
-def _deviations(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """Return standard deviations, n - 1, by head."""
-    found = []
-    for each in zip(*rows, strict=True):
-        mean = sum(each) / len(each)
-        found.append(math.sqrt(sum((x - mean) ** 2 for x in each) / max(len(each) - 1, 1)))
-    return _rounded(found)
+def _deviation(figures: Sequence[float]) -> float:
+    """Return the standard deviation, n - 1; 0 of one figure."""
+    mean = sum(figures) / len(figures)
+    return math.sqrt(sum((x - mean) ** 2 for x in figures) / max(len(figures) - 1, 1))
 
 
 class WarmUp:
@@ -381,10 +315,9 @@ class WarmUp:
             return out
         self._done.add(key)
         with torch.no_grad(), watching(None):
-            share = share_of_heads(layer, call, out)
-            for name in self._scopes if share.call.query.shape[2] else ():
+            for name in self._scopes:
                 if name not in self._failed:
-                    self._warm(name, layer, share.call, context)
+                    self._warm(name, layer, call, context)
         return out
 
     def _warm(
@@ -392,7 +325,7 @@ class WarmUp:
     ) -> None:
         self._wait()
         start, outcome = time.perf_counter(), Measured()
-        with _failing_into(outcome):
+        with _recording_failure(outcome):
             other = layer.like(self._scopes[name])
             for step in {0, self._num_steps - 1}:
                 at_step = replace(
@@ -564,7 +497,7 @@ def _pictures(
     shape = [-(-axis // step) for axis, step in zip(grid, cell, strict=True)]
     for head in heads:
         found = [
-            torch.cat(parts, dim=1)[head - call.first_head, :num].double().reshape(shape).tolist()
+            torch.cat(parts, dim=1)[head, :num].double().reshape(shape).tolist()
             for parts in (kept, exact)
         ]
         yield MaskPicture(
@@ -581,7 +514,7 @@ def _pictures(
 
 
 @contextmanager
-def _failing_into(measured: Measured) -> Iterator[None]:
+def _recording_failure(measured: Measured) -> Iterator[None]:
     """Write down why a backend fails, instead of ending the generation."""
     try:
         yield
@@ -596,11 +529,10 @@ def _is_measured(layer: AttentionLayer) -> bool:
 
 
 def _random_signs(call: AttentionCall, seed: int) -> torch.Tensor:
-    """Return signs in the shape of a call's values, the same for a head whichever rank has it."""
+    """Return signs in the shape of a call's values."""
     signs = torch.empty_like(call.value)
-    first = call.first_head * call.value.shape[2] // call.query.shape[2]
     for head in range(signs.shape[2]):
-        generator = torch.Generator(signs.device).manual_seed(1_000 * (first + head) + seed)
+        generator = torch.Generator(signs.device).manual_seed(1_000 * head + seed)
         signs[:, :, head].bernoulli_(0.5, generator=generator)
     return signs.mul_(2).sub_(1)
 

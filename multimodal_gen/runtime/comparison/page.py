@@ -34,14 +34,15 @@ from multimodal_gen.runtime.comparison.record import (
     MaskPicture,
     Report,
     Run,
+    grouped,
     kept_mass_sources,
     speed_up,
 )
 from multimodal_gen.runtime.comparison.verdict import (
     FACTOR,
     MEASURES,
-    Beside,
-    beside_noise,
+    NoiseComparison,
+    compare_with_noise,
     was_dense,
 )
 
@@ -55,31 +56,6 @@ _PICTURES = 6  # of masks, by run
 _DENSE = "dense in every call: no winner"  # a row's kind
 _SEARCHED = ("psnr", "vmaf")  # what time is drawn against
 _PACKAGE = "multimodal_gen.runtime.comparison"
-_COSTS = (
-    ("time per clip", "without warm-up"),
-    ("speed", "clips, of the reference's"),
-    ("time per step", "median"),
-    ("warm-up", "longer by"),
-    ("memory", "at most"),
-    ("density", "pairs attended to"),
-    ("attention", "share of a step"),
-)
-_TERMS = (
-    ("PSNR, XPSNR", "Squared error in dB; more is closer, 3 dB are twice the error. XPSNR counts "
-     "errors less where the picture is busy. Equal clips have infinitely many."),
-    ("SSIM", "Likeness of structure in small windows of luma, 1 for equal clips."),
-    ("VMAF", "A model of how viewers rate a video, 0 to 100. Equal clips get 97 to 100."),
-    ("LPIPS", "Distance in the features of a network, 0 for equal clips."),
-    ("flicker", "Mean difference of successive frames, as a ratio to the reference's own: 1 is as "
-     "calm, 2 flickers twice as much."),
-    ("latents", "Relative L2 distance of the last latents from the reference's."),
-    ("within the noise", f"Every measure is at most {FACTOR:g} times as far away as another exact "
-     "kernel on the same prompts and seeds, or differs by rounding only."),
-    ("visible", "The figures tell it from noise. Whether it is worse is for eyes to judge."),
-    ("broken", "NaN or infinite values, a frame of one colour, or a clip that stands still where "
-     "the reference moves."),
-    ("density", "Share of query-key pairs that self-attention attends to; 1 for dense kernels."),
-)  # fmt: skip
 
 
 def require_page() -> None:
@@ -144,7 +120,7 @@ def _rendered(context: Mapping[str, Any]) -> bytes:
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     page = environment.from_string(sources["html"]).render(
-        style=Markup(sources["css"]), script=Markup(sources["js"]), verdict=_verdict, **context
+        style=Markup(sources["css"]), script=Markup(sources["js"]), **context
     )
     return page.encode("utf-8", "replace")  # a prompt may hold half of a surrogate pair
 
@@ -155,7 +131,7 @@ def _context(report: Report) -> dict[str, Any]:
 
     series = series_of(report)
     colours = {each.run.name: each.css for each in series}
-    found = {run.name: beside_noise(run, report.floor) for run in report.runs[1:]}
+    found = {run.name: compare_with_noise(run, report.floor) for run in report.runs[1:]}
     measures = [m for m in MEASURES if any(e.measure is m for run in found.values() for e in run)]
     trade_offs = [
         (Markup(svg), f"Each run's time per clip against its {measure.label}, mean over clips; "
@@ -179,40 +155,23 @@ def _context(report: Report) -> dict[str, Any]:
         for run in report.candidates
         for picture in run.masks[:_PICTURES]
     ]
-    sections = [("summary", "Figures"), ("cost", "Cost"), ("clips", "Clips")]
-    sections += [("layers", "Layers")] if steps or maps else []
-    sections += [("masks", "Masks")] if masks else []
     return {
-        "model": report.model,
+        "report": report,
+        "factor": f"{FACTOR:g}",
         "is_video": report.model.kind == "video",
-        "facts": _facts(report),
-        "sections": [*sections, ("reading", "How to read this")],
-        "reference": report.reference.name,
-        "clips_text": _clips_text(report),
         "glance": _glance(report),
         "measure_heads": [(m.label, _hint(m.unit, m.better)) for m in measures],
         "rows": [_row(report, each, found.get(each.run.name, ()), measures) for each in series],
-        "cost_heads": _COSTS,
         "notes": list(report.notes),
         "trade_offs": trade_offs,
         "steps": steps,
         "maps": maps,
         "layer_table": _layer_table(report),
-        "layer_clips": _layer_clips(report),
+        "layer_clips": max((call.clips for run in report.runs for call in run.layers), default=0),
         "masks": masks,
-        "terms": _TERMS,
-        "environment": _environment(report),
-        "version": report.environment.multimodal_gen,
         "takes": [],
         "frames": 1,
     }
-
-
-def _clips_text(report: Report) -> str:
-    def counted(items: Sequence[Any], noun: str) -> str:
-        return f"{len(items)} {noun}{'s' if len(items) != 1 else ''}"
-
-    return f"{counted(report.prompts, 'prompt')} with {counted(report.seeds, 'seed')} each"
 
 
 def _glance(report: Report) -> list[tuple[str, str, str]]:
@@ -242,34 +201,8 @@ def _hint(unit: str, better: str) -> str:
     return f"{unit}, {better} is closer" if unit else f"{better} is closer"
 
 
-def _facts(report: Report) -> list[tuple[str, str]]:
-    settings = report.settings
-    facts = [
-        ("Pipeline", report.model.pipeline),
-        ("Dtype", report.model.dtype),
-        ("Device", report.environment.device),
-    ]
-    if report.environment.num_ranks > 1:
-        facts.append(("Ranks", str(report.environment.num_ranks)))
-    if "height" in settings and "width" in settings:
-        facts.append(("Size", f"{settings['width']} x {settings['height']} pixels"))
-    facts += [
-        (label, str(settings[name]))
-        for name, label in (("num_frames", "Frames"), ("num_inference_steps", "Steps"))
-        if name in settings
-    ]
-    return [*facts, ("Seeds", ", ".join(map(str, report.seeds))), ("Written", report.created)]
-
-
-def _environment(report: Report) -> list[tuple[str, str]]:
-    found = report.environment
-    versions = [(name, version or "not installed") for name, version in found.versions.items()]
-    commit = [("commit", found.commit)] if found.commit else []
-    return [("multimodal_gen", found.multimodal_gen), *commit, *versions]
-
-
 def _row(
-    report: Report, drawn: Series, found: Sequence[Beside], measures: Sequence[Any]
+    report: Report, drawn: Series, found: Sequence[NoiseComparison], measures: Sequence[Any]
 ) -> dict[str, Any]:
     run = drawn.run
     kind = "candidate"
@@ -293,7 +226,7 @@ def _row(
     }
 
 
-def _cell(found: Beside | None, kind: str) -> dict[str, Any]:
+def _cell(found: NoiseComparison | None, kind: str) -> dict[str, Any]:
     if found is None:
         return {"text": "-", "spread": "", "beyond": False}
     number = found.measure.number(found.mean)
@@ -329,24 +262,6 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
-def _verdict(word: str | None) -> Any:
-    """Return a word with a colour and a shape of its own, for who does not see colours."""
-    from markupsafe import Markup
-
-    short, tone, shape = {
-        "within the noise of dense kernels": ("within the noise", "noise", "M2 6.5l2.8 3L10 3"),
-        "visible": ("visible", "visible", "M6 2v5M6 9v1.4"),
-        "broken": ("broken", "broken", "M2.5 2.5l7 7M9.5 2.5l-7 7"),
-        "unknown": ("unknown", "unknown", "M2 6h8"),
-    }.get(word or "", ("", "", ""))
-    if not short:
-        return Markup('<small aria-label="none">-</small>')
-    return Markup(
-        '<span class="verdict" style="--tone: var(--{})" title="{}"><svg viewBox="0 0 12 12" '
-        'aria-hidden="true"><path d="{}"/></svg>{}</span>'
-    ).format(tone, word, shape, short)
-
-
 def _maps(found: Sequence[HeatMap], colours: Mapping[str, str]) -> list[dict[str, Any]]:
     from markupsafe import Markup
 
@@ -373,15 +288,18 @@ def _maps(found: Sequence[HeatMap], colours: Mapping[str, str]) -> list[dict[str
 
 def _layer_table(report: Report) -> dict[str, Any]:
     """Return the mean error of every layer, and the density and cosine of all."""
-    errors: dict[tuple[str, int], dict[str, list[float]]] = {}
     runs = [run for run in report.runs[1:] if run.layers]
-    for run in runs:
-        for call in run.layers:
-            by_run = errors.setdefault((call.component, call.layer), {})
-            by_run.setdefault(run.name, []).extend(call.relative_l2)
+    errors = [
+        grouped(
+            ((call.component, call.layer), error)
+            for call in run.layers
+            for error in call.relative_l2
+        )
+        for run in runs
+    ]
     rows = [
-        (f"{component} {layer}", [_mean(by_run.get(run.name, ()), "{:.2e}") for run in runs])
-        for (component, layer), by_run in sorted(errors.items())
+        (f"{place[0]} {place[1]}", [_mean(of_run.get(place, ()), "{:.2e}") for of_run in errors])
+        for place in sorted({place for of_run in errors for place in of_run})
     ]
     for label, figures in (
         ("density", lambda call: (call.density,)),
@@ -396,14 +314,6 @@ def _layer_table(report: Report) -> dict[str, Any]:
         means = [_mean([f for each in of for f in each.relative_l2], "{:.2e}") for of in spreads]
         rows.append(("error, spread over clips", means))
     return {"heads": [run.name for run in runs], "rows": rows}
-
-
-def _layer_clips(report: Report) -> str:
-    """Say how many clips the errors of layers are means of; "" without any."""
-    clips = max((call.clips for run in report.runs for call in run.layers), default=0)
-    if not clips:
-        return ""
-    return "one prompt and seed" if clips == 1 else f"{clips} prompts and seeds"
 
 
 def _mean(figures: Sequence[float], form: str) -> str:

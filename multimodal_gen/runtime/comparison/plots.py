@@ -9,14 +9,14 @@ import html
 import io
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from multimodal_gen.errors import MissingDependencyError
 from multimodal_gen.runtime.comparison.frames import mean_and_spread
-from multimodal_gen.runtime.comparison.record import LayerErrors, Report, Run
+from multimodal_gen.runtime.comparison.record import LayerErrors, Report, Run, grouped
 from multimodal_gen.runtime.comparison.verdict import Measure
 
 _STAND_INS: Mapping[str, str] = {
@@ -148,30 +148,21 @@ def time_against_quality(series: Sequence[Series], measure: Measure) -> str | No
 
 def latents_over_steps(series: Sequence[Series]) -> str | None:
     """Draw how far the latents are from the reference's after every step; None without any."""
-
-    def errors(run: Run) -> dict[int, list[float]]:
-        found: dict[int, list[float]] = {}
-        for clip in run.generations:
-            for step, error in enumerate(clip.latents):
-                found.setdefault(step, []).append(error)
-        return found
-
     return _over_steps(
-        series[1:], errors, "Latents along the steps", "relative L2 distance of latents"
+        series[1:],
+        lambda run: (pair for clip in run.generations for pair in enumerate(clip.latents)),
+        "Latents along the steps",
+        "relative L2 distance of latents",
     )
 
 
 def error_over_steps(series: Sequence[Series]) -> str | None:
     """Draw the error of attention layers by step, mean over layers and heads; None without any."""
-
-    def errors(run: Run) -> dict[int, list[float]]:
-        found: dict[int, list[float]] = {}
-        for call in run.layers:
-            found.setdefault(call.step, []).extend(call.relative_l2)
-        return found
-
     return _over_steps(
-        series[1:], errors, "Error of layers along the steps", "relative L2 error of attention"
+        series[1:],
+        lambda run: ((call.step, error) for call in run.layers for error in call.relative_l2),
+        "Error of layers along the steps",
+        "relative L2 error of attention",
     )
 
 
@@ -198,11 +189,12 @@ def heat_maps(series: Sequence[Series]) -> tuple[HeatMap, ...]:
 
 def _over_steps(
     series: Sequence[Series],
-    errors: Callable[[Run], dict[int, list[float]]],
+    errors: Callable[[Run], Iterable[tuple[int, float]]],
     title: str,
     label: str,
 ) -> str | None:
-    lines = [(each, errors(each.run)) for each in series]
+    """Draw the mean of the errors at each step, a line per run."""
+    lines = [(each, grouped(errors(each.run))) for each in series]
     lines = [(each, by_step) for each, by_step in lines if by_step]
     if not lines:
         return None
@@ -229,38 +221,25 @@ def _over_steps(
 
 
 def _by_component(calls: Sequence[LayerErrors]) -> dict[str, list[LayerErrors]]:
-    found: dict[str, list[LayerErrors]] = {}
-    for call in calls:
-        found.setdefault(call.component, []).append(call)
-    return found
+    return grouped((call.component, call) for call in calls)
 
 
 def _grid(
     calls: Sequence[LayerErrors], across: str
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[float | None, ...], ...]]:
     """Return the labels of rows and columns, and the mean errors."""
-    cells: dict[tuple[int, int], list[float]] = {}
-    for call in calls:
-        for head, error in enumerate(call.relative_l2):
-            column = call.step if across == "step" else head
-            if math.isfinite(error):
-                cells.setdefault((call.layer, column), []).append(error)
-    rows = tuple(sorted({call.layer for call in calls}))
-    columns = tuple(
-        sorted(
-            {call.step for call in calls}
-            if across == "step"
-            else {head for call in calls for head in range(len(call.relative_l2))}
-        )
+    cells = grouped(
+        ((call.layer, call.step if across == "step" else head), error)
+        for call in calls
+        for head, error in enumerate(call.relative_l2)
     )
-    values = tuple(
-        tuple(
-            math.fsum(found) / len(found) if (found := cells.get((row, column))) else None
-            for column in columns
-        )
-        for row in rows
-    )
-    return rows, columns, values
+    rows, columns = (tuple(sorted({place[axis] for place in cells})) for axis in range(2))
+
+    def mean(place: tuple[int, int]) -> float | None:
+        finite = [error for error in cells.get(place, ()) if math.isfinite(error)]
+        return math.fsum(finite) / len(finite) if finite else None
+
+    return rows, columns, tuple(tuple(mean((row, column)) for column in columns) for row in rows)
 
 
 def _heat_map(

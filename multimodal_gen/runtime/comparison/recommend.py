@@ -125,19 +125,19 @@ def recommend(report: Report, limits: Limits) -> Recommendation:
         report: with verdicts.
         limits: what is good enough.
     """
-    usual = report.reference
-    if broken := defects_of(usual):
-        text = f"The reference, {usual.name}, is broken, so nothing can be put beside it: "
+    reference = report.reference
+    if broken := defects_of(reference):
+        text = f"The reference, {reference.name}, is broken, so nothing can be put beside it: "
         return Recommendation(run=None, nearest=None, reasons=(text + " ".join(broken),))
     finished = [run for run in report.runs[1:] if run.status == "done" and run.cost is not None]
     finished.sort(key=_seconds)
     misses = {run.name: _misses(run, limits) for run in finished}
     good = next((run for run in finished if not misses[run.name]), None)
     if good is not None:
-        if usual.cost is not None and _seconds(usual) < _seconds(good):
-            good = usual
+        if reference.cost is not None and _seconds(reference) < _seconds(good):
+            good = reference
         faster = [run for run in finished if _seconds(run) < _seconds(good)]
-        reasons = [_chosen(good, usual, limits)]
+        reasons = [_chosen(good, reference, limits)]
         reasons += [f"{run.name} is faster: {'; '.join(misses[run.name])}." for run in faster]
         if (cache := cache_of(good.configuration)) is not None:
             reasons.append(
@@ -151,7 +151,7 @@ def recommend(report: Report, limits: Limits) -> Recommendation:
         text = "No run of this comparison finished unbroken, so there is nothing to recommend."
         return Recommendation(run=None, nearest=None, reasons=(text,))
     reasons = [
-        f"No run of this comparison is good enough: stay with {usual.name}.",
+        f"No run of this comparison is good enough: stay with {reference.name}.",
         f"{nearest.name} comes nearest: {'; '.join(misses[nearest.name])}.",
     ]
     return Recommendation(run=None, nearest=nearest, reasons=tuple(reasons))
@@ -330,8 +330,8 @@ def _shortfall(run: Run, limits: Limits) -> float:
     return max(shares)
 
 
-def _chosen(run: Run, usual: Run, limits: Limits) -> str:
-    if run is usual:
+def _chosen(run: Run, reference: Run, limits: Limits) -> str:
+    if run is reference:
         return f"{run.name}, the reference, is faster than everything that is good enough."
     figures = [
         f"{measure.label} {measure.text(figure)}"
@@ -340,9 +340,9 @@ def _chosen(run: Run, usual: Run, limits: Limits) -> str:
     ]
     text = f"{run.configuration} is the fastest that is good enough"
     text += f" ({', '.join(figures) if figures else _WITHIN})"
-    if usual.cost is not None:
+    if reference.cost is not None:
         text += (
-            f": {_seconds(run):.3g} s per generation, where {usual.name} takes "
-            f"{_seconds(usual):.3g} s"
+            f": {_seconds(run):.3g} s per generation, where {reference.name} takes "
+            f"{_seconds(reference):.3g} s"
         )
     return f"{text}."

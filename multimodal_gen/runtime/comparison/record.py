@@ -22,21 +22,36 @@ the truth, so 0.01 is one percent. Paths are relative to the folder of the repor
 """
 
 import json
-import math
-import types
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from multimodal_gen.errors import ConfigError
 from multimodal_gen.files import MalformedError, read_small_file, write_text
-from multimodal_gen.settings import short
+from multimodal_gen.settings import (
+    MismatchError,
+    Parameter,
+    as_plain,
+    converted,
+    option,
+    parameters_of,
+    read_json,
+    short,
+)
 
 SCHEMA = "multimodal_gen.comparison"
 VERSION = 2
 
+_DECIBELS = 1000.0
+_ONE = 1.001  # with room for rounding
+LARGEST = 1e100
+"""Of finite figures: sums and squares of them are finite too."""
+
 _RecordT = TypeVar("_RecordT")
+_KeyT = TypeVar("_KeyT")
+_ValueT = TypeVar("_ValueT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +60,7 @@ class Environment:
 
     Attributes:
         device: torch's name and the GPU's, e.g. "cuda:0 (NVIDIA H200)"; "cpu".
-        num_ranks: GPUs, or CPU processes, that shared the work.
+        num_ranks: GPUs, or CPU processes, that shared the work; 1 since 0.2.
         mesh: how they did: "cfg", "ring" and "ulysses" ranks; None for one.
         versions: of Python, torch, CUDA, diffusers and so on; None for what is not installed.
         multimodal_gen: version of this package.
@@ -99,15 +114,15 @@ class FrameMetrics:
         non_finite: pixels that were NaN or infinite before they were rounded to 8 bits.
     """
 
-    psnr: float | None = None
-    ssim: float | None = None
-    xpsnr: float | None = None
-    vmaf: float | None = None
-    flicker: float | None = None
-    flicker_reference: float | None = None
-    lpips: float | None = None
+    psnr: float | None = option(None, ge=-_DECIBELS, le=_DECIBELS)
+    ssim: float | None = option(None, ge=-2, le=2)
+    xpsnr: float | None = option(None, ge=-_DECIBELS, le=_DECIBELS)
+    vmaf: float | None = option(None, ge=0, le=100)
+    flicker: float | None = option(None, ge=0, le=255)
+    flicker_reference: float | None = option(None, ge=0, le=255)
+    lpips: float | None = option(None, ge=0, le=LARGEST)
     constant: bool = False
-    non_finite: int = 0
+    non_finite: int = option(0, ge=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,14 +143,14 @@ class Generation:
         frames: against the reference's clip; None for the reference.
     """
 
-    prompt: int
-    seed: int
+    prompt: int = option(ge=0)
+    seed: int = option(ge=0)
     frames_path: str | None = None
     preview_path: str | None = None
-    seconds: float = 0.0
-    step_seconds: tuple[float, ...] = ()
-    latents: tuple[float, ...] = ()
-    non_finite: int = 0
+    seconds: float = option(0.0, ge=0, le=LARGEST)
+    step_seconds: tuple[float, ...] = option((), ge=0, le=LARGEST)
+    latents: tuple[float, ...] = option((), ge=0, le=LARGEST)
+    non_finite: int = option(0, ge=0)
     frames: FrameMetrics | None = None
 
 
@@ -153,16 +168,14 @@ class Cost:
         density: share of query-key pairs that self-attention of the denoisers attends to, mean over
             calls; 1 for dense backends.
         attention_share: time in attention over that of the denoising steps.
-
-    On several ranks times are those of the first, memory is that of the rank with the most.
     """
 
-    step_seconds: float
-    generation_seconds: float
-    warm_up_seconds: float
-    peak_memory: int | None
-    density: float
-    attention_share: float
+    step_seconds: float = option(ge=0, le=LARGEST)
+    generation_seconds: float = option(ge=0, le=LARGEST)
+    warm_up_seconds: float = option(le=LARGEST)
+    peak_memory: int | None = option(ge=0)
+    density: float = option(ge=0, le=_ONE)
+    attention_share: float = option(ge=0, le=LARGEST)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,10 +189,10 @@ class LayerSpread:
         kept_mass: the same; None where the mean is.
     """
 
-    relative_l1: tuple[float, ...]
-    relative_l2: tuple[float, ...]
-    cosine: tuple[float, ...]
-    kept_mass: tuple[float, ...] | None = None
+    relative_l1: tuple[float, ...] = option(ge=0, le=LARGEST)
+    relative_l2: tuple[float, ...] = option(ge=0, le=LARGEST)
+    cosine: tuple[float, ...] = option(ge=0, le=2)
+    kept_mass: tuple[float, ...] | None = option(None, ge=0, le=LARGEST)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,14 +229,24 @@ class LayerErrors:
     step: int
     branch: str | None = None
     backend: str
-    relative_l1: tuple[float, ...]
-    relative_l2: tuple[float, ...]
-    cosine: tuple[float, ...]
-    kept_mass: tuple[float, ...] | None = None
+    relative_l1: tuple[float, ...] = option(ge=0, le=LARGEST)
+    relative_l2: tuple[float, ...] = option(ge=0, le=LARGEST)
+    cosine: tuple[float, ...] = option(ge=-_ONE, le=_ONE)
+    kept_mass: tuple[float, ...] | None = option(None, ge=-LARGEST, le=_ONE)
     kept_mass_source: Literal["dense", "plan", "estimate"] | None = None
-    density: float = 1.0
-    clips: int = 1
+    density: float = option(1.0, ge=0, le=_ONE)
+    clips: int = option(1, ge=1)
     spread: LayerSpread | None = None
+
+    def __post_init__(self) -> None:
+        heads = {len(self.relative_l1), len(self.relative_l2), len(self.cosine)}
+        if self.kept_mass is not None:
+            heads.add(len(self.kept_mass))
+        if len(heads) > 1:
+            raise ConfigError(
+                f"lists of {self.name!r} at step {self.step} must have an entry per head each, got "
+                f"{' and '.join(map(str, sorted(heads)))}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,9 +273,9 @@ class MaskPicture:
     layer: int
     head: int
     step: int
-    grid: tuple[int, int, int]
-    cell: tuple[int, int, int]
-    query: tuple[int, int, int]
+    grid: tuple[int, int, int] = option(ge=1)
+    cell: tuple[int, int, int] = option(ge=1)
+    query: tuple[int, int, int] = option(ge=0)
     kept: tuple[tuple[tuple[float, ...], ...], ...]
     exact: tuple[tuple[tuple[float, ...], ...], ...]
 
@@ -307,6 +330,14 @@ class Run:
     frames_mean: FrameMetrics | None = None
     frames_spread: FrameMetrics | None = None
     verdict: Verdict | None = None
+
+
+def grouped(pairs: Iterable[tuple[_KeyT, _ValueT]]) -> dict[_KeyT, list[_ValueT]]:
+    """Return the values of every key, both in the order in which they come."""
+    found: dict[_KeyT, list[_ValueT]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
 
 
 def kept_mass_sources(run: Run) -> tuple[str, ...]:
@@ -370,7 +401,7 @@ class Report:
 
 def write_record(record: Any, path: Path) -> None:
     """Write a record, a report above all, all of it or nothing; an older file is replaced."""
-    write_text(path, json.dumps(as_json(record), ensure_ascii=True, allow_nan=False) + "\n")
+    write_text(path, json.dumps(as_plain(record), allow_nan=False) + "\n")
 
 
 def read_record(kind: type[_RecordT], path: Path) -> _RecordT:
@@ -381,105 +412,69 @@ def read_record(kind: type[_RecordT], path: Path) -> _RecordT:
         path: the file.
 
     Raises:
-        ConfigError: the file cannot be read, holds something else, or a report of another version.
+        ConfigError: the file cannot be read, holds something else, a figure that cannot be, or a
+            report of another version.
     """
     where = f"{kind.__name__.lower()} {str(path)!r}"
     try:
-        data = json.loads(read_small_file(path))
-    except (MalformedError, ValueError, RecursionError) as error:
+        data = read_json(read_small_file(path))
+    except MalformedError as error:
         raise ConfigError(f"{where} must be a readable JSON file: {error}") from None
     if kind is Report:
         _check_version(data, where)
-    found: _RecordT = from_json(kind, data, where)
+    found: _RecordT = _read_record(kind, data, where)
     return found
 
 
-def as_json(value: Any) -> Any:
-    """Return a record as JSON data."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: as_json(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): as_json(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [as_json(inner) for inner in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+def _read_record(kind: Any, data: Any, where: str) -> Any:
+    if not isinstance(data, dict):
+        raise _wrong(where, f"an object, the fields of a {kind.__name__}", data)
+    known = parameters_of(kind)
+    unknown = [name for name in data if name not in known]
+    if unknown:
+        raise ConfigError(f"{where} must have the fields {', '.join(known)}, got {short(unknown)}")
+    missing = sorted(name for name, field in known.items() if field.required and name not in data)
+    if missing:
+        raise ConfigError(f"{where} must have {', '.join(missing)}, which it lacks")
+    return kind(
+        **{
+            name: _read_value(known[name], known[name].annotation, value, f"{where}.{name}")
+            for name, value in data.items()
+        }
+    )
 
 
-def from_json(kind: Any, data: Any, where: str) -> Any:
-    """Return JSON data as a record, or as what a field of one holds.
-
-    Args:
-        kind: a record, or the annotation of a field.
-        data: what `as_json` returned.
-        where: where it stands, for messages.
-
-    Raises:
-        ConfigError: something is missing, unknown or of another type.
-    """
+def _read_value(field: Parameter, kind: Any, data: Any, where: str) -> Any:
+    """Return JSON data as a field, or an item in one, holds it; `field` has the bounds."""
+    origin, members = get_origin(kind), get_args(kind)
     if is_dataclass(kind):
-        return _read_fields(kind, data, where)
-    origin = get_origin(kind)
-    if origin in (Union, types.UnionType):
-        if data is None:
-            return None
-        (kind,) = (each for each in get_args(kind) if each is not type(None))
-        return from_json(kind, data, where)
-    if origin is Literal:
-        if data not in get_args(kind):
-            raise _wrong(where, f"one of {', '.join(map(repr, get_args(kind)))}", data)
-        return data
+        return _read_record(kind, data, where)
+    if origin in (Union, UnionType):
+        (inner,) = (each for each in members if each is not NoneType)
+        return None if data is None else _read_value(field, inner, data, where)
     if origin is tuple:
-        return _read_tuple(get_args(kind), data, where)
+        return _read_tuple(field, members, data, where)
+    if origin is Literal:
+        if data not in members:
+            raise _wrong(where, f"one of {', '.join(map(repr, members))}", data)
+        return data
     if origin is not None:  # a mapping; what its values are is up to who reads them
         if not isinstance(data, dict):
             raise _wrong(where, "an object", data)
         return data
-    return _read_scalar(kind, data, where)
+    if kind is float and data in ("inf", "-inf", "nan"):
+        return float(data)
+    try:
+        return converted(data, kind, field.ge, field.le)
+    except MismatchError:
+        raise _wrong(where, replace(field, annotation=kind).expected, data) from None
 
 
-def _read_fields(kind: Any, data: Any, where: str) -> Any:
-    if not isinstance(data, dict):
-        raise _wrong(where, f"an object, the fields of a {kind.__name__}", data)
-    hints = get_type_hints(kind)
-    unknown = [name for name in data if name not in hints]
-    if unknown:
-        raise ConfigError(f"{where} must have the fields {', '.join(hints)}, got {short(unknown)}")
-    required = {
-        field.name
-        for field in fields(kind)
-        if field.default is MISSING and field.default_factory is MISSING
-    }
-    missing = sorted(required - data.keys())
-    if missing:
-        raise ConfigError(f"{where} must have {', '.join(missing)}, which it lacks")
-    return kind(
-        **{name: from_json(hints[name], value, f"{where}.{name}") for name, value in data.items()}
-    )
-
-
-def _read_tuple(kinds: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ...]:
-    any_length = len(kinds) == 2 and kinds[1] is Ellipsis
+def _read_tuple(field: Parameter, kinds: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ...]:
+    any_length = kinds[1] is Ellipsis
     if not isinstance(data, list) or not (any_length or len(data) == len(kinds)):
         raise _wrong(where, "a list" if any_length else f"a list of {len(kinds)}", data)
-    by_item = [kinds[0]] * len(data) if any_length else kinds
-    return tuple(
-        from_json(kind, item, f"{where}[{i}]")
-        for i, (kind, item) in enumerate(zip(by_item, data, strict=True))
-    )
-
-
-def _read_scalar(kind: Any, data: Any, where: str) -> Any:
-    if kind is float:
-        if data in ("inf", "-inf", "nan"):
-            return float(data)
-        if isinstance(data, int | float) and not isinstance(data, bool):
-            return float(data)
-        raise _wrong(where, "a number", data)
-    if not isinstance(data, kind) or (kind is int and isinstance(data, bool)):
-        raise _wrong(where, {str: "text", int: "an integer", bool: "true or false"}[kind], data)
-    return data
+    return tuple(_read_value(field, kinds[0], item, f"{where}[{i}]") for i, item in enumerate(data))
 
 
 def _check_version(data: Any, where: str) -> None:

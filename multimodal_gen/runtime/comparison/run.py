@@ -8,19 +8,17 @@
 
 A backend that cannot serve the model, fails or runs out of memory is a row with a message; only the
 reference must run. Whatever finished is kept, and found again by `resume`.
-
-On several ranks all of them generate, in step (`ranks.py`); the first one says what is left to do,
-keeps the files, measures and judges.
 """
 
 import datetime
+import logging
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -30,18 +28,13 @@ import torch
 from multimodal_gen.errors import UnsupportedBackendError, UsageError, first_line, is_out_of_memory
 from multimodal_gen.runtime.comparison.configurations import (
     EXACT_KERNELS,
+    ONE_DEVICE,
     Configuration,
     Plan,
     read_configuration,
 )
-from multimodal_gen.runtime.comparison.cost import Meter, Spent, together
-from multimodal_gen.runtime.comparison.layers import Measured, Replay, WarmUp, merged
-from multimodal_gen.runtime.comparison.ranks import (
-    GenerationError,
-    RankResult,
-    Ranks,
-    said_by_main,
-)
+from multimodal_gen.runtime.comparison.cost import Meter, Spent
+from multimodal_gen.runtime.comparison.layers import Measured, Replay, WarmUp
 from multimodal_gen.runtime.comparison.record import (
     VERSION,
     Environment,
@@ -50,15 +43,9 @@ from multimodal_gen.runtime.comparison.record import (
     write_record,
 )
 from multimodal_gen.runtime.comparison.results import LatentSteps, Results, Todo
-from multimodal_gen.runtime.comparison.store import (
-    FatalFailure,
-    Store,
-    note_failure,
-    noted_failures,
-    weights_digest,
-)
+from multimodal_gen.runtime.comparison.store import Store, weights_digest
 from multimodal_gen.runtime.comparison.verdict import judged
-from multimodal_gen.runtime.distributed.groups import is_main_rank, parallel_groups
+from multimodal_gen.runtime.distributed.groups import parallel_groups
 from multimodal_gen.runtime.generator import output
 from multimodal_gen.runtime.generator.cache import cached
 from multimodal_gen.runtime.generator.denoise import Denoised, denoise, out_of_memory_explained
@@ -67,6 +54,7 @@ from multimodal_gen.runtime.generator.load import denoisers
 from multimodal_gen.runtime.generator.sampling import (
     check_arguments,
     check_loaded,
+    default_fps,
     output_size,
     prepare_call,
     steps_of,
@@ -79,6 +67,8 @@ from multimodal_gen.runtime.layers.attention.call import watching
 from multimodal_gen.runtime.layers.attention.report import AttentionReport
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import SelectionScope
+from multimodal_gen.runtime.layers.attention.selector import Selection
+from multimodal_gen.runtime.layers.attention.warn_once import logger as layer_warnings
 from multimodal_gen.runtime.managers.generation import Generation as Described
 from multimodal_gen.runtime.managers.generation import describe_generation
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
@@ -118,7 +108,8 @@ class Comparison:
         say: takes a line about progress.
 
     Raises:
-        UsageError: an option does not fit the pipeline, or the folder is in use.
+        UsageError: an option does not fit the pipeline, the folder is in use, or this is one of
+            several ranks.
     """
 
     def __init__(
@@ -131,6 +122,8 @@ class Comparison:
         version: str,
         say: Callable[[str], object] = lambda line: None,
     ) -> None:
+        if parallel_groups() is not None:
+            raise UsageError(ONE_DEVICE)
         args = replace(args, num_outputs=1, prompt=plan.prompts[0], seed=plan.seeds[0])
         check_arguments(index, args)
         check_loaded(pipe, args)
@@ -138,16 +131,11 @@ class Comparison:
             output.require_encoder()
         self._pipe, self._index, self._args, self._plan = pipe, index, args, plan
         self._attach = attach
-        self._is_main = is_main_rank()
-        self._say = say if self._is_main else _say_nothing
+        self._say = say
         self._device = torch.device(pipe._execution_device)
         versions = output.versions(self._device)
-        groups = parallel_groups()
-        mesh = None if groups is None else groups.mesh
         self._environment = Environment(
             device=str(versions.pop("device")),
-            num_ranks=1 if mesh is None else mesh.world_size,
-            mesh=None if mesh is None else asdict(mesh),
             versions={name: None if it is None else str(it) for name, it in versions.items()},
             multimodal_gen=version,
             commit=_commit(),
@@ -169,40 +157,30 @@ class Comparison:
             "loading": {name: str(getattr(args, name)) for name in _LOADING},
             "version": VERSION,
         }
-        self._kept = Store(plan.folder, depends, resume=plan.resume) if self._is_main else None
-        self._ranks = Ranks(self._device, _described)
+        store = Store(plan.folder, depends, resume=plan.resume)
+        self._results = Results(store, plan, args.fps or default_fps(index))
         self._warm_up_seconds: dict[str, float] = {}
         self._unserved: dict[str, str] = {}
         self._highest = 0
-        self._results: Results | None = None
-        self._progress: _Progress | None = None
-        # Beside a GPU that generates the next clip; a CPU has nothing to spare.
-        beside = self._is_main and self._device.type != "cpu"
-        self._beside = _Beside() if beside else None
+        self._progress = _Progress(0, say)
+        # While a GPU generates the next clip; a CPU has nothing to spare.
+        self._writer = None if self._device.type == "cpu" else _BackgroundWriter()
         self._latents: dict[tuple[int, int], Any] = {}
         self._notes: list[str] = []
 
     def run(self) -> Report:
         """Run what is not done yet, and return the report, which is written, too.
 
-        Every rank has to call it, where there are several, and gets the same report.
-
         Raises:
             UsageError: the reference cannot run, or runs out of memory.
         """
         start = time.perf_counter()
         plan = self._plan
-        with _left_as_found(self._pipe), out_of_memory_explained():
-            fps = prepare_call(self._pipe, self._index, self._args).fps
-            if self._kept is not None:
-                self._results = Results(self._kept, plan, fps)
+        with _left_as_found(self._pipe), _warned_once(), out_of_memory_explained():
             floor = self._floor() if plan.floor is None else plan.floor
             others = (*floor, *plan.candidates)
             for configuration in (plan.reference, *others):
                 self._check_served(configuration)
-            if plan.resume and self._is_main:
-                self._unserved |= self._noted_failures(others)
-            self._unserved = said_by_main(self._unserved)
             if plan.reference.name in self._unserved:
                 raise UsageError(
                     f"--reference must be a backend that serves the model, got "
@@ -210,32 +188,23 @@ class Comparison:
                 )
             try:
                 served = [each for each in others if each.name not in self._unserved]
-                todo = said_by_main(Todo() if self._results is None else self._results.todo(served))
+                todo = self._results.todo(served)
                 self._run_reference(todo, served)
                 failures = {each.name: self._run(each, todo) for each in others}
             finally:
-                if self._beside is not None:
-                    self._beside.finish()
-            if self._beside is not None:
-                self._beside.check(plan.reference.name)
-                beside = {name: _described(error) for name, error in self._beside.errors.items()}
-                failures = {**beside, **{k: v for k, v in failures.items() if v}}
-        report = None
-        if self._results is not None:
-            report = self._report(self._results, floor, failures, start)
-        report = said_by_main(report)
-        assert report is not None, "the first rank makes it"
-        return report
+                if self._writer is not None:
+                    self._writer.finish()
+            if self._writer is not None:
+                self._writer.check(plan.reference.name)
+                unwritten = {name: _described(e) for name, e in self._writer.errors.items()}
+                failures = {**unwritten, **{k: v for k, v in failures.items() if v}}
+        return self._report(floor, failures, start)
 
     def _report(
-        self,
-        results: Results,
-        floor: tuple[Configuration, ...],
-        failures: Mapping[str, str],
-        start: float,
+        self, floor: tuple[Configuration, ...], failures: Mapping[str, str], start: float
     ) -> Report:
         """Measure, judge, and write the report."""
-        plan = self._plan
+        plan, results = self._plan, self._results
         others = (*floor, *plan.candidates)
         runs = [results.run_of(plan.reference, "")]
         runs += [results.run_of(each, failures.get(each.name, "")) for each in others]
@@ -279,17 +248,11 @@ class Comparison:
 
     def _runs_itself(self, configuration: Configuration) -> bool:
         """Whether all self-attention of the denoisers runs the backend, and no fallback."""
-        scope = replace(configuration.scope, strict=True)
         try:
-            handle = self._attach(self._pipe, scope)
+            selections = self._selections(replace(configuration.scope, strict=True))
         except UnsupportedBackendError:
             return False
-        try:
-            layers = [x for x in handle.report().layers if x.role is AttentionRole.SELF]
-        finally:
-            handle.remove()
-        ran = {str(entry.selection.backend) for layer in layers for entry in layer.entries}
-        return ran == {configuration.backend}
+        return {str(selection.backend) for selection in selections} == {configuration.backend}
 
     def _check_served(self, configuration: Configuration) -> None:
         """Attach a backend once, so that what it cannot serve is known before anything runs.
@@ -298,21 +261,31 @@ class Comparison:
         """
         try:
             with self._cached(configuration):
-                handle = self._attach(self._pipe, configuration.scope)
+                selections = self._selections(configuration.scope)
         except UsageError as error:
             self._unserved[configuration.name] = first_line(error)
             return
-        try:
-            layers = [x for x in handle.report().layers if x.role is AttentionRole.SELF]
-        finally:
-            handle.remove()
-        for selection in (entry.selection for layer in layers for entry in layer.entries):
+        for selection in selections:
             if selection.fallback:
                 reasons = (reason for each in selection.rejected for reason in each.reasons)
                 self._unserved[configuration.name] = (
                     f"{configuration.backend} cannot serve the model here: {'; '.join(reasons)}"
                 )
                 return
+
+    def _selections(self, scope: SelectionScope) -> list[Selection]:
+        """Return what self-attention of the denoisers would run."""
+        with self._attached(scope) as handle:
+            layers = [x for x in handle.report().layers if x.role is AttentionRole.SELF]
+        return [entry.selection for layer in layers for entry in layer.entries]
+
+    @contextmanager
+    def _attached(self, scope: SelectionScope) -> Iterator[Attached]:
+        handle = self._attach(self._pipe, scope)
+        try:
+            yield handle
+        finally:
+            handle.remove()
 
     # Runs
 
@@ -330,32 +303,26 @@ class Comparison:
         for clip in clips:
             replayed = [by_name[name] for name in todo.replays.get(clip, ())]
             found = self._generate(reference, *clip, replayed)
-            if self._results is not None:
-                for each in replayed:
-                    self._results.keep_replay(each, clip, found[each.name])
+            for each in replayed:
+                self._results.keep_replay(each, clip, found[each.name])
 
     def _run(self, configuration: Configuration, todo: Todo) -> str:
         """Run what is missing of a configuration; return why it failed, or nothing."""
         if configuration.name in self._unserved:
             return self._unserved[configuration.name]
-        if self._beside is not None:
-            self._beside.check(self._plan.reference.name)  # nothing can be compared without it
+        if self._writer is not None:
+            self._writer.check(self._plan.reference.name)  # nothing can be compared without it
         failure, left = "", list(todo.missing[configuration.name])
         try:
             while left:
                 self._generate(configuration, *left[0])
                 left.pop(0)
-        except GenerationError as error:  # of a rank, and so of all
-            failure = str(error)
         except Exception as error:
-            if parallel_groups() is not None:
-                raise  # the others know nothing of it
             failure = _described(error)
         if failure:
             self._say(f"{configuration.name}: {failure}")
             _free_memory(self._device)
-            if self._progress is not None:
-                self._progress.skip(len(left))
+            self._progress.skip(len(left))
         return failure
 
     def _cached(self, configuration: Configuration) -> AbstractContextManager[None]:
@@ -378,48 +345,14 @@ class Comparison:
             args = replace(args, num_inference_steps=min(_WARM_UP_STEPS, num_steps))
         self._say("warming up")
         start = meter.timings.now()
-
-        def work() -> None:
-            handle = self._attach(self._pipe, self._reference_scope(configurations[1:]))
-            try:
-                with watching(watch):
-                    self._denoise(args, meter)
-            finally:
-                handle.remove()
-
-        self._ranks.settle(work)
+        with self._attached(self._reference_scope(configurations[1:])), watching(watch):
+            self._denoise(args, meter)
         whole = meter.timings.now() - start
         self._warm_up_seconds = {
             **watch.seconds,
             reference.name: whole - sum(watch.seconds.values()),
         }
         self._highest = max(self._highest, meter.highest)
-
-    def _note_failure(self, configuration: Configuration, message: str) -> None:
-        """Write down what ends a run of several ranks, which can then go on without it."""
-        assert self._environment.mesh is not None, "one process ends with its own error"
-        mesh = self._environment.mesh
-        note = FatalFailure(
-            backend=configuration.backend,
-            settings=configuration.settings,
-            mesh=mesh,
-            message=message,
-        )
-        note_failure(self._plan.folder, note)
-
-    def _noted_failures(self, configurations: Sequence[Configuration]) -> dict[str, str]:
-        """Return why configurations ended runs on the same mesh before, by name."""
-        notes = [
-            each
-            for each in noted_failures(self._plan.folder)
-            if each.mesh == self._environment.mesh
-        ]
-        return {
-            configuration.name: note.message
-            for configuration in configurations
-            for note in notes
-            if (note.backend, note.settings) == (configuration.backend, configuration.settings)
-        }
 
     def _reference_scope(self, replayed: Sequence[Configuration]) -> SelectionScope:
         """Return what the reference asks for, with the gates that others weigh a branch by."""
@@ -433,11 +366,7 @@ class Comparison:
         seed: int,
         replayed: Sequence[Configuration] = (),
     ) -> dict[str, Measured]:
-        """Make one generation and keep it; return what replaying its calls found.
-
-        Raises:
-            GenerationError: it failed on a rank.
-        """
+        """Make one generation and keep it; return what replaying its calls found."""
         plan, meter = self._plan, Meter(self._device)
         args = replace(self._args, prompt=plan.prompts[prompt], seed=seed)
         is_reference = configuration is plan.reference
@@ -448,52 +377,31 @@ class Comparison:
             timed = partial(meter.attend, layer, serve=serve)
             return timed(call) if replay is None else replay(layer, call, timed)
 
-        steps = None
-        if self._results is not None:
-            truth = None if is_reference else self._truth(self._results, (prompt, seed))
-            steps = LatentSteps(truth)
-        made: list[tuple[Denoised, AttentionReport]] = []
+        steps = LatentSteps(None if is_reference else self._truth((prompt, seed)))
+        with self._attached(scope) as handle:
+            with watching(watch), self._cached(configuration):
+                run = self._denoise(args, meter, steps)
+            report = handle.report()
+        keep = partial(
+            self._keep,
+            configuration,
+            (prompt, seed),
+            run,
+            steps,
+            spent=meter.spent(report),
+            attention=tuple(report.summary().splitlines()),
+        )
+        if is_reference:
+            self._latents[prompt, seed] = steps.latents()
+        keep() if self._writer is None else self._writer.submit(configuration.name, keep)
+        self._highest = max(self._highest, meter.highest)
+        self._progress.done(f"{configuration.name}, prompt {prompt + 1}, seed {seed}")
+        return {} if replay is None else replay.found
 
-        def work() -> tuple[Spent, int, dict[str, Measured]]:
-            handle = self._attach(self._pipe, scope)
-            try:
-                with watching(watch), self._cached(configuration):
-                    run = self._denoise(args, meter, steps)
-                report = handle.report()
-            finally:
-                handle.remove()
-            made.append((run, report))
-            return meter.spent(report), meter.highest, {} if replay is None else replay.found
-
-        fatal = None if is_reference else partial(self._note_failure, configuration)
-        outcomes = self._ranks.settle(work, fatal)
-        if self._results is not None and steps is not None:
-            ((run, report),) = made
-            keep = partial(
-                self._keep,
-                self._results,
-                configuration,
-                (prompt, seed),
-                run,
-                steps,
-                spent=together([each.result[0] for each in outcomes]),
-                attention=tuple(report.summary().splitlines()),
-            )
-            if is_reference:
-                self._latents[prompt, seed] = steps.latents()
-            keep() if self._beside is None else self._beside.submit(configuration.name, keep)
-        self._highest = max(self._highest, *(each.result[1] for each in outcomes))
-        if self._progress is not None:
-            self._progress.done(f"{configuration.name}, prompt {prompt + 1}, seed {seed}")
-        found = [
-            RankResult(result=each.result[2], cfg=each.cfg, place=each.place) for each in outcomes
-        ]
-        return merged(found) if replayed else {}
-
-    def _truth(self, results: Results, clip: tuple[int, int]) -> Any:
+    def _truth(self, clip: tuple[int, int]) -> Any:
         """Return the reference's latents, which may still be on their way to the disk."""
         kept = self._latents.get(clip)
-        return results.reference_latents(*clip) if kept is None else kept
+        return self._results.reference_latents(*clip) if kept is None else kept
 
     def _replay(
         self, replayed: Sequence[Configuration], meter: Meter, clip: tuple[int, int]
@@ -503,13 +411,12 @@ class Comparison:
             reference.name,
             {each.name: each.scope for each in replayed if each is not reference},
             self._plan.replayed_steps,
-            meter.apart,
+            meter.excluded,
             pictures=clip == self._plan.clips[0],
         )
 
     def _keep(
         self,
-        results: Results,
         configuration: Configuration,
         clip: tuple[int, int],
         run: Denoised,
@@ -518,8 +425,8 @@ class Comparison:
         spent: Spent,
         attention: tuple[str, ...],
     ) -> None:
-        """Write a generation, and measure its frames, unless that is left to the end."""
-        generation = results.keep(
+        """Write a generation; measure its frames too where that takes no time from the next."""
+        generation = self._results.keep(
             configuration,
             clip,
             run,
@@ -528,12 +435,10 @@ class Comparison:
             attention=attention,
             warm_up_seconds=self._warm_up_seconds.get(configuration.name, 0.0),
         )
-        # Alone on a CPU it waits for the report; ranks there measure in step with each other.
-        at_once = self._beside is not None or parallel_groups() is not None
         if configuration is self._plan.reference:
             self._latents.pop(clip, None)
-        elif at_once:
-            results.measured(configuration, generation)
+        elif self._writer is not None:
+            self._results.measured(configuration, generation)
 
     def _denoise(
         self,
@@ -541,18 +446,15 @@ class Comparison:
         meter: Meter,
         steps: LatentSteps | None = None,
     ) -> Denoised:
-        """Run the pipeline; ranks that keep nothing stop at the latents."""
         width, height = output_size(self._pipe, self._index, args)
         shown = Described(prompt=args.prompt or "", width=width, height=height)
         call = prepare_call(self._pipe, self._index, args)
-        if not self._is_main and "output_type" in call.arguments:
-            call = replace(call, arguments={**call.arguments, "output_type": "latent"})
         with describe_generation(shown):
             return denoise(self._pipe, call, meter.timings, *([] if steps is None else [steps]))
 
 
-class _Beside:
-    """Writes and measures clips while the next ones are made, one after another.
+class _BackgroundWriter:
+    """Writes and measures clips in a thread, one after another, while the next ones are made.
 
     Attributes:
         errors: the first that each configuration met, by name; complete once all is done.
@@ -628,8 +530,22 @@ def _left_as_found(pipe: Any) -> Iterator[None]:
                 delattr(pipe, name)
 
 
-def _say_nothing(line: str) -> None:
-    del line
+@contextmanager
+def _warned_once() -> Iterator[None]:
+    """Log a warning of attention layers once, however often their backend is attached."""
+    logged: set[str] = set()
+
+    def is_new(record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        was_logged = message in logged
+        logged.add(message)
+        return not was_logged
+
+    layer_warnings.addFilter(is_new)
+    try:
+        yield
+    finally:
+        layer_warnings.removeFilter(is_new)
 
 
 def _takes_gate(configuration: Configuration) -> bool:

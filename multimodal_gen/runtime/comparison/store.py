@@ -4,7 +4,6 @@
     FOLDER/clips/NAME-pP-sS-KEY.npy, .mp4 or .png    what was generated, and a small copy of it
     FOLDER/latents/KEY.npy                           latents of the reference along the steps
     FOLDER/records/KEY.json                          what a generation, a replay or a metric found
-    FOLDER/failures/NAME.json                        what ended runs of several ranks
 
 A record is written last, together with what belongs to it, so that where it is, all is there.
 """
@@ -27,13 +26,12 @@ from multimodal_gen.runtime.comparison.record import (
     Generation,
     LayerErrors,
     MaskPicture,
-    as_json,
     read_record,
 )
 from multimodal_gen.runtime.generator import output
+from multimodal_gen.settings import as_plain
 
 _MARK = "compare-"
-_FAILURES = "failures"
 _PREVIEW_WIDTH = 480
 _SAMPLES = 4096
 
@@ -72,37 +70,6 @@ class StoredMetrics:
 
     frames: FrameMetrics
     notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FatalFailure:
-    """What ended a run of several ranks: a backend failed on one while others waited for it.
-
-    Attributes:
-        backend: the backend.
-        settings: its parameters that are not at their defaults.
-        mesh: how ranks shared the work.
-        message: why it failed.
-    """
-
-    backend: str
-    settings: str
-    mesh: Mapping[str, int]
-    message: str
-
-
-def note_failure(folder: Path, failure: FatalFailure) -> None:
-    """Write down what ended a run; any rank may."""
-    name = hashlib.sha256(json.dumps(as_json(failure), sort_keys=True).encode()).hexdigest()[:24]
-    with Staging(overwrite=True, mark=_MARK) as staging:
-        output.write_record(as_json(failure), staging.path(folder / _FAILURES / f"{name}.json"))
-
-
-def noted_failures(folder: Path) -> tuple[FatalFailure, ...]:
-    """Return what ended runs so far."""
-    return tuple(
-        read_record(FatalFailure, path) for path in sorted((folder / _FAILURES).glob("*.json"))
-    )
 
 
 class Store:
@@ -170,7 +137,7 @@ class Store:
             with Staging(overwrite=True, mark=_MARK) as staging:
                 for path, write in (files or {}).items():
                     write(staging.path(self.folder / path))
-                output.write_record(as_json(record), staging.path(self._record(key)))
+                output.write_record(as_plain(record), staging.path(self._record(key)))
         except OSError as error:
             raise UsageError(
                 f"the comparison could not be written to {str(self.folder)!r}: {error}"

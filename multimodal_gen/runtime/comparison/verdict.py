@@ -109,8 +109,8 @@ MEASURES = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beside:
-    """One measure of a run, beside the noise.
+class NoiseComparison:
+    """One measure of a run, compared with the noise.
 
     Attributes:
         measure: which.
@@ -205,7 +205,7 @@ def judge(run: Run, floor: Sequence[Run]) -> Verdict:
 def _judge(run: Run, floor: Sequence[Run]) -> Verdict:
     if defects := defects_of(run):
         return Verdict(word="broken", reasons=defects)
-    found = beside_noise(run, floor)
+    found = compare_with_noise(run, floor)
     if not found:
         reason = f"{run.status}: {run.message}" if run.message else "No clip was compared."
         return Verdict(word="unknown", reasons=(reason,))
@@ -226,19 +226,19 @@ def _judge(run: Run, floor: Sequence[Run]) -> Verdict:
     return Verdict(word=word, reasons=reasons)
 
 
-def beside_noise(run: Run, floor: Sequence[Run]) -> tuple[Beside, ...]:
-    """Put every measure of a run beside the noise; measures without figures are left out.
+def compare_with_noise(run: Run, floor: Sequence[Run]) -> tuple[NoiseComparison, ...]:
+    """Compare every measure of a run with the noise; measures without figures are left out.
 
     Args:
         run: what is judged.
         floor: exact kernels on the same prompts and seeds.
     """
     noises = [each for each in floor if not defects_of(each)]
-    found = (_beside(measure, run, noises) for measure in MEASURES)
+    found = (_compare_measure(measure, run, noises) for measure in MEASURES)
     return tuple(each for each in found if each is not None)
 
 
-def _beside(measure: Measure, run: Run, floor: Sequence[Run]) -> Beside | None:
+def _compare_measure(measure: Measure, run: Run, floor: Sequence[Run]) -> NoiseComparison | None:
     figures = _figures(measure, run)
     others = [_figures(measure, each) for each in floor]
     noise = {
@@ -251,27 +251,24 @@ def _beside(measure: Measure, run: Run, floor: Sequence[Run]) -> Beside | None:
         return None
     mean, spread = mean_and_spread([figures[clip] for clip in paired])
     distance = math.fsum(measure.distance(figures[clip]) for clip in paired) / len(paired)
-    if not noise:
-        within = True if distance <= measure.rounding else None
-        return Beside(
-            measure=measure,
-            count=len(paired),
-            mean=mean,
-            spread=spread,
-            noise=None,
-            difference=None,
-            difference_spread=None,
-            within=within,
-        )
-    allowed = math.fsum(measure.distance(noise[clip]) for clip in paired) / len(paired)
-    difference, difference_spread = mean_and_spread(
-        [min(figures[clip], MOST_DB) - min(noise[clip], MOST_DB) for clip in paired]
-    )
-    return Beside(
+    compared = NoiseComparison(
         measure=measure,
         count=len(paired),
         mean=mean,
         spread=spread,
+        noise=None,
+        difference=None,
+        difference_spread=None,
+        within=True if distance <= measure.rounding else None,
+    )
+    if not noise:
+        return compared
+    allowed = math.fsum(measure.distance(noise[clip]) for clip in paired) / len(paired)
+    difference, difference_spread = mean_and_spread(
+        [min(figures[clip], MOST_DB) - min(noise[clip], MOST_DB) for clip in paired]
+    )
+    return replace(
+        compared,
         noise=mean_and_spread([noise[clip] for clip in paired])[0],
         difference=difference,
         difference_spread=difference_spread,
@@ -313,7 +310,7 @@ def _clips(count: int, total: int) -> str:
     return f"{count} of {total} clip{'s' if total > 1 else ''}"
 
 
-def _sentence(found: Beside) -> str:
+def _sentence(found: NoiseComparison) -> str:
     measure = found.measure
     text = f"{measure.label} {measure.text(found.mean)}"
     if found.count > 1:

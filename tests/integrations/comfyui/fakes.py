@@ -201,13 +201,29 @@ class _Input:
         return SimpleNamespace(kind=cls.__name__, **given)
 
 
+def _schema(
+    *,
+    node_id: str,
+    display_name: str,
+    category: str,
+    inputs: list[Any],
+    outputs: list[Any],
+    description: str,
+    hidden: list[Any] | None = None,
+    is_output_node: bool = False,
+    not_idempotent: bool = False,
+) -> SimpleNamespace:
+    """Return a schema, of those arguments that releases before 0.9 take."""
+    return SimpleNamespace(**locals())
+
+
 def comfy_api() -> Any:
     """Return a patch of `sys.modules` that has what the nodes import of ComfyUI."""
     kinds = ("Model", "Combo", "String", "Float", "Int", "Boolean", "AnyType")
     io = SimpleNamespace(
         **{name: type(name, (_Input,), {}) for name in kinds},
         ComfyNode=type("ComfyNode", (), {"hidden": SimpleNamespace(unique_id="7")}),
-        Schema=lambda **given: SimpleNamespace(**given),
+        Schema=_schema,
         NodeOutput=lambda *args, **given: SimpleNamespace(args=args, **given),
         Hidden=SimpleNamespace(unique_id="UNIQUE_ID"),
     )

@@ -275,7 +275,9 @@ def test_the_node_returns_a_model_and_its_plan_and_the_report_says_what_ran(patc
         assert shown.ui == {"text": shown.args}
         from server import PromptServer
 
-        assert PromptServer.sent == [(shown.args[0], "7")]
+        short = "torch_sdpa in 4 layers\nin full: Attention report, or the log"
+        assert PromptServer.sent == [(short, "7")]
+        assert "sparse attention" in schema.search_aliases
         assert "not part of this model" in report.execute(patcher, after=None).args[0]
         assert set(comfyui.NODE_DISPLAY_NAME_MAPPINGS) == set(nodes)
 

@@ -5,7 +5,7 @@ from multimodal_gen.errors import RankError, UsageError
 from multimodal_gen.integrations.parallel.token_split import gather_sequence
 from multimodal_gen.runtime.distributed.groups import parallel_groups
 from multimodal_gen.runtime.distributed.mesh import Mesh
-from multimodal_gen.testing.processes import own
+from tests.helpers.processes import own
 
 LENGTHS = (5, 3)
 

@@ -14,9 +14,9 @@ from multimodal_gen.kernels.block_sparse.api import (
 )
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.engine import BLOCK_SPARSE, Request, SelectedKernel, choose
-from multimodal_gen.testing.block_plans import PlanShape, random_plan
-from multimodal_gen.testing.fakes import machine_with
-from multimodal_gen.testing.inputs import make_qkv
+from tests.helpers.block_plans import PlanShape, random_plan
+from tests.helpers.fakes import machine_with
+from tests.helpers.inputs import make_qkv
 
 PLAN = BlockPlan.dense(Blocks.regular(20, 16), Blocks.regular(30, 16), "cpu")
 Q, K, V = make_qkv(2, 20, 4, 8, num_keys=30, num_kv_heads=2)

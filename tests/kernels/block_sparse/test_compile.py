@@ -40,7 +40,7 @@ from multimodal_gen.kernels.block_sparse.tuning import (
     triton_tile,
 )
 from multimodal_gen.kernels.launch.launcher import Direct, Launcher
-from multimodal_gen.testing.block_plans import PlanShape, random_plan
+from tests.helpers.block_plans import PlanShape, random_plan
 from tests.kernels.cases import with_slow
 from tests.kernels.compiling import (
     Compiler,

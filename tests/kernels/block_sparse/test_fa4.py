@@ -16,11 +16,11 @@ from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.fa4 import TileLists, make_lists
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.engine import BLOCK_SPARSE, Request, fa4_keys
-from multimodal_gen.testing.block_plans import PlanShape, dense_mask, random_plan
-from multimodal_gen.testing.fakes import machine_with
-from multimodal_gen.testing.inputs import make_qkv
-from multimodal_gen.testing.reference import reference_attention
-from multimodal_gen.testing.tolerance import assert_within_error_budget
+from tests.helpers.block_plans import PlanShape, dense_mask, random_plan
+from tests.helpers.fakes import machine_with
+from tests.helpers.inputs import make_qkv
+from tests.helpers.reference import reference_attention
+from tests.helpers.tolerance import assert_within_error_budget
 
 H100 = Request(
     platform="cuda",

@@ -10,7 +10,7 @@ from multimodal_gen.kernels.block_sparse.layouts import (
     segment_plan,
     teacher_forcing_plan,
 )
-from multimodal_gen.testing.block_plans import dense_mask
+from tests.helpers.block_plans import dense_mask
 
 CHUNKS = [3, 10, 10, 10, 7]
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks, check_arguments
-from multimodal_gen.testing.block_plans import FORMS, PlanShape, dense_mask, random_plan
+from tests.helpers.block_plans import FORMS, PlanShape, dense_mask, random_plan
 
 Q = Blocks.regular(100, 64)
 KV = Blocks.regular(190, 64)

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
-from multimodal_gen.testing.block_plans import FORMS, PlanShape, dense_mask, random_plan
-from multimodal_gen.testing.inputs import QKV, make_qkv
-from multimodal_gen.testing.reference import reference_attention
-from multimodal_gen.testing.tolerance import assert_within_error_budget
+from tests.helpers.block_plans import FORMS, PlanShape, dense_mask, random_plan
+from tests.helpers.inputs import QKV, make_qkv
+from tests.helpers.reference import reference_attention
+from tests.helpers.tolerance import assert_within_error_budget
 
 SHAPES = st.builds(
     PlanShape,

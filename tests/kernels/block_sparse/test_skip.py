@@ -9,7 +9,7 @@ from multimodal_gen.errors import UnsupportedBackendError, UsageError
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention, kernel_for
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.skip import Skip
-from multimodal_gen.testing.skipping import attend_naively, peaked_inputs
+from tests.helpers.skipping import attend_naively, peaked_inputs
 
 HEADS, SIZE, BLOCK, NUM = 2, 16, 8, 6
 

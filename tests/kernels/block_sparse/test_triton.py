@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention, refresh_plan
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.skip import Skip
-from multimodal_gen.testing.block_plans import FORMS, PlanShape, dense_mask, random_plan
-from multimodal_gen.testing.inputs import make_qkv
-from multimodal_gen.testing.reference import reference_attention
-from multimodal_gen.testing.skipping import peaked_inputs
-from multimodal_gen.testing.tolerance import (
+from tests.helpers.block_plans import FORMS, PlanShape, dense_mask, random_plan
+from tests.helpers.inputs import make_qkv
+from tests.helpers.reference import reference_attention
+from tests.helpers.skipping import peaked_inputs
+from tests.helpers.tolerance import (
     assert_gradients_within_error_budget,
     assert_within_error_budget,
 )

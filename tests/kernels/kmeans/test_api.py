@@ -11,7 +11,7 @@ from multimodal_gen.kernels.kmeans.api import (
     kmeans,
     similarity_order,
 )
-from multimodal_gen.testing.fakes import machine_with
+from tests.helpers.fakes import machine_with
 
 X = torch.randn(2, 30, 3, 8, generator=torch.Generator().manual_seed(0))
 START = initial_centroids(X, 4)

@@ -11,7 +11,7 @@ import torch
 
 from multimodal_gen.kernels.kmeans.api import initial_centroids, kmeans
 from multimodal_gen.kernels.kmeans.reference import sort_reference
-from multimodal_gen.testing.inputs import LAYOUTS, with_layout
+from tests.helpers.inputs import LAYOUTS, with_layout
 from tests.kernels.cases import with_slow
 
 triton = pytest.importorskip("triton")

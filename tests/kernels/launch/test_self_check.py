@@ -46,7 +46,7 @@ from multimodal_gen.runtime.layers.attention.selector import (
 from multimodal_gen.runtime.layers.attention.sparse.methods.sol import SolConfig
 from multimodal_gen.runtime.layers.attention.sparse.methods.vsa import VideoSparseConfig
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
-from multimodal_gen.testing.fakes import FakeDevice, machine_with, simulated_environment
+from tests.helpers.fakes import FakeDevice, machine_with, simulated_environment
 
 UNTRIED = "3.10.0"
 H100 = Request(

@@ -8,10 +8,10 @@ from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.call import PooledBlocks
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.tail import PooledTail, add_tail, kept_map, pool_blocks
-from multimodal_gen.testing.block_plans import FORMS, PlanShape, random_plan
-from multimodal_gen.testing.inputs import make_qkv
-from multimodal_gen.testing.reference import reference_attention
-from multimodal_gen.testing.tail import assert_tail_within_error_budget, naive_tail
+from tests.helpers.block_plans import FORMS, PlanShape, random_plan
+from tests.helpers.inputs import make_qkv
+from tests.helpers.reference import reference_attention
+from tests.helpers.tail import assert_tail_within_error_budget, naive_tail
 
 SCALE = 0.25
 

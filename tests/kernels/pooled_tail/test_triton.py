@@ -13,9 +13,9 @@ from multimodal_gen.kernels.block_sparse.tail import (
     kept_map,
     pool_blocks,
 )
-from multimodal_gen.testing.block_plans import PlanShape, random_plan
-from multimodal_gen.testing.inputs import make_qkv
-from multimodal_gen.testing.tail import assert_tail_within_error_budget
+from tests.helpers.block_plans import PlanShape, random_plan
+from tests.helpers.inputs import make_qkv
+from tests.helpers.tail import assert_tail_within_error_budget
 
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(

@@ -5,7 +5,7 @@ import math
 import torch
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
-from multimodal_gen.testing.block_plans import dense_mask
+from tests.helpers.block_plans import dense_mask
 
 
 def round_half_up(x: torch.Tensor) -> torch.Tensor:

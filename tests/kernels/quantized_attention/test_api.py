@@ -13,9 +13,9 @@ from multimodal_gen.kernels.quantized_attention import api
 from multimodal_gen.kernels.quantized_attention.api import kernel_for, quantized_attention
 from multimodal_gen.kernels.quantized_attention.packed import in_slots, slots_of
 from multimodal_gen.kernels.quantized_attention.tuning import gluon_tile, triton_tile
-from multimodal_gen.testing.block_plans import PlanShape, random_plan
-from multimodal_gen.testing.fakes import machine_with
-from multimodal_gen.testing.inputs import make_qkv
+from tests.helpers.block_plans import PlanShape, random_plan
+from tests.helpers.fakes import machine_with
+from tests.helpers.inputs import make_qkv
 
 
 def dense(queries: int = 64, keys: int = 64, *, causal: bool = False) -> BlockPlan:

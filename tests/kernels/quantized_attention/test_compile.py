@@ -13,7 +13,7 @@ import torch
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.quantized_attention.api import RUN, Call
-from multimodal_gen.testing.block_plans import PlanShape, random_plan
+from tests.helpers.block_plans import PlanShape, random_plan
 from tests.kernels.compiling import Compiler, assert_clean, needs_gluon, with_oldest
 
 pytestmark = needs_gluon

@@ -21,8 +21,8 @@ from multimodal_gen.kernels.quantized_attention.reference import (
     key_mean_reference,
     quantise_reference,
 )
-from multimodal_gen.testing.block_plans import FORMS, PlanShape, random_plan
-from multimodal_gen.testing.inputs import QKV, make_qkv
+from tests.helpers.block_plans import FORMS, PlanShape, random_plan
+from tests.helpers.inputs import QKV, make_qkv
 
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(

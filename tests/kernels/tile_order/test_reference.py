@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from multimodal_gen.kernels.tile_order.api import gather_tokens, scatter_tokens, tile_order
-from multimodal_gen.testing.inputs import LAYOUTS, with_layout
+from tests.helpers.inputs import LAYOUTS, with_layout
 
 
 def some_index(batch: int, tokens: int, num: int, *, per_batch: bool) -> torch.Tensor:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from multimodal_gen.kernels.launch.launcher import form_of
 from multimodal_gen.kernels.tile_order.api import tile_order
 from multimodal_gen.kernels.tile_order.reference import gather_reference, scatter_reference
-from multimodal_gen.testing.inputs import LAYOUTS, with_layout
+from tests.helpers.inputs import LAYOUTS, with_layout
 
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(

@@ -11,7 +11,11 @@ from multimodal_gen.runtime.comparison import page, record, verdict
 PACKAGE = Path(record.__file__).parent
 PAGES = Path(__file__).parents[3] / "docs" / "pages"
 TEXT = (PAGES / "reference" / "comparison.md").read_text("utf-8")
-RECORDS = [each for each in vars(record).values() if dataclasses.is_dataclass(each)]
+RECORDS = [
+    each
+    for each in vars(record).values()
+    if dataclasses.is_dataclass(each) and each.__module__ == record.__name__
+]
 
 
 @pytest.mark.parametrize("kind", RECORDS, ids=lambda kind: kind.__name__)

@@ -4,15 +4,12 @@ import pytest
 import torch
 
 from multimodal_gen.runtime.comparison.layers import (
-    Measured,
     Replay,
     averaged,
     grid_cells,
     kept_mass,
-    merged,
     sampled_steps,
 )
-from multimodal_gen.runtime.comparison.ranks import RankResult
 from multimodal_gen.runtime.comparison.record import LayerErrors
 from multimodal_gen.runtime.generator.attention_check import sample_rows
 from multimodal_gen.runtime.layers.attention import LocalAttention
@@ -116,27 +113,6 @@ def test_prompts_and_seeds_are_averaged_with_their_spread() -> None:
     assert first.spread.relative_l2 == pytest.approx((2**0.5, 0.0), rel=1e-4)
     assert first.spread.kept_mass == first.spread.relative_l1
     assert (second.step, second.clips, second.spread) == (1, 1, None)
-
-
-def test_heads_of_ranks_are_put_side_by_side_and_branches_averaged() -> None:
-    def rank(cfg: int, place: int, *layers: LayerErrors, failure: str = "") -> RankResult[Any]:
-        reference = of_layer(0.0) if place else of_layer(0.0, 0.0)
-        found = {
-            "dense": Measured(layers=[reference]),
-            "sparse": Measured(layers=list(layers), failure=failure),
-        }
-        return RankResult(result=found, cfg=cfg, place=place)
-
-    wide, narrow = of_layer(1.0, 2.0, density=0.5), of_layer(3.0, density=0.2)
-    halves = of_layer(3.0, 4.0, density=0.5), of_layer(5.0, density=0.2)
-    (joined,) = merged([rank(0, 0, wide), rank(0, 1, narrow)])["sparse"].layers
-    assert joined.relative_l2 == (1.0, 2.0, 3.0)
-    assert joined.density == pytest.approx((2 * 0.5 + 0.2) / 3)
-    ranks = [rank(0, 0, wide), rank(0, 1, narrow), rank(1, 0, halves[0]), rank(1, 1, halves[1])]
-    (mean,) = merged(ranks)["sparse"].layers
-    assert mean.relative_l2 == (2.0, 3.0, 4.0)
-    failed = merged([rank(0, 0, wide), rank(0, 1, failure="out of memory")])["sparse"]
-    assert (failed.layers, failed.failure) == ([], "out of memory")
 
 
 def test_the_mass_that_is_kept_is_that_of_random_signs_on_average() -> None:

@@ -21,7 +21,7 @@ from multimodal_gen.runtime.comparison.page import LIMIT, write_page
 from multimodal_gen.runtime.comparison.plots import error_over_steps, series_of
 from multimodal_gen.runtime.comparison.record import Report
 from multimodal_gen.runtime.comparison.verdict import judged
-from multimodal_gen.testing.reports import make_report
+from tests.helpers.reports import make_report
 
 FRAMES = 7
 SMALL = {"size": (FRAMES, 48, 84), "layers": 4, "steps": 6, "heads": 3}

@@ -20,10 +20,10 @@ from multimodal_gen.runtime.comparison.record import (
     Report,
     Run,
     Verdict,
-    as_json,
     read_record,
     write_record,
 )
+from multimodal_gen.settings import as_plain
 
 
 def _run(name: str, **changes: Any) -> Run:
@@ -94,7 +94,7 @@ def test_a_report_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     write_record(report, path)
     found = read_record(Report, path)
-    assert as_json(found) == as_json(report)  # NaN differs from itself
+    assert as_plain(found) == as_plain(report)  # NaN differs from itself
     assert found.candidates[0].generations == report.candidates[0].generations
     assert math.isnan(found.candidates[0].layers[0].relative_l1[1])
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
@@ -114,15 +114,45 @@ def test_a_report_is_read_back_as_it_was_written(tmp_path: Path) -> None:
         ({"created": True}, r"\.created must be text, got True"),
         ({"settings": []}, r"\.settings must be an object"),
         ({"environment": None}, "must be an object, the fields of a Environment"),
-        ({"candidates": [{**as_json(_run("a")), "status": "so so"}]}, "must be one of 'done'"),
-        ({"candidates": [{**as_json(_run("a")), "layers": [1]}]}, r"layers\[0\] must be an object"),
+        ({"candidates": [{**as_plain(_run("a")), "status": "so so"}]}, "must be one of 'done'"),
+        (
+            {"candidates": [{**as_plain(_run("a")), "layers": [1]}]},
+            r"layers\[0\] must be an object",
+        ),
     ],
 )
 def test_a_file_that_is_no_report_is_refused(tmp_path: Path, change: Any, message: str) -> None:
     path = tmp_path / "report.json"
-    path.write_text(json.dumps({**as_json(_report()), **change}))
+    path.write_text(json.dumps({**as_plain(_report()), **change}))
     with pytest.raises(ConfigError, match=message):
         read_record(Report, path)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("cost", "density"), -3, r"\.density must be a number in \[0, 1.001\], got -3"),
+        (("cost", "density"), 10**400, r"\.density must be a number in"),
+        (("cost", "density"), [0.5], r"\.density must be a number in .*, got \[0.5\]"),
+        (("cost", "generation_seconds"), 1e300, r"\.generation_seconds must be a number in"),
+        (("generations", 0, "frames", "vmaf"), 900, r"\.vmaf must be a number in \[0, 100\]"),
+        (("generations", 0, "frames", "psnr"), -1e5, r"\.psnr must be a number in"),
+        (("layers", 0, "cosine"), [7.0, 0.5], r"\.cosine\[0\] must be a number in"),
+        (("layers", 0, "cosine"), [0.5], "must have an entry per head each, got 1 and 2"),
+    ],
+)
+def test_figures_that_cannot_be_are_refused(
+    tmp_path: Path, path: tuple[Any, ...], value: Any, message: str
+) -> None:
+    edited = as_plain(_report())
+    place = edited["candidates"][0]
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    file = tmp_path / "report.json"
+    file.write_text(json.dumps(edited))
+    with pytest.raises(ConfigError, match=message):
+        read_record(Report, file)
 
 
 @pytest.mark.parametrize("text", [None, "", "{", "[]"])

@@ -13,12 +13,13 @@ import torch
 import multimodal_gen
 from multimodal_gen.errors import UsageError
 from multimodal_gen.runtime.comparison import run as comparing
-from multimodal_gen.runtime.comparison.record import Report, Run, as_json, read_record
+from multimodal_gen.runtime.comparison.record import Report, Run, read_record
 from multimodal_gen.runtime.layers.attention.sparse import method
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
+from multimodal_gen.settings import as_plain
 from multimodal_gen.testing.tiny_models import FAMILIES
 
-FLOOR = "video_sparse_attn:sparsity=0"
+FLOOR = "video_sparse_attn:sparsity=0,dense_above=1"
 CACHED = "torch_sdpa + first_block:threshold=10"
 EVERYTHING = 99  # tiles of a window, along an axis
 
@@ -203,7 +204,7 @@ def test_costs_and_files_are_those_of_the_run(wan: tuple[Report, Path]) -> None:
         assert frames.shape == (report.settings["num_frames"], *frames.shape[1:3], 3)
         assert (folder / generation.preview_path).stat().st_size > 100
     assert report.reference.generations[0].latents == ()
-    assert as_json(read_record(Report, folder / "report.json")) == as_json(report)
+    assert as_plain(read_record(Report, folder / "report.json")) == as_plain(report)
 
 
 def test_the_reference_is_not_changed_by_what_is_measured_beside_it(
@@ -266,7 +267,7 @@ def test_a_comparison_that_was_interrupted_goes_on(tiny_pipeline: Any, tmp_path:
     again = multimodal_gen.compare(pipe, **given, resume=True, say=lines.append)
     assert lines == []
     same = {"created": "", "seconds": 0.0}
-    assert as_json(dataclasses.replace(again, **same)) == as_json(
+    assert as_plain(dataclasses.replace(again, **same)) == as_plain(
         dataclasses.replace(report, **same)
     )
 
@@ -295,7 +296,7 @@ def test_clips_that_are_written_beside_the_next_run_are_the_same(
     whole, keep = comparing.Comparison.run, comparing.Results.keep
 
     def beside(self: comparing.Comparison) -> Report:
-        self._beside = comparing._Beside()  # as on a GPU
+        self._writer = comparing._BackgroundWriter()  # as on a GPU
         return whole(self)
 
     def failing(self: Any, configuration: Any, *args: Any, **kwargs: Any) -> Any:
@@ -325,7 +326,7 @@ def test_a_reference_that_cannot_be_written_beside_the_next_run_ends_the_compari
     whole = comparing.Comparison.run
 
     def beside(self: comparing.Comparison) -> Report:
-        self._beside = comparing._Beside()  # as on a GPU
+        self._writer = comparing._BackgroundWriter()  # as on a GPU
         return whole(self)
 
     def failing(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -406,6 +407,17 @@ def test_what_cannot_be_compared_is_refused_before_anything_is_written(
     with pytest.raises(UsageError, match=message):
         multimodal_gen.compare(loaded(tiny_pipeline("flux")), **{**given, **changes})
     assert not (tmp_path / "out").exists()
+
+
+def test_what_a_backend_warns_of_is_logged_once_for_all_clips(
+    tiny_pipeline: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = arguments("wan", floor="triton_attn", replayed_steps=0, seeds=(0, 1))
+    pipe = loaded(tiny_pipeline("wan"))
+    backends = "sla_attn:topk_ratio=0.3"
+    multimodal_gen.compare(pipe, backends=backends, output=tmp_path / "out", **given)
+    messages = [record.getMessage() for record in caplog.records]
+    assert sum("given no trained proj_l" in message for message in messages) == 1
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import torch
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.runtime.comparison.cost import Meter, Spent, cost_of
-from multimodal_gen.runtime.comparison.record import Generation, as_json
+from multimodal_gen.runtime.comparison.record import Generation
 from multimodal_gen.runtime.comparison.store import (
     Store,
     StoredGeneration,
@@ -18,6 +18,7 @@ from multimodal_gen.runtime.comparison.store import (
     weights_digest,
 )
 from multimodal_gen.runtime.layers.attention.report import AttentionReport
+from multimodal_gen.settings import as_plain
 
 
 def spent(**changes: Any) -> Spent:
@@ -48,7 +49,7 @@ def test_what_is_written_is_found_by_all_that_it_depends_on(tmp_path: Path) -> N
     key = written(store, np.random.default_rng(0).random((5, 40, 60, 3)))
     found = store.find(StoredGeneration, key)
     assert found is not None
-    assert as_json(found.spent) == as_json(spent())
+    assert as_plain(found.spent) == as_plain(spent())
     again = Store(tmp_path / "out", {"model": "m"}, resume=True)
     assert again.find(StoredGeneration, again.key(seed=0)) == found
     assert again.find(StoredGeneration, again.key(seed=1)) is None
@@ -136,7 +137,7 @@ def test_what_is_apart_is_not_part_of_a_step(monkeypatch: pytest.MonkeyPatch) ->
     now[0] = 1.0  # the prompt
     meter.timings.start_steps()
     for seconds, beside in ((2.0, 0.0), (3.0, 4.0)):
-        with meter.apart():
+        with meter.excluded():
             now[0] += beside
         now[0] += seconds
         meter.timings.step_done()

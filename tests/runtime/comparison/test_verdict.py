@@ -20,7 +20,7 @@ from multimodal_gen.runtime.comparison.verdict import (
     MEASURES,
     MOVES,
     STILL,
-    beside_noise,
+    compare_with_noise,
     judge,
     judged,
 )
@@ -120,7 +120,7 @@ def test_one_measure_beyond_the_noise_is_enough_and_is_named() -> None:
 
 def test_the_farther_of_several_kernels_is_the_noise_of_a_clip() -> None:
     floor = [run(FrameMetrics(psnr=p), FrameMetrics(psnr=q)) for p, q in ((50, 30), (30, 50))]
-    (found,) = beside_noise(run(FrameMetrics(psnr=31.0), FrameMetrics(psnr=29.0)), floor)
+    (found,) = compare_with_noise(run(FrameMetrics(psnr=31.0), FrameMetrics(psnr=29.0)), floor)
     assert found.noise == 30.0
     assert (found.mean, found.spread) == (30.0, pytest.approx(math.sqrt(2)))
     assert (found.difference, found.difference_spread) == (0.0, pytest.approx(math.sqrt(2)))
@@ -130,7 +130,7 @@ def test_the_farther_of_several_kernels_is_the_noise_of_a_clip() -> None:
 def test_figures_are_paired_by_prompt_and_seed() -> None:
     """A clip that the noise has no figure of is left out of both."""
     floor = [run(FrameMetrics(psnr=30.0))]
-    (found,) = beside_noise(run(FrameMetrics(psnr=31.0), FrameMetrics(psnr=5.0)), floor)
+    (found,) = compare_with_noise(run(FrameMetrics(psnr=31.0), FrameMetrics(psnr=5.0)), floor)
     assert (found.count, found.mean, found.noise, found.within) == (1, 31.0, 30.0, True)
 
 
@@ -139,7 +139,7 @@ def test_flicker_is_judged_by_its_ratio_to_the_references() -> None:
     for flicker, word in ((5.2, WITHIN), (4.8, WITHIN), (6.0, "visible"), (4.0, "visible")):
         assert judge(run(FrameMetrics(flicker=flicker, flicker_reference=5.0)), floor).word == word
     still = run(FrameMetrics(flicker=0.3, flicker_reference=0.0))
-    assert beside_noise(still, floor) == ()
+    assert compare_with_noise(still, floor) == ()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from multimodal_gen.runtime.distributed import handshake as handshake_module
 from multimodal_gen.runtime.distributed.groups import parallel_groups
 from multimodal_gen.runtime.distributed.handshake import handshake
 from multimodal_gen.runtime.distributed.mesh import Mesh
-from multimodal_gen.testing.processes import World
+from tests.helpers.processes import World
 
 
 def lengths_of(call, facts, length):

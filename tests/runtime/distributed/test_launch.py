@@ -114,7 +114,7 @@ def start(folder: Path, work, step_2, results) -> None:
 def run(tmp_path):
     """Return what two ranks end with: status or exception, standard output and error."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["multimodal_gen.testing.processes", __name__])
+    context.set_forkserver_preload(["tests.helpers.processes", __name__])
 
     def run(step_2, work=attend):
         mine, theirs = context.Pipe(duplex=False)

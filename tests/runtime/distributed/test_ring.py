@@ -16,8 +16,8 @@ from multimodal_gen.runtime.distributed.ring import (
     part_attention_backward,
     ring_attention,
 )
-from multimodal_gen.testing.inputs import make_qkv
-from multimodal_gen.testing.reference import reference_attention
+from tests.helpers.inputs import make_qkv
+from tests.helpers.reference import reference_attention
 
 PART_SCALE = 0.3
 

@@ -47,8 +47,8 @@ from multimodal_gen.runtime.layers.attention.scope import (
 )
 from multimodal_gen.runtime.layers.attention.selector import resolve
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
-from multimodal_gen.testing.fakes import FakeDevice, fake_backend, simulated_environment
-from multimodal_gen.testing.inputs import make_qkv
+from tests.helpers.fakes import FakeDevice, fake_backend, simulated_environment
+from tests.helpers.inputs import make_qkv
 
 HEADS, HEAD_SIZE = 4, 16
 

@@ -9,8 +9,8 @@ from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.layers.attention.scope import BackendPreference, SelectionScope, Source
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-from multimodal_gen.testing.fakes import ALL_FEATURES, PlainImpl, fake_backend
-from multimodal_gen.testing.inputs import make_qkv
+from tests.helpers.fakes import ALL_FEATURES, PlainImpl, fake_backend
+from tests.helpers.inputs import make_qkv
 
 FA, SDPA = AttentionBackendEnum.FA, AttentionBackendEnum.TORCH_SDPA
 # Any installed package will do: the stand-in pretends that importing it fails.

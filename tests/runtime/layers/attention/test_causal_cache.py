@@ -31,8 +31,8 @@ from multimodal_gen.runtime.layers.attention.scope import (
 )
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
-from multimodal_gen.testing.reference import reference_attention
-from multimodal_gen.testing.tile_choice import best_tiles, token_tiles
+from tests.helpers.reference import reference_attention
+from tests.helpers.tile_choice import best_tiles, token_tiles
 
 BATCH, HEADS, KV_HEADS, SIZE, TOKENS = 2, 4, 2, 8, 6
 SCALE = SIZE**-0.5

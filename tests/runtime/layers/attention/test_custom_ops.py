@@ -24,8 +24,8 @@ from multimodal_gen.runtime.layers.attention.selector import (
 )
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-from multimodal_gen.testing.fakes import PlainImpl, fake_backend
-from multimodal_gen.testing.inputs import make_qkv
+from tests.helpers.fakes import PlainImpl, fake_backend
+from tests.helpers.inputs import make_qkv
 
 FA, SDPA = AttentionBackendEnum.FA, AttentionBackendEnum.TORCH_SDPA
 BLOCKS, HEADS, SIZE = 12, 2, 8

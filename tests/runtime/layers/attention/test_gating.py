@@ -13,8 +13,8 @@ from multimodal_gen.runtime.managers.forward_context import (
     current_forward_context,
     set_forward_context,
 )
-from multimodal_gen.testing.fakes import PlainImpl
-from multimodal_gen.testing.inputs import make_qkv
+from tests.helpers.fakes import PlainImpl
+from tests.helpers.inputs import make_qkv
 
 
 class Gated(PlainImpl, VideoSparseBackend.get_impl_cls()):

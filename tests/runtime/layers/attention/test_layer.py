@@ -33,9 +33,9 @@ from multimodal_gen.runtime.layers.attention.selector import (
 )
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-from multimodal_gen.testing.fakes import ALL_FEATURES, PlainImpl, fake_backend
-from multimodal_gen.testing.inputs import make_qkv
-from multimodal_gen.testing.tolerance import assert_within_error_budget
+from tests.helpers.fakes import ALL_FEATURES, PlainImpl, fake_backend
+from tests.helpers.inputs import make_qkv
+from tests.helpers.tolerance import assert_within_error_budget
 
 FA, SDPA = AttentionBackendEnum.FA, AttentionBackendEnum.TORCH_SDPA
 HALF = frozenset({torch.float16, torch.bfloat16})

@@ -11,10 +11,10 @@ from multimodal_gen.runtime.layers.attention.kinds import masks
 from multimodal_gen.runtime.layers.attention.masks import build_varlen_mask_meta
 from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
-from multimodal_gen.testing.fakes import ALL_FEATURES, PlainImpl, fake_backend
-from multimodal_gen.testing.inputs import make_qkv
-from multimodal_gen.testing.reference import reference_attention
-from multimodal_gen.testing.tolerance import assert_within_error_budget
+from tests.helpers.fakes import ALL_FEATURES, PlainImpl, fake_backend
+from tests.helpers.inputs import make_qkv
+from tests.helpers.reference import reference_attention
+from tests.helpers.tolerance import assert_within_error_budget
 
 MASKS = {Feature.KEY_MASK, Feature.DENSE_MASK}
 DENSE = fake_backend("dense_attn", features=ALL_FEATURES - {Feature.VARLEN})

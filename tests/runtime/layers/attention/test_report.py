@@ -26,7 +26,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
 from multimodal_gen.runtime.layers.attention.selector import Rejected, Selection
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
-from multimodal_gen.testing.inputs import make_qkv
+from tests.helpers.inputs import make_qkv
 
 FA, SDPA = AttentionBackendEnum.FA, AttentionBackendEnum.TORCH_SDPA
 CHOSEN = Selection(

@@ -47,7 +47,7 @@ from multimodal_gen.runtime.platforms import (
     DeviceCapability,
     PlatformEnum,
 )
-from multimodal_gen.testing.fakes import machine_with
+from tests.helpers.fakes import machine_with
 
 HEADS = 2
 

@@ -32,7 +32,7 @@ from multimodal_gen.runtime.layers.attention.selector import (
     global_force_attn_backend_context_manager,
 )
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-from multimodal_gen.testing.fakes import fake_backend
+from tests.helpers.fakes import fake_backend
 
 FA, SDPA = AttentionBackendEnum.FA, AttentionBackendEnum.TORCH_SDPA
 SAGE, FLEX = AttentionBackendEnum.SAGE_ATTN, AttentionBackendEnum.FLEX_ATTN

@@ -35,7 +35,7 @@ from multimodal_gen.runtime.layers.attention.selector import (
     warn_of_fallback,
 )
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
-from multimodal_gen.testing.fakes import (
+from tests.helpers.fakes import (
     ALL_FEATURES,
     FakeDevice,
     fake_backend,

@@ -19,9 +19,9 @@ from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
 )
 from multimodal_gen.runtime.layers.attention.request import AttentionRequest, Environment, Feature
 from multimodal_gen.runtime.platforms import DeviceCapability, PlatformEnum
-from multimodal_gen.testing.inputs import QKV, make_qkv
-from multimodal_gen.testing.reference import reference_attention
-from multimodal_gen.testing.tolerance import (
+from tests.helpers.inputs import QKV, make_qkv
+from tests.helpers.reference import reference_attention
+from tests.helpers.tolerance import (
     assert_lse_within_error_budget,
     assert_within_error_budget,
 )

@@ -6,7 +6,7 @@ from multimodal_gen.runtime.layers.attention.backends.aiter import (
     AiterImpl,
     AiterSageBackend,
 )
-from multimodal_gen.testing.inputs import make_qkv
+from tests.helpers.inputs import make_qkv
 
 
 @pytest.fixture

@@ -23,8 +23,8 @@ from multimodal_gen.runtime.layers.attention.scope import (
     Source,
 )
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-from multimodal_gen.testing.inputs import make_qkv
-from multimodal_gen.testing.reference import reference_attention
+from tests.helpers.inputs import make_qkv
+from tests.helpers.reference import reference_attention
 
 BATCH, TOKENS, HEADS, SIZE, BLOCK = 2, 187, 4, 8, 32
 SCALE = SIZE**-0.5

@@ -7,8 +7,8 @@ import torch
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.runtime.layers.attention.backends.common import DenseImpl
-from multimodal_gen.testing.inputs import make_qkv
-from multimodal_gen.testing.reference import reference_attention
+from tests.helpers.inputs import make_qkv
+from tests.helpers.reference import reference_attention
 
 SCALE = 0.2
 

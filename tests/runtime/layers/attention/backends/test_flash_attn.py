@@ -12,7 +12,7 @@ from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.layers.attention.scope import BackendPreference, Source
 from multimodal_gen.runtime.layers.attention.selector import resolve
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
-from multimodal_gen.testing.inputs import make_qkv
+from tests.helpers.inputs import make_qkv
 
 FA2 = ("flash_attn.flash_attn_interface", "flash-attn", "2.8.3")
 FA3 = ("flash_attn_interface", "flash_attn_3", "3.0.0b1")

@@ -15,8 +15,8 @@ from multimodal_gen.runtime.layers.attention.selector import (
     global_force_attn_backend_context_manager,
 )
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
-from multimodal_gen.testing.inputs import make_qkv
-from multimodal_gen.testing.tolerance import assert_within_error_budget
+from tests.helpers.inputs import make_qkv
+from tests.helpers.tolerance import assert_within_error_budget
 
 SCALE = 0.2
 

@@ -312,8 +312,8 @@ assert torch.allclose(scaled(q, k, v), 2 * want, atol=1e-5)
 SPARSE_CHECK = """
 import torch
 
-from multimodal_gen.testing.sparse import SparseMethod, run_sparse, text_places
-from multimodal_gen.testing.tolerance import assert_within_error_budget
+from tests.helpers.sparse import SparseMethod, run_sparse, text_places
+from tests.helpers.tolerance import assert_within_error_budget
 from tests.runtime.layers.attention.sparse.test_example import GRID, NAME, SETTINGS, definition
 from your_package.near_first_attn import NearFirstBackend, NearFirstConfig
 

@@ -17,13 +17,13 @@ from multimodal_gen.runtime.platforms import (
     AttentionBackendEnum,
     PlatformEnum,
 )
-from multimodal_gen.testing.fakes import fake_backend
+from tests.helpers.fakes import fake_backend
 
 PLUGIN = """
 import torch
 from multimodal_gen.kernels.requirements import PackageProbe
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
-from multimodal_gen.testing.fakes import PlainImpl, fake_backend
+from tests.helpers.fakes import PlainImpl, fake_backend
 
 class MeanImpl(PlainImpl):
     def forward(self, query, key, value, context=None, *, attn_mask=None):

@@ -16,8 +16,8 @@ from multimodal_gen.runtime.layers.attention.backends.sage_attn import (
 from multimodal_gen.runtime.layers.attention.config import build_config
 from multimodal_gen.runtime.layers.attention.request import AttentionRole, Feature
 from multimodal_gen.runtime.platforms import PlatformEnum
-from multimodal_gen.testing.inputs import make_qkv
-from multimodal_gen.testing.tolerance import (
+from tests.helpers.inputs import make_qkv
+from tests.helpers.tolerance import (
     assert_lse_within_error_budget,
     assert_within_error_budget,
 )

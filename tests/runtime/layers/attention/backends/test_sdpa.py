@@ -10,9 +10,9 @@ from multimodal_gen.runtime.layers.attention.backends.sdpa import (
 )
 from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.platforms import PlatformEnum
-from multimodal_gen.testing.inputs import make_qkv
-from multimodal_gen.testing.reference import reference_attention
-from multimodal_gen.testing.tolerance import assert_within_error_budget
+from tests.helpers.inputs import make_qkv
+from tests.helpers.reference import reference_attention
+from tests.helpers.tolerance import assert_within_error_budget
 
 SCALE = 0.2
 

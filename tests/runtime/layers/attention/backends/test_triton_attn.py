@@ -17,9 +17,9 @@ from multimodal_gen.runtime.layers.attention.request import (
     Feature,
 )
 from multimodal_gen.runtime.platforms import PlatformEnum
-from multimodal_gen.testing.fakes import FakeDevice, simulated_environment
-from multimodal_gen.testing.inputs import make_qkv
-from multimodal_gen.testing.reference import reference_attention
+from tests.helpers.fakes import FakeDevice, simulated_environment
+from tests.helpers.inputs import make_qkv
+from tests.helpers.reference import reference_attention
 
 
 def impl(*, causal: bool = False) -> TritonAttentionImpl:

@@ -22,8 +22,8 @@ from multimodal_gen.runtime.layers.attention.scope import (
 )
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
-from multimodal_gen.testing.inputs import make_qkv
-from multimodal_gen.testing.processes import own
+from tests.helpers.inputs import make_qkv
+from tests.helpers.processes import own
 
 BATCH, SIZE = 2, 8
 

@@ -13,7 +13,7 @@ from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.layers.attention import USPAttention
 from multimodal_gen.runtime.layers.attention.sequence_parallel.layer import count_exchange
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
-from multimodal_gen.testing.inputs import make_qkv
+from tests.helpers.inputs import make_qkv
 
 
 def message_of(calls, left_out):

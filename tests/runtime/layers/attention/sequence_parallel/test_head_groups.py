@@ -11,8 +11,8 @@ from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.layers.attention import USPAttention
 from multimodal_gen.runtime.layers.attention.report import AttentionReport
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
-from multimodal_gen.testing.inputs import make_qkv
-from multimodal_gen.testing.processes import own
+from tests.helpers.inputs import make_qkv
+from tests.helpers.processes import own
 from tests.runtime.layers.attention.sequence_parallel.test_sparse import (
     SPARSE,
     check_sparse,

@@ -14,8 +14,8 @@ from multimodal_gen.runtime.layers.attention.masks import build_varlen_mask_meta
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import BackendPreference, SelectionScope, Source
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-from multimodal_gen.testing.fakes import fake_backend
-from multimodal_gen.testing.inputs import make_qkv
+from tests.helpers.fakes import fake_backend
+from tests.helpers.inputs import make_qkv
 
 
 def joined(*pairs):

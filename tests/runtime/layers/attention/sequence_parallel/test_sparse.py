@@ -18,8 +18,8 @@ from multimodal_gen.runtime.layers.attention.scope import (
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.runtime.server_args import ServerArgs
-from multimodal_gen.testing.inputs import make_qkv
-from multimodal_gen.testing.processes import own
+from tests.helpers.inputs import make_qkv
+from tests.helpers.processes import own
 
 
 def check_video_sparse(lengths, heads, with_gate):

@@ -14,8 +14,8 @@ from multimodal_gen.runtime.layers.attention import (
     USPAttention,
 )
 from multimodal_gen.runtime.layers.attention.scope import SelectionScope
-from multimodal_gen.testing.inputs import make_qkv
-from multimodal_gen.testing.processes import own
+from tests.helpers.inputs import make_qkv
+from tests.helpers.processes import own
 
 BATCH, SIZE = 2, 8
 MESHES_OF_TWO = [Mesh(ulysses=2), Mesh(ring=2)]

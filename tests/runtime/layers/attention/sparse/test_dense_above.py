@@ -25,8 +25,8 @@ from multimodal_gen.runtime.managers.forward_context import (
     set_forward_context,
 )
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
-from multimodal_gen.testing.inputs import make_qkv
-from multimodal_gen.testing.tolerance import assert_within_error_budget
+from tests.helpers.inputs import make_qkv
+from tests.helpers.tolerance import assert_within_error_budget
 
 GRID = (4, 6, 8)
 HEADS, HEAD_SIZE = 2, 32

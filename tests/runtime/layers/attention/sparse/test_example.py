@@ -36,10 +36,10 @@ from multimodal_gen.runtime.layers.attention.sparse.router import (
     SparseLayer,
 )
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
-from multimodal_gen.testing.inputs import QKV
-from multimodal_gen.testing.processes import own
-from multimodal_gen.testing.reference import reference_attention
-from multimodal_gen.testing.sparse import (
+from tests.helpers.inputs import QKV
+from tests.helpers.processes import own
+from tests.helpers.reference import reference_attention
+from tests.helpers.sparse import (
     SparseMethod,
     assert_same_gradients,
     joint_mask,
@@ -49,8 +49,8 @@ from multimodal_gen.testing.sparse import (
     tokens_of_tiles,
     video_tokens,
 )
-from multimodal_gen.testing.tail import pooled_attention
-from multimodal_gen.testing.tolerance import assert_within_error_budget
+from tests.helpers.tail import pooled_attention
+from tests.helpers.tolerance import assert_within_error_budget
 from tests.integrations.parallel.models import RANDOM, wan, wan_inputs
 
 GUIDES = Path(__file__).parents[5] / "docs" / "pages" / "guides"

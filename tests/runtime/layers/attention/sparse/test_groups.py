@@ -15,10 +15,10 @@ from multimodal_gen.runtime.layers.attention.sparse.method import SparseBackend
 from multimodal_gen.runtime.layers.attention.sparse.router import Budget, Cut, Router
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-from multimodal_gen.testing.inputs import make_qkv
-from multimodal_gen.testing.sparse import joint_mask, text_places, video_tokens
-from multimodal_gen.testing.tail import pooled_attention
-from multimodal_gen.testing.tolerance import assert_within_error_budget
+from tests.helpers.inputs import make_qkv
+from tests.helpers.sparse import joint_mask, text_places, video_tokens
+from tests.helpers.tail import pooled_attention
+from tests.helpers.tolerance import assert_within_error_budget
 
 GRID = (3, 5, 7)
 HEADS, SIZE, KINDS = 4, 16, 4

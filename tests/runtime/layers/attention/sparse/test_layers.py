@@ -16,8 +16,8 @@ from multimodal_gen.runtime.layers.attention.sparse import tiles
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.runtime.server_args import ServerArgs
-from multimodal_gen.testing.inputs import make_qkv
-from multimodal_gen.testing.tolerance import assert_within_error_budget
+from tests.helpers.inputs import make_qkv
+from tests.helpers.tolerance import assert_within_error_budget
 
 GRID = (4, 6, 8)
 METHODS = {

@@ -11,8 +11,8 @@ from multimodal_gen.runtime.layers.attention.sparse.executors.local import atten
 from multimodal_gen.runtime.layers.attention.sparse.router import Cut, Router, SparseLayer
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout, SparseCall
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
-from multimodal_gen.testing.inputs import make_qkv
-from multimodal_gen.testing.tolerance import assert_within_error_budget
+from tests.helpers.inputs import make_qkv
+from tests.helpers.tolerance import assert_within_error_budget
 
 GRID, SCALE = (2, 3, 7), 16**-0.5
 

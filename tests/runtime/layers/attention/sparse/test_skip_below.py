@@ -9,7 +9,7 @@ from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.runtime.layers.attention.report import AttentionReport
 from multimodal_gen.runtime.layers.attention.sparse.methods.vsa import VideoSparseConfig
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
-from multimodal_gen.testing.skipping import peaked_inputs
+from tests.helpers.skipping import peaked_inputs
 from tests.runtime.layers.attention.sparse.test_dense_above import (
     GRID,
     HEAD_SIZE,

@@ -14,7 +14,7 @@ from multimodal_gen.runtime.layers.attention.sparse.methods.vmoba import VMoBACo
 from multimodal_gen.runtime.layers.attention.sparse.methods.vsa import VideoSparseConfig
 from multimodal_gen.runtime.layers.attention.sparse.windows import kept_map
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-from multimodal_gen.testing.sparse import (
+from tests.helpers.sparse import (
     SparseMethod,
     assert_same_gradients,
     best_blocks,
@@ -26,7 +26,7 @@ from multimodal_gen.testing.sparse import (
     tokens_of_tiles,
     video_tokens,
 )
-from multimodal_gen.testing.tail import pooled_attention
+from tests.helpers.tail import pooled_attention
 
 GRID, TILE, KEPT = (5, 6, 9), (4, 4, 4), 3
 WINDOW, TILES = (1, 1, 1), (2, 2, 3)

@@ -16,7 +16,7 @@ from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     tiled_video,
 )
 from multimodal_gen.runtime.managers.forward_context import ForwardContext, TextSpan
-from multimodal_gen.testing.reference import reference_attention
+from tests.helpers.reference import reference_attention
 
 CPU = torch.device("cpu")
 TILE = (2, 2, 2)

@@ -15,7 +15,7 @@ from multimodal_gen.runtime.layers.attention.sparse.windows import (
     tile_density,
     tiles_of,
 )
-from multimodal_gen.testing.block_plans import tile_lists
+from tests.helpers.block_plans import tile_lists
 
 SIZES = st.tuples(*[st.integers(1, 6)] * 3)
 WINDOWS = st.tuples(*[st.integers(1, 8)] * 3)

@@ -7,8 +7,8 @@ from multimodal_gen.errors import ConfigError
 from multimodal_gen.runtime.layers.attention.sparse.methods.cube import CubeConfig
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-from multimodal_gen.testing.reference import reference_attention
-from multimodal_gen.testing.sparse import (
+from tests.helpers.reference import reference_attention
+from tests.helpers.sparse import (
     SparseMethod,
     best_blocks,
     block_inputs,
@@ -19,7 +19,7 @@ from multimodal_gen.testing.sparse import (
     tokens_of_tiles,
     video_tokens,
 )
-from multimodal_gen.testing.tail import pooled_attention
+from tests.helpers.tail import pooled_attention
 
 GRID, CUBE = (5, 6, 9), (2, 4, 4)  # 18 cubes, of which those at the borders are smaller
 TEXTS = text_places(GRID, 20)

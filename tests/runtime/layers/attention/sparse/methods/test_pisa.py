@@ -5,8 +5,8 @@ import torch
 
 from multimodal_gen.runtime.layers.attention.sparse.methods.pisa import PisaConfig
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-from multimodal_gen.testing.reference import reference_attention
-from multimodal_gen.testing.sparse import (
+from tests.helpers.reference import reference_attention
+from tests.helpers.sparse import (
     SparseMethod,
     best_blocks,
     block_inputs,
@@ -16,7 +16,7 @@ from multimodal_gen.testing.sparse import (
     token_mask,
     video_tokens,
 )
-from multimodal_gen.testing.tail import pooled_attention
+from tests.helpers.tail import pooled_attention
 
 GRID = (5, 9, 13)  # 585 tokens: nine blocks of 64, and one of 9
 TEXTS = text_places(GRID, 70)

@@ -21,10 +21,10 @@ from multimodal_gen.runtime.layers.attention.sparse.methods.sla import (
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 from multimodal_gen.settings import read_mapping
-from multimodal_gen.testing.fakes import FakeDevice, simulated_environment
-from multimodal_gen.testing.inputs import QKV
-from multimodal_gen.testing.sparse import SparseMethod, block_inputs, run_sparse, text_places
-from multimodal_gen.testing.tolerance import (
+from tests.helpers.fakes import FakeDevice, simulated_environment
+from tests.helpers.inputs import QKV
+from tests.helpers.sparse import SparseMethod, block_inputs, run_sparse, text_places
+from tests.helpers.tolerance import (
     QUANTISED_MAX_RELATIVE_L1,
     QUANTISED_MIN_COSINE,
     assert_within_error_budget,

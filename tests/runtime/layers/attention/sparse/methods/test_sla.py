@@ -27,9 +27,9 @@ from multimodal_gen.runtime.layers.attention.sparse.methods.sla import (
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, current_platform
 from multimodal_gen.settings import read_mapping
-from multimodal_gen.testing.inputs import QKV
-from multimodal_gen.testing.reference import reference_attention
-from multimodal_gen.testing.sparse import (
+from tests.helpers.inputs import QKV
+from tests.helpers.reference import reference_attention
+from tests.helpers.sparse import (
     SparseMethod,
     assert_same_gradients,
     best_blocks,
@@ -40,7 +40,7 @@ from multimodal_gen.testing.sparse import (
     token_mask,
     video_tokens,
 )
-from multimodal_gen.testing.tolerance import (
+from tests.helpers.tolerance import (
     assert_gradients_within_error_budget,
     assert_within_error_budget,
 )

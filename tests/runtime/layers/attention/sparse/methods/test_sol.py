@@ -12,8 +12,8 @@ from multimodal_gen.runtime.layers.attention.sparse.methods.sol import SolConfig
 from multimodal_gen.runtime.managers.forward_context import TextSpan
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.settings import read_mapping
-from multimodal_gen.testing.reference import reference_attention
-from multimodal_gen.testing.sparse import (
+from tests.helpers.reference import reference_attention
+from tests.helpers.sparse import (
     SparseMethod,
     assert_same_gradients,
     block_inputs,
@@ -24,7 +24,7 @@ from multimodal_gen.testing.sparse import (
     tokens_of_tiles,
     video_tokens,
 )
-from multimodal_gen.testing.tail import pooled_attention
+from tests.helpers.tail import pooled_attention
 
 GRID = (5, 9, 13)  # 585 tokens: nine blocks of 64, and one of 9
 TEXTS = text_places(GRID, 70)

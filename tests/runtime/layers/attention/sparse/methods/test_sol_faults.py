@@ -8,8 +8,8 @@ from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.sparse.methods.sol import SolConfig
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-from multimodal_gen.testing.reference import reference_attention
-from multimodal_gen.testing.sparse import SparseMethod, run_sparse
+from tests.helpers.reference import reference_attention
+from tests.helpers.sparse import SparseMethod, run_sparse
 
 GRID = (3, 8, 12)  # 288 tokens: four blocks of 64, and one of 32
 METHOD = SparseMethod(

@@ -12,8 +12,8 @@ from multimodal_gen.runtime.layers.attention.sparse.executors import local
 from multimodal_gen.runtime.layers.attention.sparse.methods import sparge
 from multimodal_gen.runtime.layers.attention.sparse.methods.sparge import SpargeConfig
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-from multimodal_gen.testing.reference import reference_attention
-from multimodal_gen.testing.sparse import (
+from tests.helpers.reference import reference_attention
+from tests.helpers.sparse import (
     SparseMethod,
     block_inputs,
     joint_mask,
@@ -22,7 +22,7 @@ from multimodal_gen.testing.sparse import (
     token_mask,
     video_tokens,
 )
-from multimodal_gen.testing.tail import pooled_attention
+from tests.helpers.tail import pooled_attention
 
 GRID = (5, 9, 13)  # 585 tokens: four blocks of 128 queries and one of 73, ten blocks of keys
 TEXTS = text_places(GRID, 70)

@@ -12,8 +12,8 @@ from multimodal_gen.runtime.layers.attention.sparse.methods.static import (
     radial_map,
 )
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-from multimodal_gen.testing.reference import reference_attention
-from multimodal_gen.testing.sparse import (
+from tests.helpers.reference import reference_attention
+from tests.helpers.sparse import (
     SparseMethod,
     joint_mask,
     run_sparse,
@@ -22,7 +22,7 @@ from multimodal_gen.testing.sparse import (
     tokens_of_tiles,
     video_tokens,
 )
-from multimodal_gen.testing.tail import pooled_attention
+from tests.helpers.tail import pooled_attention
 
 METHOD = SparseMethod(
     backend=AttentionBackendEnum.STATIC_SPARSE_ATTN,

@@ -13,8 +13,8 @@ from multimodal_gen.runtime.layers.attention.sparse.methods.subblock import (
 )
 from multimodal_gen.runtime.layers.attention.sparse.methods.vsa import VideoSparseConfig
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-from multimodal_gen.testing.reference import reference_attention
-from multimodal_gen.testing.sparse import (
+from tests.helpers.reference import reference_attention
+from tests.helpers.sparse import (
     SparseMethod,
     block_inputs,
     joint_mask,
@@ -24,7 +24,7 @@ from multimodal_gen.testing.sparse import (
     tokens_of_tiles,
     video_tokens,
 )
-from multimodal_gen.testing.tail import pooled_attention
+from tests.helpers.tail import pooled_attention
 
 GRID = (8, 9, 13)  # 936 tokens: 14 blocks of 64, and one of 40
 TEXTS = text_places(GRID, 70)

@@ -30,16 +30,16 @@ from multimodal_gen.runtime.layers.attention.sparse.methods.svg2 import (
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 from multimodal_gen.settings import read_mapping
-from multimodal_gen.testing.fakes import FakeDevice, simulated_environment
-from multimodal_gen.testing.inputs import QKV
-from multimodal_gen.testing.sparse import (
+from tests.helpers.fakes import FakeDevice, simulated_environment
+from tests.helpers.inputs import QKV
+from tests.helpers.sparse import (
     SparseMethod,
     joint_mask,
     run_sparse,
     text_places,
     video_tokens,
 )
-from multimodal_gen.testing.tolerance import assert_within_error_budget
+from tests.helpers.tolerance import assert_within_error_budget
 
 GRID = (3, 5, 7)  # 105 tokens
 Q_CLUSTERS, K_CLUSTERS = 6, 11

@@ -26,9 +26,9 @@ from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout,
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.settings import read_mapping
-from multimodal_gen.testing.inputs import QKV
-from multimodal_gen.testing.reference import reference_attention
-from multimodal_gen.testing.sparse import (
+from tests.helpers.inputs import QKV
+from tests.helpers.reference import reference_attention
+from tests.helpers.sparse import (
     SparseMethod,
     assert_same_gradients,
     joint_mask,
@@ -37,7 +37,7 @@ from multimodal_gen.testing.sparse import (
     tokens_of_tiles,
     video_tokens,
 )
-from multimodal_gen.testing.tolerance import assert_within_error_budget
+from tests.helpers.tolerance import assert_within_error_budget
 from tests.kernels.select_chunks.naive import naive_choice, naive_means
 
 SIZES = {"temporal_chunk_size": 2, "spatial_chunk_size": [3, 4], "st_chunk_size": [2, 3, 4]}

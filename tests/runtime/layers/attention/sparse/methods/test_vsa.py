@@ -18,9 +18,9 @@ from multimodal_gen.runtime.managers.forward_context import (
     set_forward_context,
 )
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-from multimodal_gen.testing.inputs import QKV
-from multimodal_gen.testing.reference import reference_attention
-from multimodal_gen.testing.sparse import (
+from tests.helpers.inputs import QKV
+from tests.helpers.reference import reference_attention
+from tests.helpers.sparse import (
     SparseMethod,
     assert_same_gradients,
     best_blocks,
@@ -32,7 +32,7 @@ from multimodal_gen.testing.sparse import (
     tokens_of_tiles,
     video_tokens,
 )
-from multimodal_gen.testing.tolerance import assert_within_error_budget
+from tests.helpers.tolerance import assert_within_error_budget
 
 METHOD = SparseMethod(
     backend=AttentionBackendEnum.VIDEO_SPARSE_ATTN,

@@ -23,7 +23,7 @@ from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     tiled_sequence,
 )
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
-from multimodal_gen.testing.inputs import make_qkv
+from tests.helpers.inputs import make_qkv
 
 GRID = (5, 6, 9)
 TILE = (4, 4, 4)

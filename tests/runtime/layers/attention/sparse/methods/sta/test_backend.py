@@ -28,9 +28,9 @@ from multimodal_gen.runtime.layers.attention.sparse.methods.sta.strategy import 
 from multimodal_gen.runtime.layers.attention.sparse.methods.vsa import VideoSparseConfig
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-from multimodal_gen.testing.inputs import make_qkv
-from multimodal_gen.testing.sparse import SparseMethod, joint_mask, video_tokens
-from multimodal_gen.testing.tolerance import (
+from tests.helpers.inputs import make_qkv
+from tests.helpers.sparse import SparseMethod, joint_mask, video_tokens
+from tests.helpers.tolerance import (
     assert_gradients_within_error_budget,
     assert_within_error_budget,
 )

@@ -20,8 +20,8 @@ from multimodal_gen.runtime.layers.attention.sparse.windows import (
 )
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.server_args import ServerArgs
-from multimodal_gen.testing.inputs import make_qkv
-from multimodal_gen.testing.processes import own
+from tests.helpers.inputs import make_qkv
+from tests.helpers.processes import own
 
 GRID, TILE = (10, 3, 5), (2, 2, 2)
 LENGTHS = (43, 20, 51, 36)

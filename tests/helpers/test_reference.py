@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from multimodal_gen.testing.inputs import make_qkv
-from multimodal_gen.testing.reference import eager_attention, reference_attention
+from tests.helpers.inputs import make_qkv
+from tests.helpers.reference import eager_attention, reference_attention
 
 
 def test_a_case_worked_by_hand():

@@ -9,7 +9,7 @@ from itertools import product
 import torch
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
-from multimodal_gen.testing.block_plans import block_ranges, dense_mask
+from tests.helpers.block_plans import block_ranges, dense_mask
 
 
 def _token_means(x: torch.Tensor, blocks: Sequence[Sequence[int]]) -> torch.Tensor:

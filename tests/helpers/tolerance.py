@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from multimodal_gen.testing.reference import eager_attention, reference_attention
+from tests.helpers.reference import eager_attention, reference_attention
 
 _Attended: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
 

@@ -2,9 +2,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from multimodal_gen.testing.inputs import make_qkv
-from multimodal_gen.testing.reference import reference_attention
-from multimodal_gen.testing.tolerance import (
+from tests.helpers.inputs import make_qkv
+from tests.helpers.reference import reference_attention
+from tests.helpers.tolerance import (
     assert_gradients_within_error_budget,
     assert_lse_within_error_budget,
     assert_within_error_budget,

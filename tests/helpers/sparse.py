@@ -20,7 +20,7 @@ from multimodal_gen.runtime.layers.attention.request import LayerSite
 from multimodal_gen.runtime.layers.attention.scope import BackendPreference, SelectionScope, Source
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-from multimodal_gen.testing.inputs import QKV, make_qkv
+from tests.helpers.inputs import QKV, make_qkv
 
 _Grid = tuple[int, int, int]
 _Blocks = Sequence[Sequence[int]]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from multimodal_gen.testing.inputs import LAYOUTS, make_qkv, with_layout
+from tests.helpers.inputs import LAYOUTS, make_qkv, with_layout
 
 
 def test_shapes_and_dtype_are_as_asked():
