@@ -412,6 +412,22 @@ def test_a_gguf_file_is_the_pipeline_driven_by_hand(tiny_pipeline, tmp_path, wan
     torch.testing.assert_close(made.latents, plain.latents, atol=0.1, rtol=0)
 
 
+@pytest.mark.parametrize(("config", "times"), [(None, 1), ({"sparsity": 0.5}, 0)])
+def test_a_sparse_backend_that_skips_nothing_says_so_once(
+    tiny_pipeline, caplog, config, times
+) -> None:
+    with DiffGenerator.from_pretrained(tiny_pipeline("wan")) as generator:
+        for _ in range(2):
+            generator.generate(
+                prompt="a fox",
+                seed=0,
+                attention_backend="video_sparse_attn",
+                attention_backend_config=config,
+                **VIDEO,
+            )
+    assert caplog.text.count("keeps every tile at its sparsity of 0") == times
+
+
 @pytest.mark.parametrize(
     ("entry", "tensor", "problem"),
     [
