@@ -110,10 +110,10 @@ def _check_header(file: BinaryIO, size: int) -> None:
         return  # no such file, or of other machines: the library says so at once
     num_tensors, num_entries = _unpack(file, "QQ")
     for _ in range(num_entries):
-        _skip(file, *_unpack(file, "Q"), size)
-        _skip_value(file, *_unpack(file, "I"), size)
+        _skip(file, _unpack(file, "Q")[0], size)
+        _skip_value(file, _unpack(file, "I")[0], size)
     for _ in range(num_tensors):
-        name = file.read(_fitting(*_unpack(file, "Q"), size)).decode("utf-8", "replace")
+        name = file.read(_fitting(_unpack(file, "Q")[0], size)).decode("utf-8", "replace")
         (num_axes,) = _unpack(file, "I")
         shape = _unpack(file, f"{_fitting(num_axes, size)}Q")
         kind, _ = _unpack(file, "IQ")
@@ -130,7 +130,7 @@ def _skip_value(file: BinaryIO, kind: int, size: int) -> None:
     if kind in _GGUF_SIZES:
         _skip(file, _GGUF_SIZES[kind], size)
     elif kind == _GGUF_TEXT:
-        _skip(file, *_unpack(file, "Q"), size)
+        _skip(file, _unpack(file, "Q")[0], size)
     elif kind == _GGUF_ARRAY:
         inner, length = _unpack(file, "IQ")
         _fitting(length * _GGUF_SIZES.get(inner, 1), size)
