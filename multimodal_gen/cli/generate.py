@@ -1,5 +1,6 @@
 """`sglang generate`: prompts in, images or videos out; on one GPU, or as ranks on several."""
 
+import sys
 import time
 import uuid
 from dataclasses import dataclass, replace
@@ -62,6 +63,11 @@ def generate(settings: Settings) -> None:
             typer.echo(as_config(asked), nl=False)
             return
         status = _start(asked)
+        if sys.stdout is not None:  # it is None where it was closed
+            sys.stdout.flush()  # that nobody reads a pipe shows only now
+    except BrokenPipeError:
+        typer.echo("nobody reads the output any more; files that are written stay", err=True)
+        raise
     except _Interrupted as interrupt:
         typer.echo(f"interrupted; {interrupt}", err=True)
         raise typer.Exit(130) from None
@@ -209,11 +215,14 @@ def _run_one(generator: "DiffGenerator", job: "Job", number: int, work: _Work) -
 
 def _show(chunk: "StreamedChunk") -> None:
     """Print which frames are done, when, and at which rate so far."""
+    from tqdm.auto import tqdm
+
     done = chunk.first_frame + chunk.num_frames
-    typer.echo(
-        f"frames {chunk.first_frame + 1}-{done} after {chunk.seconds:.1f} s, "
-        f"{done / chunk.seconds:.1f} frames/s"
-    )
+    with tqdm.external_write_mode():  # bars are taken away, and shown again below the line
+        typer.echo(
+            f"frames {chunk.first_frame + 1}-{done} after {chunk.seconds:.1f} s, "
+            f"{done / chunk.seconds:.1f} frames/s"
+        )
 
 
 def _so_far(work: _Work, written: int) -> str:

@@ -6,6 +6,7 @@ line: what was typed, and what is valid.
 """
 
 import errno
+import io
 import os
 import re
 import signal
@@ -82,6 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         more. Any other exception is a defect and keeps its traceback.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a prompt may have what a terminal does not
+        sys.stdout.reconfigure(errors="backslashreplace")
     with _noting_interrupts() as interrupts:
         try:
             arguments = fold_dotted(arguments)
@@ -90,7 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 command._main_shell_completion({}, _program_name())
             with command.make_context(_program_name(), arguments) as context:
                 command.invoke(context)
-            sys.stdout.flush()  # a full disk behind it shows only now
+            if sys.stdout is not None:  # it is None where it was closed
+                sys.stdout.flush()  # a full disk behind it shows only now
         except typer.Exit as exit_:
             return exit_.exit_code
         except SystemExit as exit_:  # a shell was told its completions

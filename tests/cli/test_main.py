@@ -1,4 +1,5 @@
 import errno
+import io
 import os
 import re
 import resource
@@ -250,3 +251,31 @@ def test_a_full_disk_behind_the_output_is_one_line(monkeypatch, capsys) -> None:
 
     monkeypatch.setattr(module.typer, "echo", lambda *a, err=False, **k: None if err else full())
     assert module.main(["--version"]) == 1
+
+
+def test_a_closed_output_is_no_error() -> None:
+    shell = f"'{sys.executable}' -m multimodal_gen --version >&-"
+    done = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_text_that_the_terminal_cannot_encode_is_escaped(monkeypatch) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    assert main(["--version"]) == 0
+    sys.stdout.write("ü")
+    sys.stdout.flush()
+    assert raw.getvalue().endswith(b"\\xfc")
+
+
+def test_a_pipe_that_nobody_reads_is_said_by_generate(monkeypatch, sglang) -> None:
+    from multimodal_gen.cli import generate as module
+
+    def unread(asked):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(module, "_start", unread)
+    monkeypatch.setattr(main_module, "_drop_output", lambda: None)
+    done = sglang("generate", "--model-path", "m", "--prompt", "a fox")
+    assert done.code == 1
+    assert done.err == "nobody reads the output any more; files that are written stay\n"

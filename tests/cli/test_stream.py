@@ -23,6 +23,7 @@ from diffusers import (
 )
 from PIL import Image
 
+from multimodal_gen.cli.generate import _show
 from multimodal_gen.cli.main import main
 from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.integrations.generator import DiffGenerator
@@ -620,3 +621,18 @@ def test_several_ranks_are_refused(generator, monkeypatch) -> None:
     monkeypatch.setattr("multimodal_gen.runtime.generator.stream.parallel_groups", lambda: groups)
     with pytest.raises(UsageError, match=r"--stream must be left out on several ranks.* got 2 r"):
         streamed(generator)
+
+
+def test_a_line_of_a_stream_has_a_row_of_its_own_beside_a_bar(capsys) -> None:
+    from tqdm.auto import tqdm
+
+    chunk = SimpleNamespace(first_frame=0, num_frames=9, seconds=3.0)
+    with tqdm(total=2, file=sys.stderr) as bar:
+        before = capsys.readouterr().err
+        _show(chunk)
+        shown = capsys.readouterr()
+        assert before
+        assert shown.out == "frames 1-9 after 3.0 s, 3.0 frames/s\n"
+        assert shown.err.startswith("\r ")  # the bar is taken away, and drawn anew
+        assert "0/2" in shown.err
+        bar.close()

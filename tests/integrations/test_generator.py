@@ -1,6 +1,7 @@
 """A generator against the same pipeline driven by hand, to the bit."""
 
 import gc
+import struct
 import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -409,6 +410,48 @@ def test_a_gguf_file_is_the_pipeline_driven_by_hand(tiny_pipeline, tmp_path, wan
     plain = wan.generate(prompt="a fox", seed=0, **VIDEO)
     assert not torch.equal(made.latents, plain.latents)
     torch.testing.assert_close(made.latents, plain.latents, atol=0.1, rtol=0)
+
+
+@pytest.mark.parametrize(("config", "times"), [(None, 1), ({"sparsity": 0.5}, 0)])
+def test_a_sparse_backend_that_skips_nothing_says_so_once(
+    tiny_pipeline, caplog, config, times
+) -> None:
+    with DiffGenerator.from_pretrained(tiny_pipeline("wan")) as generator:
+        for _ in range(2):
+            generator.generate(
+                prompt="a fox",
+                seed=0,
+                attention_backend="video_sparse_attn",
+                attention_backend_config=config,
+                **VIDEO,
+            )
+    assert caplog.text.count("keeps every tile at its sparsity of 0") == times
+
+
+@pytest.mark.parametrize(
+    ("entry", "tensor", "problem"),
+    [
+        (struct.pack("<IIQ", 9, 4, 1 << 40), b"", f"has {4 << 40} entries or bytes, the file"),
+        (struct.pack("<IIQ", 9, 9, 1), b"", "has entries of type 9"),
+        (struct.pack("<I", 99), b"", "has the unknown type 99"),
+        (struct.pack("<II", 4, 1), struct.pack("<QB", 1, 97), "must name a file in GGUF"),
+        (
+            struct.pack("<II", 4, 1),
+            struct.pack("<Q1sIQQIQ", 1, b"w", 2, 20, 4, 8, 0),
+            "rows of tensor w must be whole blocks of 32, as its type Q8_0 has them, got 20 values",
+        ),
+    ],
+    ids=["long", "nested", "unknown", "short", "blocks"],
+)
+def test_a_header_of_gguf_that_cannot_be_is_refused_at_once(
+    entry, tensor, problem, tiny_pipeline, tmp_path
+) -> None:
+    pytest.importorskip("gguf")
+    file = tmp_path / "bad.gguf"
+    head = struct.pack("<4sIQQ", b"GGUF", 3, 1 if tensor else 0, 1)
+    file.write_bytes(head + struct.pack("<Q1s", 1, b"k") + entry + tensor)
+    with pytest.raises(UsageError, match=problem):
+        DiffGenerator.from_pretrained(tiny_pipeline("wan"), quantize={"transformer": str(file)})
 
 
 def test_arguments_that_only_the_pipeline_can_check_are_named_where_it_fails(

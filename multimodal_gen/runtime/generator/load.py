@@ -4,6 +4,7 @@ Libraries fill gaps by themselves: a tokenizer without files has no words, and a
 weights lack a parameter draws it at random. Such pipelines compute noise and are refused.
 """
 
+import logging
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,6 +44,9 @@ from multimodal_gen.runtime.server_args import SETTINGS, ServerArgs
 from multimodal_gen.settings import expanded
 
 _SHOWN = 3
+
+# Layers that sparse methods train; attaching reads them, see `integrations.trained_layers`.
+_TRAINED = frozenset({"to_gate_compress", "proj_l"})
 
 # Files that any tokenizer of transformers can be made of, whatever its class names.
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "tekken.json")
@@ -88,7 +92,7 @@ def load_pipeline(index: PipelineIndex, args: ServerArgs, device: torch.device) 
     """
     check_loading(index, args, device)
     try:
-        with _bars_on_terminals_only():
+        with _bars_on_terminals_only(), _silent_on_trained_layers():
             pipe = _read_weights(index, args, device)
     except UsageError:
         raise
@@ -402,6 +406,24 @@ def _bars_on_terminals_only() -> Iterator[None]:
     finally:
         for library in enabled:
             library.enable_progress_bar()
+
+
+@contextmanager
+def _silent_on_trained_layers() -> Iterator[None]:
+    """Keep diffusers from saying that layers were not used which are read when one attaches."""
+    library = logging.getLogger("diffusers.models.modeling_utils")
+    library.addFilter(_is_of_others)
+    try:
+        yield
+    finally:
+        library.removeFilter(_is_of_others)
+
+
+def _is_of_others(record: logging.LogRecord) -> bool:
+    """Tell whether a record is about anything but weights of trained layers that were not used."""
+    _, unused, names = record.getMessage().partition(" were not used when initializing ")
+    listed = names.partition("['")[2].partition("']")[0].split(", ")
+    return not unused or not all(_TRAINED & set(name.split(".")) for name in listed)
 
 
 def _tile_vae(pipe: Any) -> None:

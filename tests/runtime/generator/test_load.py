@@ -1,6 +1,7 @@
 """."""
 
 import json
+import logging
 import shutil
 import sys
 from types import SimpleNamespace
@@ -332,3 +333,19 @@ def test_denoisers_are_the_models_with_attention_that_decode_nothing(tiny_pipeli
     path = str(tiny_pipeline("wan22"))
     pipe = load_pipeline(PipelineIndex.read(path), ServerArgs(model_path=path), CPU)
     assert sorted(denoisers(pipe)) == ["transformer", "transformer_2"]
+
+
+@pytest.mark.parametrize(
+    ("unused", "said"),
+    [("to_gate_compress", False), ("proj_l", False), ("of_another", True)],
+)
+def test_layers_that_attaching_reads_are_not_said_to_be_unused(
+    unused, said, folder, caplog, monkeypatch
+) -> None:
+    file = next((folder / "transformer").glob("*.safetensors"))
+    weights = load_file(file)
+    weights[f"blocks.0.attn1.{unused}.weight"] = torch.zeros(2, 2)
+    save_file(weights, file, metadata={"format": "pt"})
+    monkeypatch.setattr(logging.getLogger("diffusers"), "propagate", True)
+    _load(folder)
+    assert ("were not used" in caplog.text) is said
