@@ -270,7 +270,7 @@ def _run(job: _Job) -> "Report":
     """Do a job, alone or as one of several ranks."""
     from multimodal_gen.integrations.comparison import run_plan
     from multimodal_gen.runtime.generator import PipelineIndex
-    from multimodal_gen.runtime.generator.denoise import out_of_memory_explained
+    from multimodal_gen.runtime.generator.library_errors import out_of_memory_explained
     from multimodal_gen.runtime.generator.load import load_pipeline
     from multimodal_gen.runtime.generator.ranks import rank_device
 

@@ -24,16 +24,18 @@ from multimodal_gen.runtime.generator.cache import cached, read_cache
 from multimodal_gen.runtime.generator.denoise import (
     Denoised,
     Timings,
-    arguments_explained,
     check_finite,
     denoise,
     differences,
-    diffusers_backend_explained,
-    out_of_memory_explained,
     produced,
 )
 from multimodal_gen.runtime.generator.index import PipelineIndex
 from multimodal_gen.runtime.generator.inputs import as_typed
+from multimodal_gen.runtime.generator.library_errors import (
+    arguments_explained,
+    diffusers_backend_explained,
+    out_of_memory_explained,
+)
 from multimodal_gen.runtime.generator.load import denoisers, load_pipeline
 from multimodal_gen.runtime.generator.lora import not_reached, read_loras
 from multimodal_gen.runtime.generator.output import (

@@ -18,10 +18,12 @@ from multimodal_gen.runtime.generator.denoise import (
     check_finite,
     denoise,
     differences,
-    diffusers_backend_explained,
-    out_of_memory_explained,
     produced,
-    refusal_explained,
+)
+from multimodal_gen.runtime.generator.library_errors import (
+    diffusers_backend_explained,
+    errors_explained,
+    out_of_memory_explained,
 )
 from multimodal_gen.runtime.generator.sampling import Call
 from multimodal_gen.runtime.server_args import ServerArgs
@@ -255,7 +257,7 @@ def test_full_memory_inside_the_dispatch_is_told_as_such(monkeypatch) -> None:
 
 def test_a_refusal_by_a_scheduler_is_told_in_one_line() -> None:
     rule = "the pipeline refuses its arguments: `num_inference_steps`: 1001 cannot be larger"
-    with pytest.raises(UsageError, match=rule), refusal_explained():
+    with pytest.raises(UsageError, match=rule), errors_explained():
         DDIMScheduler().set_timesteps(1001)
 
 
@@ -266,7 +268,7 @@ def test_a_value_error_from_below_a_pipeline_keeps_its_type() -> None:
     scheduler = FlowMatchEulerDiscreteScheduler()
     scheduler.time_shift = scheduler.stretch_shift_to_terminal = defect
     scheduler.register_to_config(use_dynamic_shifting=True)
-    with pytest.raises(ValueError, match=r"^a defect$") as caught, refusal_explained():
+    with pytest.raises(ValueError, match=r"^a defect$") as caught, errors_explained():
         scheduler.set_timesteps(4, mu=1.0)
     assert not isinstance(caught.value, UsageError)
 
