@@ -185,7 +185,7 @@ def run_comparison(
     from multimodal_gen.runtime.comparison.store import check_folder
     from multimodal_gen.runtime.distributed.launch import is_launched_rank
     from multimodal_gen.runtime.generator import PipelineIndex
-    from multimodal_gen.runtime.generator.denoise import out_of_memory_explained
+    from multimodal_gen.runtime.generator.library_errors import out_of_memory_explained
     from multimodal_gen.runtime.generator.load import load_pipeline
     from multimodal_gen.runtime.generator.ranks import rank_device
 

@@ -12,6 +12,7 @@ import re
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -43,6 +44,9 @@ attention.app.add_typer(sta.app, name="sta")
 app.add_typer(attention.app, name="attention")
 
 
+_TRACEBACK = "--traceback"
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"multimodal_gen {__version__}")
@@ -56,6 +60,10 @@ def _root(
         typer.Option(
             "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
         ),
+    ] = False,
+    whole_errors: Annotated[
+        bool,
+        typer.Option(_TRACEBACK, help="Print all of an error, also behind the command's name."),
     ] = False,
 ) -> None:
     """Run diffusion pipelines on the attention backend of your choice, and say which one ran."""
@@ -83,6 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         more. Any other exception is a defect and keeps its traceback.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    wants_traceback = _TRACEBACK in arguments
+    arguments = [argument for argument in arguments if argument != _TRACEBACK]
     if isinstance(sys.stdout, io.TextIOWrapper):  # a prompt may have what a terminal does not
         sys.stdout.reconfigure(errors="backslashreplace")
     with _noting_interrupts() as interrupts:
@@ -103,6 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if interrupts or isinstance(error, KeyboardInterrupt):
                 typer.echo("interrupted", err=True)
                 return 130
+            if wants_traceback:
+                traceback.print_exception(error)
             return _failed(error, arguments)
     return 0
 

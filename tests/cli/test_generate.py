@@ -1,5 +1,6 @@
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -660,6 +661,25 @@ def test_a_full_disk_is_explained_and_leaves_nothing(
     assert "the output could not be written to" in line
     assert "No space left on device" in line
     assert _files(tmp_path) == []
+
+
+@pytest.mark.parametrize("flags", [(), ("--traceback",)], ids=["a line", "all of it"])
+def test_what_a_library_raises_in_the_run_is_one_line_and_all_of_it_on_demand(
+    flags, tiny_pipeline, sglang, tmp_path
+) -> None:
+    folder = shutil.copytree(tiny_pipeline("wan"), tmp_path / "wan")
+    config = folder / "vae" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"latents_mean": [0.0] * 3}))
+    video = tmp_path / "a.mp4"
+    outcome = sglang(
+        *("generate", "--model-path", folder, "--output-path", video, "--num-frames", "5"),
+        *("--height", "32", "--width", "32", *SMALL, *flags),
+    )
+    assert outcome.code == 2
+    (line,) = [text for text in outcome.err.splitlines() if text.startswith("error: ")]
+    assert "WanPipeline fails in the run, check its files and the options: RuntimeError" in line
+    assert ("Traceback (most recent call last)" in outcome.err) == bool(flags)
+    assert not video.exists()
 
 
 @pytest.mark.slow_cases("error1")

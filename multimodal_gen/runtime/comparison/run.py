@@ -48,8 +48,9 @@ from multimodal_gen.runtime.comparison.verdict import judged
 from multimodal_gen.runtime.distributed.groups import parallel_groups
 from multimodal_gen.runtime.generator import output
 from multimodal_gen.runtime.generator.cache import cached
-from multimodal_gen.runtime.generator.denoise import Denoised, denoise, out_of_memory_explained
+from multimodal_gen.runtime.generator.denoise import Denoised, denoise
 from multimodal_gen.runtime.generator.index import PipelineIndex
+from multimodal_gen.runtime.generator.library_errors import out_of_memory_explained
 from multimodal_gen.runtime.generator.load import denoisers
 from multimodal_gen.runtime.generator.sampling import (
     check_arguments,

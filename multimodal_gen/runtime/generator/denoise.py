@@ -9,7 +9,6 @@ its progress bar just before the first step.
 import functools
 import inspect
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,19 +17,15 @@ from typing import Any
 
 import torch
 
-from multimodal_gen.errors import MultimodalGenError, UsageError, first_line, is_out_of_memory
-from multimodal_gen.runtime.generator.index import described
+from multimodal_gen.errors import UsageError
+from multimodal_gen.runtime.generator.chat_templates import limited_templates
+from multimodal_gen.runtime.generator.library_errors import refusal_explained
 from multimodal_gen.runtime.generator.progress import follow
 from multimodal_gen.runtime.generator.sampling import Call
 from multimodal_gen.runtime.layers.attention.report import Json
 from multimodal_gen.runtime.server_args import ServerArgs
 from multimodal_gen.settings import as_flag
 
-_DISPATCH = "diffusers.models.attention_dispatch"
-_REFUSING = (
-    *("diffusers.pipelines.", "diffusers.schedulers."),
-    *("diffusers.image_processor", "diffusers.video_processor"),
-)
 _REMEDY = "try --dtype bfloat16 or float32, another --attention-backend, or a smaller guidance"
 
 
@@ -126,7 +121,12 @@ def denoise(
     """
     start = timings.now()
     watch = _Watch(timings, when_stepped)
-    with follow(pipe) as compilation, _watched(pipe, watch), refusal_explained():
+    with (
+        follow(pipe) as compilation,
+        _watched(pipe, watch),
+        refusal_explained(),
+        limited_templates(pipe),
+    ):
         result = pipe(**call.arguments, **_callback(pipe, watch))
     if compilation.seconds:
         timings.phases["compile"] = compilation.seconds
@@ -139,106 +139,6 @@ def denoise(
     if getattr(result, "audio", None) is not None:
         notes = (f"the sound that {type(pipe).__name__} made is not written, videos are silent",)
     return Denoised(pixels=tuple(pixels), latents=watch.latents, notes=notes)
-
-
-@contextmanager
-def out_of_memory_explained() -> Iterator[None]:
-    """Say what to try when the device runs out of memory.
-
-    Raises:
-        UsageError: it did.
-    """
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise UsageError(
-            f"the device ran out of memory ({first_line(error)}); try a smaller --height, --width "
-            f"or --num-frames, --dtype bfloat16, --vae-tiling, or --offload model (then sequential)"
-        ) from error
-
-
-@contextmanager
-def diffusers_backend_explained(name: str | None) -> Iterator[None]:
-    """Tell an error of the named diffusers backend from one of the pipeline.
-
-    diffusers accepts names whose function then refuses its first call, or that have none.
-
-    Args:
-        name: the backend that was asked for; None explains nothing.
-
-    Raises:
-        UsageError: an error came out of diffusers' attention dispatch.
-    """
-    try:
-        yield
-    except Exception as error:
-        known = isinstance(error, MultimodalGenError) or is_out_of_memory(error)
-        if name is None or known or _DISPATCH not in _modules(error):
-            raise
-        remedy = "use --backend sglang" if name == "native" else "try native, or --backend sglang"
-        raise UsageError(
-            f"--attention-backend must be one that diffusers can run here, got {name}, which "
-            f"failed: {first_line(error)}; {remedy}"
-        ) from error
-
-
-@contextmanager
-def refusal_explained() -> Iterator[None]:
-    """Tell what a pipeline, its scheduler, its chat template or the compiler says.
-
-    Raises:
-        UsageError: a pipeline or a scheduler of diffusers, and nothing that it calls, raised a
-            `ValueError`; a chat template failed; blocks could not be compiled.
-    """
-    try:
-        yield
-    except Exception as error:
-        refused = _refused(error)
-        if isinstance(error, MultimodalGenError) or not refused:
-            raise
-        raise UsageError(f"{refused}: {first_line(error)}") from error
-
-
-@contextmanager
-def arguments_explained(given: Sequence[str]) -> Iterator[None]:
-    """Name the arguments that nothing but the pipeline can check where it fails with them.
-
-    Args:
-        given: flags with their values: of files, and of arguments by the pipeline's own names.
-
-    Raises:
-        UsageError: there are some, and diffusers, or what it calls, raised an error.
-    """
-    try:
-        yield
-    except Exception as error:
-        ours = _modules(error)[-1].partition(".")[0] == __name__.partition(".")[0]
-        if not given or ours or isinstance(error, MultimodalGenError) or is_out_of_memory(error):
-            raise
-        raise UsageError(
-            f"the pipeline fails with {', '.join(given)}: {described(error)}; give other "
-            f"values, or leave them out"
-        ) from error
-
-
-def _refused(error: Exception) -> str:
-    """Return what refused, by where the error comes from; "" for what may be a defect."""
-    kind = type(error).__module__
-    if kind.startswith("jinja2."):
-        return "the chat template of the model's tokenizer fails, check its folder"
-    if kind.startswith(("torch._dynamo.", "torch._inductor.")):
-        return "the blocks of the model cannot be compiled, leave --enable-torch-compile out"
-    if isinstance(error, ValueError) and _modules(error)[-1].startswith(_REFUSING):
-        return "the pipeline refuses its arguments"
-    return ""
-
-
-def _modules(error: BaseException) -> list[str]:
-    """Return the modules that an error came through, the one that raised it last."""
-    frames = traceback.walk_tb(error.__traceback__)
-    return [str(frame.f_globals.get("__name__")) for frame, _ in frames]
 
 
 class _Watch:

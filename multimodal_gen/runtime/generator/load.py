@@ -5,6 +5,7 @@ weights lack a parameter draws it at random. Such pipelines compute noise and ar
 """
 
 import logging
+import traceback
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,12 +16,6 @@ import torch
 
 from multimodal_gen.errors import MissingDependencyError, UsageError, first_line, is_out_of_memory
 from multimodal_gen.files import require_writable
-from multimodal_gen.runtime.generator.chat_templates import check_templates
-from multimodal_gen.runtime.generator.component_config import (
-    check_config,
-    check_scheduler_config,
-    component_configs,
-)
 from multimodal_gen.runtime.generator.index import (
     PipelineIndex,
     class_of,
@@ -28,10 +23,6 @@ from multimodal_gen.runtime.generator.index import (
     dtype_argument,
 )
 from multimodal_gen.runtime.generator.lora import add_loras, check_loras, read_loras
-from multimodal_gen.runtime.generator.model_folder import (
-    check_channels,
-    check_required,
-)
 from multimodal_gen.runtime.generator.progress import is_shown
 from multimodal_gen.runtime.generator.quantized import (
     check_quantized,
@@ -64,19 +55,6 @@ def check_loading(index: PipelineIndex, args: ServerArgs, device: torch.device) 
     if args.offload_folder is not None:
         require_writable(expanded(args.offload_folder, "--offload-folder"), "--offload-folder")
     check_folders(index.model_path, index.components)
-    check_required(index.pipeline_class, index.model_path, index.components)
-    configs = dict(component_configs(_with_configs(index.model_path), index.components))
-    for name, config in configs.items():
-        cls = class_of(*index.components[name])
-        check_config(name, cls, config, index.model_path)
-        check_scheduler_config(name, cls, config, index.model_path)
-    check_channels(
-        index.pipeline_class,
-        index.model_path,
-        index.components,
-        configs,
-        by_timesteps=bool(index.settings.get("expand_timesteps")),
-    )
     check_quantized(index, _ways(args), device)
     check_loras(index.pipeline_class, index.components, read_loras(args.lora_path or ()))
     if args.scheduler is not None:
@@ -105,12 +83,13 @@ def load_pipeline(index: PipelineIndex, args: ServerArgs, device: torch.device) 
         # Files that do not fit their classes fail in every way there is, from within libraries.
         if is_out_of_memory(error):
             raise
+        name = _being_loaded(error)
+        what = f"component {name} of the pipeline" if name else "the pipeline"
         raise UsageError(
-            f"the pipeline at {index.model_path!r} could not be loaded, check its files and "
-            f"options: {described(error)}"
+            f"{what} at {index.model_path!r} could not be loaded, check its files and options: "
+            f"{described(error)}"
         ) from error
     check_complete(index.model_path, pipe)
-    check_templates(index.model_path, pipe)
     add_loras(pipe, read_loras(args.lora_path or ()))
     if args.scheduler is not None:
         pipe.scheduler = with_scheduler(pipe, args.scheduler)
@@ -120,17 +99,12 @@ def load_pipeline(index: PipelineIndex, args: ServerArgs, device: torch.device) 
     return pipe
 
 
-def _with_configs(model_path: str) -> str:
-    """Return a folder with the configs of a pipeline, those of a hub id fetched."""
-    if Path(model_path).is_dir():
-        return model_path
-    from huggingface_hub import snapshot_download
-
-    try:
-        with _bars_on_terminals_only():
-            return str(snapshot_download(model_path, allow_patterns=["*/*config.json"]))
-    except Exception:  # who loads the rest says what is wrong
-        return model_path
+def _being_loaded(error: BaseException) -> str:
+    """Return the component that diffusers was loading when it raised; "" where none was."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_name == "load_sub_model":
+            return str(frame.f_locals.get("name", ""))
+    return ""
 
 
 def _ways(args: ServerArgs) -> Mapping[str, str]:

@@ -5,8 +5,6 @@ loading imports; some releases of diffusers import them from the folder itself. 
 before anything is imported, whatever the release.
 """
 
-import inspect
-import types
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,41 +23,6 @@ DENOISERS: Final = ("transformer", "unet")
 _PIPELINES = "diffusers.pipelines"
 
 _MOST_BYTES = 16 << 20  # of a config
-
-# Input channels of the denoiser: so many times the channels of a latent, and so many more. Some
-# pipelines pack 2x2 latents into a token; those that start from more than text add it as channels.
-_TEXT, _PACKED = (1, 0), (4, 0)
-_CHANNELS: Final[Mapping[str, tuple[int, int]]] = types.MappingProxyType(
-    {
-        "ChronoEditPipeline": (2, 4),
-        "CogVideoXFunControlPipeline": (2, 0),
-        "CogVideoXImageToVideoPipeline": (2, 0),
-        "CogVideoXPipeline": _TEXT,
-        "CogVideoXVideoToVideoPipeline": _TEXT,
-        "CogView4ControlPipeline": (2, 0),
-        "CogView4Pipeline": _TEXT,
-        "ConsisIDPipeline": (2, 0),
-        "FluxControlImg2ImgPipeline": (8, 0),
-        "FluxControlInpaintPipeline": (8, 0),
-        "FluxControlPipeline": (8, 0),
-        "FluxFillPipeline": (8, 256),  # the mask's 8x8 pixels per latent are channels too
-        "FluxImg2ImgPipeline": _PACKED,
-        "FluxInpaintPipeline": _PACKED,
-        "FluxKontextInpaintPipeline": _PACKED,
-        "FluxKontextPipeline": _PACKED,
-        "FluxPipeline": _PACKED,
-        "HunyuanSkyreelsImageToVideoPipeline": (2, 0),
-        "HunyuanVideoFramepackPipeline": _TEXT,
-        "HunyuanVideoPipeline": _TEXT,
-        "LucyEditPipeline": (2, 0),
-        "SkyReelsV2DiffusionForcingPipeline": _TEXT,
-        "SkyReelsV2ImageToVideoPipeline": (2, 4),
-        "SkyReelsV2Pipeline": _TEXT,
-        "WanImageToVideoPipeline": (2, 4),  # the image, and a mask for each of 4 frames
-        "WanPipeline": _TEXT,
-        "WanVideoToVideoPipeline": _TEXT,
-    }
-)
 
 
 def check_code(model_path: str, components: Mapping[str, tuple[str, str]]) -> None:
@@ -120,35 +83,6 @@ def _is_pipeline_module(library: str) -> bool:
     return find_spec(f"{_PIPELINES}.{library}") is not None
 
 
-def check_required(
-    pipeline_class: type, model_path: str, components: Mapping[str, tuple[str, str]]
-) -> None:
-    """Refuse an index that lacks a component the pipeline is constructed from.
-
-    Raises:
-        UsageError: names the missing components.
-    """
-    optional = getattr(pipeline_class, "_optional_components", ())
-    parameters = inspect.signature(pipeline_class).parameters.values()
-    denoisers = [p.name for p in parameters if p.name.startswith(DENOISERS)]
-    missing = [
-        p.name
-        for p in parameters
-        if p.default is inspect.Parameter.empty
-        and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-        and p.name not in components
-        and p.name not in optional
-    ]
-    if denoisers and not any(name in components for name in denoisers):
-        missing.append(denoisers[0])  # each may be left out, but not all of them
-    if missing:
-        names = ", ".join(dict.fromkeys(missing))
-        raise UsageError(
-            f"model_index.json of {model_path!r} must name library and class of every component "
-            f"of {pipeline_class.__name__}, missing {names}; download it again"
-        )
-
-
 def check_classes(
     pipeline_class: type,
     model_path: str,
@@ -198,64 +132,3 @@ def _models(pipeline_class: type, name: str) -> tuple[type, ...]:
     annotation = getattr(arguments_of(pipeline_class).get(name), "annotation", None)
     classes = get_args(annotation) or (annotation,)
     return tuple(cls for cls in classes if isinstance(cls, type) and hasattr(cls, "forward"))
-
-
-def check_channels(
-    pipeline_class: type,
-    model_path: str,
-    components: Mapping[str, tuple[str, str]],
-    configs: Mapping[str, Mapping[str, object]],
-    *,
-    by_timesteps: bool,
-) -> None:
-    """Refuse a pipeline that gives its denoiser other channels than the weights are made for.
-
-    Args:
-        pipeline_class: the class that is to run.
-        model_path: folder or hub id.
-        components: (library, class name) by component.
-        configs: their configs, as far as they are known.
-        by_timesteps: the model was made to start from an image by timesteps, not by channels.
-
-    Raises:
-        UsageError: names the channels, and the pipelines that fit the weights.
-    """
-    rule = _rule(pipeline_class.__name__, by_timesteps)
-    vae = configs.get("vae", {})
-    latent = vae.get("z_dim", vae.get("latent_channels"))
-    if rule is None or not isinstance(latent, int):
-        return
-    needed = rule[0] * latent + rule[1]
-    for name in components:
-        given = configs.get(name, {}).get("in_channels")
-        if not name.startswith(DENOISERS) or not isinstance(given, int) or given == needed:
-            continue
-        more = f" + {rule[1]}" if rule[1] else ""
-        others = ", ".join(_siblings(components[name], (given, latent), by_timesteps))
-        raise UsageError(
-            f"component {name} of {model_path!r} must have {needed} in_channels "
-            f"({rule[0]} x {latent} of its autoencoder{more}) for {pipeline_class.__name__}, got "
-            f"{given}; give other weights, or a --pipeline-class-name that takes as many"
-            f"{others and ': ' + others}"
-        )
-
-
-def _rule(pipeline: str, by_timesteps: bool) -> tuple[int, int] | None:
-    return _TEXT if by_timesteps and pipeline.startswith("Wan") else _CHANNELS.get(pipeline)
-
-
-def _siblings(
-    component: tuple[str, str], channels: tuple[int, int], by_timesteps: bool
-) -> tuple[str, ...]:
-    """Return the pipelines whose denoiser is of that class and takes so many channels."""
-    import diffusers
-
-    given, latent = channels
-    denoiser = getattr(diffusers, component[1], None)
-    found = []
-    for name in _CHANNELS:
-        times, more = _rule(name, by_timesteps) or _TEXT
-        cls = getattr(diffusers, name, None) if times * latent + more == given else None
-        if isinstance(cls, type) and denoiser in _models(cls, "transformer"):
-            found.append(name)
-    return tuple(found)

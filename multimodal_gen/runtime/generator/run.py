@@ -24,16 +24,19 @@ from multimodal_gen.runtime.generator.cache import cached, read_cache
 from multimodal_gen.runtime.generator.denoise import (
     Denoised,
     Timings,
-    arguments_explained,
     check_finite,
     denoise,
     differences,
-    diffusers_backend_explained,
-    out_of_memory_explained,
     produced,
 )
 from multimodal_gen.runtime.generator.index import PipelineIndex
 from multimodal_gen.runtime.generator.inputs import as_typed
+from multimodal_gen.runtime.generator.library_errors import (
+    arguments_explained,
+    diffusers_backend_explained,
+    failure_explained,
+    out_of_memory_explained,
+)
 from multimodal_gen.runtime.generator.load import denoisers, load_pipeline
 from multimodal_gen.runtime.generator.lora import not_reached, read_loras
 from multimodal_gen.runtime.generator.output import (
@@ -483,6 +486,7 @@ def _denoise(
     width, height = output_size(pipe, index, args)
     asked = Generation(prompt=args.prompt or "", width=width, height=height)
     with (
+        failure_explained(pipe),
         arguments_explained(as_typed(args)),
         diffusers_backend_explained(_named_backend(args)),
         describe_generation(asked),

@@ -3,8 +3,7 @@
 import hashlib
 import inspect
 import json
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,10 @@ import torch
 
 from multimodal_gen.errors import UsageError, first_line
 from multimodal_gen.files import MalformedError, read_small_file
-from multimodal_gen.runtime.generator.component_config import (
-    check_config,
-    check_sizes,
-    component_configs,
-    key_at_fault,
-)
 from multimodal_gen.runtime.generator.index import PipelineIndex, import_diffusers
 from multimodal_gen.runtime.generator.load import pick_dtype
 from multimodal_gen.runtime.generator.model_folder import DENOISERS
-from multimodal_gen.settings import read_json, short
+from multimodal_gen.settings import read_json
 
 
 def model_identity(index: PipelineIndex) -> dict[str, str]:
@@ -61,11 +54,22 @@ def folder_identity(model_path: str) -> dict[str, str] | None:
                 **{key: value for key, value in config.items() if not key.startswith("_")},
                 "_class_name": named[name][1],
             }
-            for name, config in component_configs(str(folder), named)
+            for name, config in _configs(folder, named)
         }
     except (MalformedError, OSError, ValueError, RuntimeError, AttributeError):
         return None
     return _identity(str(folder), configs)
+
+
+def _configs(folder: Path, components: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield name and config of the components of a folder, as far as they can be read."""
+    for name in components:
+        try:
+            config: Any = json.loads(read_small_file(folder / name / "config.json"))
+        except (MalformedError, OSError, ValueError, RecursionError):
+            continue  # whoever builds it says what is wrong
+        if isinstance(config, dict):
+            yield name, config
 
 
 def _identity(model_path: str, configs: dict[str, dict[str, Any]]) -> dict[str, str]:
@@ -183,21 +187,14 @@ def _build(model_path: str, name: str, library: str, class_name: str) -> torch.n
     cls = getattr(module, class_name, None)
     if not (isinstance(cls, type) and issubclass(cls, torch.nn.Module)):
         return None
-    at_fault = ""
     try:
         if library == "diffusers":
             config = cls.load_config(model_path, subfolder=name)  # type: ignore[attr-defined]
-            check_config(name, cls, config, model_path)
-            try:
-                return _without_weights(cls, config)
-            except Exception:
-                key = key_at_fault(config, partial(_builds, cls))
-                at_fault = f" with `{key}` of {short(config[key])}" if key else ""
-                raise
-        config = _transformers_config(cls, model_path, name)
-        check_sizes(name, config.to_dict(), model_path)
+            with init_empty_weights():
+                built: torch.nn.Module = cls.from_config(config)  # type: ignore[attr-defined]
+            return built
         with init_empty_weights():
-            return cls(config)
+            return cls(_transformers_config(cls, model_path, name))
     except UsageError:
         raise
     except Exception as error:  # configs that do not fit fail in every way, within libraries
@@ -205,23 +202,8 @@ def _build(model_path: str, name: str, library: str, class_name: str) -> torch.n
             raise
         raise UsageError(
             f"component {name} of {model_path!r} must have a config for {class_name}, "
-            f"building it failed{at_fault}: {first_line(error)}"
+            f"building it failed: {first_line(error)}"
         ) from error
-
-
-def _without_weights(cls: Any, config: Mapping[str, Any]) -> torch.nn.Module:
-    from accelerate import init_empty_weights
-
-    with init_empty_weights():
-        built: torch.nn.Module = cls.from_config(config)
-    return built
-
-
-def _builds(cls: Any, config: Mapping[str, Any]) -> bool:
-    try:
-        return _without_weights(cls, config) is not None
-    except Exception:  # in every way there is
-        return False
 
 
 def _transformers_config(cls: Any, model_path: str, name: str) -> Any:

@@ -12,8 +12,9 @@ from typing import Any
 
 from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.files import require_writable
-from multimodal_gen.runtime.generator.denoise import Timings, denoise, out_of_memory_explained
+from multimodal_gen.runtime.generator.denoise import Timings, denoise
 from multimodal_gen.runtime.generator.index import PipelineIndex
+from multimodal_gen.runtime.generator.library_errors import out_of_memory_explained
 from multimodal_gen.runtime.generator.load import load_pipeline, pick_device, pick_dtype
 from multimodal_gen.runtime.generator.run import Handle
 from multimodal_gen.runtime.generator.sampling import check_arguments, output_size, prepare_call

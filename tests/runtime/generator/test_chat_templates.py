@@ -1,66 +1,59 @@
-"""Hostile chat templates in model folders: tried in a process with limits, and refused."""
+"""Chat templates in model folders, which are programs: refused when they fail or do not end."""
 
 import shutil
 
 import pytest
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.runtime.generator import Session, chat_templates
+from multimodal_gen.runtime.generator import Session
+from multimodal_gen.runtime.generator.chat_templates import limited_templates
 from multimodal_gen.runtime.server_args import ServerArgs
 
-MULTIPLIED = "{{ 'x' * 10 ** 10 }}"
-DOUBLING = (
-    "{% set ns = namespace(a='xxxxxxxx') %}"
-    "{% for i in range(60) %}{% set ns.a = ns.a ~ ns.a %}{% endfor %}{{ ns.a }}"
-)
 NESTED = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
-USUAL = (
-    "{%- for message in messages %}{{ '<|' ~ message.role ~ '|>' }}{{ message.content | tojson }}"
-    "{% if not loop.last %}{% continue %}{% endif %}{% generation %}{% endgeneration %}{% endfor %}"
-)
+
+
+class Nothing:
+    """What is attached, of which nothing is asked."""
+
+    def remove(self) -> None: ...
 
 
 @pytest.fixture
-def asked(tiny_pipeline, tmp_path):
-    """Arguments for a pipeline whose tokenizer has the given chat template."""
+def session(tiny_pipeline, tmp_path):
+    """Load a pipeline whose tokenizer has the given chat template."""
 
-    def make(template: str) -> ServerArgs:
+    def make(template: str) -> tuple[Session, ServerArgs]:
         folder = tmp_path / "model"
         shutil.copytree(tiny_pipeline("flux2_klein"), folder)
         (folder / "tokenizer" / "chat_template.jinja").write_text(template)
-        return ServerArgs(
+        args = ServerArgs(
             model_path=str(folder), prompt="a fox", num_inference_steps=1, height=32, width=32
         )
+        return Session(args, lambda args, pipe: Nothing()), args
 
     return make
 
 
-def test_a_template_that_takes_all_memory_is_refused_by_its_component(asked) -> None:
-    message = "component tokenizer of .* must have a chat template that is filled in within 5 s"
-    with pytest.raises(UsageError, match=message):
-        Session(asked(MULTIPLIED), lambda args, pipe: None)
-
-
 @pytest.mark.slow_cases("{{ raise_exception('never') }}")
 @pytest.mark.parametrize("template", ["{% if", "{{ raise_exception('never') }}"])
-def test_a_template_that_fails_is_explained_in_the_run(template: str, asked) -> None:
-    class Nothing:
-        def remove(self) -> None: ...
-
-    args = asked(template)
-    session = Session(args, lambda args, pipe: Nothing())
+def test_a_template_that_fails_is_explained_in_the_run(template: str, session) -> None:
+    loaded, args = session(template)
     with pytest.raises(UsageError, match="the chat template of the model's tokenizer fails, check"):
-        session.generate(args, save=False)
+        loaded.generate(args, save=False)
 
 
-def test_a_usual_template_passes_and_is_tried_once() -> None:
-    chat_templates._ends.cache_clear()
-    assert chat_templates._ends(USUAL)
-    assert chat_templates._ends(USUAL)
-    assert chat_templates._ends.cache_info().hits == 1
+def test_a_template_that_never_ends_is_given_up_in_the_run(session, monkeypatch) -> None:
+    monkeypatch.setattr("multimodal_gen.runtime.generator.chat_templates._SECONDS", 0.2)
+    loaded, args = session(NESTED)
+    with pytest.raises(UsageError, match=r"chat template .* must be filled in within 0.2 s"):
+        loaded.generate(args, save=False)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("template", [DOUBLING, NESTED])
-def test_a_template_that_never_ends_is_refused(template: str) -> None:
-    assert not chat_templates._ends(template)
+def test_the_limit_is_for_the_block_alone(session) -> None:
+    loaded, _ = session("{{ messages[0].content }}")
+    tokenizer = loaded._pipe.tokenizer
+    with limited_templates(loaded._pipe):
+        assert "apply_chat_template" in vars(tokenizer)
+        messages = [{"role": "user", "content": "a fox"}]
+        assert tokenizer.apply_chat_template(messages, tokenize=False) == "a fox"
+    assert "apply_chat_template" not in vars(tokenizer)

@@ -18,9 +18,11 @@ from multimodal_gen.runtime.generator.denoise import (
     check_finite,
     denoise,
     differences,
+    produced,
+)
+from multimodal_gen.runtime.generator.library_errors import (
     diffusers_backend_explained,
     out_of_memory_explained,
-    produced,
     refusal_explained,
 )
 from multimodal_gen.runtime.generator.sampling import Call
@@ -40,6 +42,7 @@ class _Bar:
 class _Pipe:
     def __init__(self, scheduler=None):
         self.scheduler = scheduler or FlowMatchEulerDiscreteScheduler()
+        self.components = {"scheduler": self.scheduler}
 
     def set_progress_bar_config(self, **config):
         self.config = config
