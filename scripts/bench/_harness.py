@@ -5,7 +5,6 @@ runs every contender once, in an order drawn anew (a kernel after a hungry one f
 and figures are medians over rounds.
 """
 
-import argparse
 import csv
 import datetime
 import importlib.metadata
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 
 RESULTS = Path(__file__).parent / "results"
+RUN = Path(__file__).with_name("run.py")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -46,21 +46,6 @@ class Row:
     tflops: float
     relative_error: float
     ratio_to_best: float
-
-
-def parse_arguments(description: str) -> argparse.Namespace:
-    """Return the options every benchmark takes."""
-    return make_parser(description).parse_args()
-
-
-def make_parser(description: str) -> argparse.ArgumentParser:
-    """Return a parser with the options every benchmark takes."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--commit", required=True, help="commit that is measured")
-    parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds (9)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the CSV files")
-    parser.add_argument("--only", default="", help="run the cases whose name contains this")
-    return parser
 
 
 def version_of(*distributions: str) -> str:

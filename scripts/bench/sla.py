@@ -6,10 +6,11 @@ other blocks there too, so gradients are compared loosely.
 Sampled rows of every output are checked against float32 first; what is wrong is not timed, and
 makes the script fail at the end.
 
-    python3 scripts/bench/sla.py --commit HASH [--only "sla bench"] [--rounds 7] [--backward]
-    python3 scripts/bench/sla.py --commit HASH --smoke    # tiny cases, on any machine
+    python3 scripts/bench/run.py sla --commit HASH [--only "sla bench"] [--rounds 7] [--backward]
+    python3 scripts/bench/run.py sla --commit HASH --smoke    # tiny cases, on any machine
 """
 
+import argparse
 import importlib
 import math
 import statistics
@@ -23,7 +24,6 @@ from _harness import (
     DEVICE,
     Row,
     interleave,
-    make_parser,
     relative_error,
     rows_of,
     synchronize,
@@ -398,12 +398,13 @@ def measure_backward(case: Case, rounds: int, commit: str) -> tuple[list[SLARow]
     return [SLARow(**asdict(row), density=round(density, 5), **nothing) for row in rows], wrong
 
 
-def main() -> int:
-    """Run the command line; 1 if anything is wrong."""
-    parser = make_parser(__doc__.splitlines()[0])
-    parser.add_argument("--smoke", action="store_true", help="tiny cases, on any machine")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark alone."""
     parser.add_argument("--backward", action="store_true", help="time the backward passes")
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run the command line; 1 if anything is wrong."""
     timed = measure_backward if options.backward else measure
     failed = []
     for case in SMOKE if options.smoke else CASES:
@@ -415,7 +416,3 @@ def main() -> int:
     if failed:
         print(f"wrong: {'; '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
