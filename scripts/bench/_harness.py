@@ -8,6 +8,7 @@ and figures are medians over rounds.
 import csv
 import datetime
 import importlib.metadata
+import math
 import random
 import statistics
 import time
@@ -121,6 +122,18 @@ def synchronize() -> None:
     """Wait for the device."""
     if DEVICE == "cuda":
         torch.cuda.synchronize()
+
+
+def extra_memory(run: Callable[[], torch.Tensor]) -> float:
+    """Return peak memory beyond inputs and output, over inputs and output; NaN on the CPU."""
+    if DEVICE == "cpu":
+        return math.nan
+    synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    tensor = run().nbytes
+    synchronize()
+    return (torch.cuda.max_memory_allocated() - before - tensor) / (4 * tensor)
 
 
 def rows_of(

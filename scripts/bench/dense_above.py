@@ -26,10 +26,10 @@ from _harness import (
     DEVICE,
     Row,
     event_ms,
+    extra_memory,
     interleave,
     relative_error,
     rows_of,
-    synchronize,
     version_of,
     write_rows,
 )
@@ -196,18 +196,6 @@ def with_copies(run: Callable[[], torch.Tensor], share: float) -> Callable[[], t
             by_rows._MOST_COPIES, by_rows._PAIRS_AT_ONCE = kept
 
     return limited
-
-
-def extra_memory(run: Callable[[], torch.Tensor]) -> float:
-    """Return peak memory beyond inputs and output, over inputs and output; NaN on the CPU."""
-    if DEVICE == "cpu":
-        return math.nan
-    synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    tensor = run().nbytes
-    synchronize()
-    return (torch.cuda.max_memory_allocated() - before - tensor) / (4 * tensor)
 
 
 def generation_ms(run: Callable[..., torch.Tensor], request: str) -> float:

@@ -23,10 +23,10 @@ import torch
 from _harness import (
     DEVICE,
     Row,
+    extra_memory,
     interleave,
     relative_error,
     rows_of,
-    synchronize,
     version_of,
     write_rows,
 )
@@ -282,18 +282,6 @@ def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(*heads_first).transpose(1, 2)
 
 
-def extra_memory(run: Callable[[], torch.Tensor], case: Case) -> float:
-    """Return peak memory beyond inputs and output, over inputs and output; NaN on the CPU."""
-    if DEVICE == "cpu":
-        return math.nan
-    synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    tensor = run().nbytes
-    synchronize()
-    return (torch.cuda.max_memory_allocated() - before - tensor) / (4 * tensor)
-
-
 def measure(case: Case, rounds: int, commit: str) -> tuple[list[SLARow], list[str]]:
     """Check and time a case; returns its rows, and the names of what is wrong."""
     setting = Setting(case)
@@ -310,7 +298,7 @@ def measure(case: Case, rounds: int, commit: str) -> tuple[list[SLARow], list[st
                 wrong.append(name)
         runs = {name: contender.run for name, contender in right.items()}
         times = interleave(runs, rounds=rounds, block_ms=80.0 if DEVICE == "cuda" else 0.0)
-        memory = {name: extra_memory(run, case) for name, run in runs.items()}
+        memory = {name: extra_memory(run) for name, run in runs.items()}
     dense = statistics.median(times[next(iter(times))])
     blocks = -(-case.tokens // KV_SIZE)
     rows = []
