@@ -1,13 +1,14 @@
 """A benchmark on two checkouts of this repository by turns, on one machine.
 
     git worktree add ../68f50eb 68f50eb
-    python3 scripts/bench/by_triton.py --commit HASH --against ../68f50eb [--turns 2]
+    python3 scripts/bench/run.py by_triton --commit HASH --against ../68f50eb [--turns 2]
 
-A turn runs the script of either checkout, each in a process of its own that imports the package of
-that checkout; all other options go to both. Rows are appended as ever; those of the other checkout
-name its folder as their commit. The other checkout begins the first turn and this one the next, so
-that a GPU that warms up favours neither. A row is slower where its time is larger by more than 2 %
-and four fifths of its rounds lie above four fifths of the other's.
+A turn runs the benchmark of either checkout, by `run.py` or where there is none by a script of its
+own, each in a process that imports the package of that checkout; all other options go to both. Rows
+are appended as ever; those of the other checkout name its folder as their commit. The other
+checkout begins the first turn and this one the next, so that a GPU that warms up favours neither. A
+row is slower where its time is larger by more than 2 % and four fifths of its rounds lie above four
+fifths of the other's.
 """
 
 import argparse
@@ -37,22 +38,22 @@ def add_turns(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def run_by_turns(script: str, options: argparse.Namespace) -> int:
-    """Run a script of two checkouts by turns and print how their times relate.
+def run_by_turns(name: str, words: Sequence[str], options: argparse.Namespace) -> int:
+    """Run a benchmark of two checkouts by turns and print how their times relate.
 
     Args:
-        script: the file of this checkout; it writes a CSV file of its own name.
+        name: the benchmark; it writes a CSV file of its own name.
+        words: the command line behind the name.
         options: `against` and `turns`, beside what every benchmark takes.
 
     Returns:
         The exit status: 1 where a row was slower in two turns or more, or a run failed.
     """
-    other, name = options.against.resolve(), Path(script).name
-    if not (other / "scripts" / "bench" / name).is_file():
-        raise SystemExit(f"--against must be a checkout with scripts/bench/{name}, got {other}")
+    other = options.against.resolve()
+    command_of(other, name)
     stripped = add_turns(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
-    _, rest = stripped.parse_known_args()
-    table = (options.out / name).with_suffix(".csv").resolve()
+    _, rest = stripped.parse_known_args(words)
+    table = (options.out / f"{name}.csv").resolve()
     sides = [(other, other.name), (ROOT, options.commit)]
     turns = []
     for turn in range(options.turns):
@@ -69,9 +70,22 @@ def run_by_turns(script: str, options: argparse.Namespace) -> int:
     return 1 if compare(turns) else 0
 
 
+def command_of(root: Path, name: str) -> list[str]:
+    """Return what runs a benchmark of a checkout: `run.py`, or the script of before there was one.
+
+    Raises:
+        SystemExit: the folder has neither.
+    """
+    folder = root / "scripts" / "bench"
+    if not (folder / f"{name}.py").is_file():
+        raise SystemExit(f"--against must be a checkout with scripts/bench/{name}.py, got {root}")
+    runner = folder / "run.py"
+    return [str(runner), name] if runner.is_file() else [str(folder / f"{name}.py")]
+
+
 def run(root: Path, name: str, arguments: Sequence[str]) -> bool:
     """Run a benchmark of a checkout on its own package; returns whether it succeeded."""
-    command = [sys.executable, str(root / "scripts" / "bench" / name), *arguments]
+    command = [sys.executable, *command_of(root, name), *arguments]
     return subprocess.run(["sh", "-c", WITH_PACKAGE, str(root), *command]).returncode == 0
 
 

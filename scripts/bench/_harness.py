@@ -5,10 +5,10 @@ runs every contender once, in an order drawn anew (a kernel after a hungry one f
 and figures are medians over rounds.
 """
 
-import argparse
 import csv
 import datetime
 import importlib.metadata
+import math
 import random
 import statistics
 import sys
@@ -24,6 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 RESULTS = Path(__file__).parent / "results"
+RUN = Path(__file__).with_name("run.py")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -50,21 +51,6 @@ class Row:
     tflops: float
     relative_error: float
     ratio_to_best: float
-
-
-def parse_arguments(description: str) -> argparse.Namespace:
-    """Return the options every benchmark takes."""
-    return make_parser(description).parse_args()
-
-
-def make_parser(description: str) -> argparse.ArgumentParser:
-    """Return a parser with the options every benchmark takes."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--commit", required=True, help="commit that is measured")
-    parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds (9)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the CSV files")
-    parser.add_argument("--only", default="", help="run the cases whose name contains this")
-    return parser
 
 
 def version_of(*distributions: str) -> str:
@@ -140,6 +126,18 @@ def synchronize() -> None:
     """Wait for the device."""
     if DEVICE == "cuda":
         torch.cuda.synchronize()
+
+
+def extra_memory(run: Callable[[], torch.Tensor]) -> float:
+    """Return peak memory beyond inputs and output, over inputs and output; NaN on the CPU."""
+    if DEVICE == "cpu":
+        return math.nan
+    synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    tensor = run().nbytes
+    synchronize()
+    return (torch.cuda.max_memory_allocated() - before - tensor) / (4 * tensor)
 
 
 def rows_of(

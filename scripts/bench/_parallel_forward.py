@@ -229,8 +229,8 @@ def check(
 
 def forward_case(ranks: Ranks, options: argparse.Namespace) -> None:
     """Dense, then sparse, eager and where asked compiled; each written as it ends."""
-    full = SMOKE[0] if options.tiny else next(case for case in CASES if "14B" in case.name)
-    heads = ranks.size if options.tiny else full.heads
+    full = SMOKE[0] if options.smoke else next(case for case in CASES if "14B" in case.name)
+    heads = ranks.size if options.smoke else full.heads
     layers = options.layers or full.layers
     case = Case(name=full.name, heads=heads, layers=layers, ffn=full.ffn, latent=full.latent)
     model, inputs = build(case)
@@ -241,7 +241,7 @@ def forward_case(ranks: Ranks, options: argparse.Namespace) -> None:
         if mode == "eager" and options.wants("forward dense"):
             contenders = dense_contenders(ranks, runs, models, options)
             _measure(ranks, options, case, runs, contenders, "dense, eager", exact=True)
-        target = models.compiled(smoke=options.tiny) if mode == "compiled" else model
+        target = models.compiled(smoke=options.smoke) if mode == "compiled" else model
         for method in options.methods if options.wants("forward methods") else ():
             backend = None if method == "dense" else method
             contenders = method_contenders(ranks, runs, target, options, backend)

@@ -126,7 +126,7 @@ def layer_case(
     ranks: Ranks, options: argparse.Namespace, method: str, config: dict[str, object] | None
 ) -> None:
     """One layer of Wan2.1-14B at 720p, in every layout."""
-    heads, grid = (SMALL_HEADS, SMALL_GRID) if options.tiny else (HEADS, GRID)
+    heads, grid = (SMALL_HEADS, SMALL_GRID) if options.smoke else (HEADS, GRID)
     grid = (options.frames or grid[0], *grid[1:])
     tokens = math.prod(grid)
     qkv = make_qkv(tokens, heads)
@@ -138,7 +138,7 @@ def layer_case(
 
 def exchange_case(ranks: Ranks, options: argparse.Namespace) -> None:
     """The exchanges of one layer alone: bare, and as the layer packs and unpacks them."""
-    heads, grid = (SMALL_HEADS, SMALL_GRID) if options.tiny else (HEADS, GRID)
+    heads, grid = (SMALL_HEADS, SMALL_GRID) if options.smoke else (HEADS, GRID)
     tokens = math.prod(grid) // ranks.size * ranks.size
     with ranks.sharing(Mesh(ulysses=ranks.size)):
         q, k, v = (own_tokens(x).contiguous() for x in make_qkv(tokens, heads))
@@ -240,8 +240,8 @@ def _groups_by_ctas(ranks: Ranks) -> dict[int, dist.ProcessGroup]:
 
 def growth_case(ranks: Ranks, options: argparse.Namespace) -> None:
     """A dense layer from 32K to 256K tokens on 1, 2 and more GPUs."""
-    heads = SMALL_HEADS if options.tiny else HEADS
-    for tokens in (64, 128) if options.tiny else GROWTH:
+    heads = SMALL_HEADS if options.smoke else HEADS
+    for tokens in (64, 128) if options.smoke else GROWTH:
         qkv = make_qkv(tokens, heads)
         meshes = {"ulysses 2": Mesh(ulysses=2), **ranks.meshes()}
         one = "dense, 1 GPU"
@@ -264,7 +264,7 @@ def _measure(
     errors: dict[str, float],
 ) -> None:
     rounds = options.layer_rounds
-    times, taken = ranks.time(contenders, rounds=rounds, block_ms=1 if options.tiny else 60)
+    times, taken = ranks.time(contenders, rounds=rounds, block_ms=1 if options.smoke else 60)
     ranks.write(
         options.out / "parallel.csv",
         contenders,

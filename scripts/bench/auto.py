@@ -1,6 +1,6 @@
 """Dense backends at the shapes that `auto` chooses by, and the table that is made of the rows.
 
-    python3 scripts/bench/auto.py --commit HASH --table
+    python3 scripts/bench/run.py auto --commit HASH --table
 
 measures every shape, appends to `auto.csv`, and writes the package's own table anew from it and
 from `dense.csv`. `--table` alone measures nothing.
@@ -157,15 +157,14 @@ def _versions(text: str) -> dict[str, str]:
     return {} if name in ("torch", "triton", "") else {name: version}
 
 
-def main() -> None:
-    """Measure what was asked for, and write the table where that was asked for."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--commit", help="measure; written to every row")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", default="", help="shapes whose text has this part")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark alone."""
+    parser.set_defaults(rounds=5)
     parser.add_argument("--table", action="store_true", help="write the package's table anew")
-    arguments = parser.parse_args()
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Measure what was asked for, and write the table where that was asked for."""
     for shape in SHAPES if arguments.commit else ():
         if arguments.only not in str(shape):
             continue
@@ -181,7 +180,3 @@ def main() -> None:
         write_rows(arguments.out / "auto.csv", rows_of(result, arguments.commit))
     if arguments.table:
         write_tables(COMMITTED, tables_of(read_rows(arguments.out)))
-
-
-if __name__ == "__main__":
-    main()

@@ -7,9 +7,9 @@ twice as much as plain PyTorch code in bfloat16 does. What is wrong is not timed
 script fail at the end. With `--tiles`, the two kernels of the backward pass are timed alone, in
 other shapes of their programs, which processes of their own compile first.
 
-    python3 scripts/bench/backward.py --commit HASH [--only wan] [--rounds 7] [--quick] [--tiles]
-    python3 scripts/bench/backward.py --commit HASH --against CHECKOUT    # see _against.py
-    python3 scripts/bench/backward.py --commit HASH --smoke    # a tiny case, on any machine
+    python3 scripts/bench/run.py backward --commit HASH [--only wan] [--quick] [--tiles]
+    python3 scripts/bench/run.py backward --commit HASH --against CHECKOUT    # see _against.py
+    python3 scripts/bench/run.py backward --commit HASH --smoke    # a tiny case, on any machine
 """
 
 import argparse
@@ -23,12 +23,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from _against import add_turns, run_by_turns
 from _harness import (
     DEVICE,
+    RUN,
     Row,
     interleave,
-    make_parser,
     relative_error,
     rows_of,
     version_of,
@@ -486,7 +485,17 @@ def tile_run(
 
 def compile_apart(blocks: str, kernel: str, names: list[str]) -> set[str]:
     """Fill Triton's cache in a process of its own; returns what ran in it."""
-    command = [sys.executable, __file__, "--commit", "-", "--compile", blocks, kernel, *names]
+    command = [
+        sys.executable,
+        str(RUN),
+        "backward",
+        "--commit",
+        "-",
+        "--compile",
+        blocks,
+        kernel,
+        *names,
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         said, errors = process.communicate(timeout=COMPILE_SECONDS)
@@ -539,18 +548,17 @@ def measure_tiles(case: Case, options: argparse.Namespace) -> None:
               errors=errors, versions={})  # fmt: skip
 
 
-def main() -> int:
-    """Measure, print and append the rows."""
-    parser = add_turns(make_parser(__doc__ or ""))
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark alone."""
     parser.add_argument("--quick", action="store_true", help="leave out what compiles for long")
     parser.add_argument(
         "--tiles", nargs="?", const="", help="try other shapes too, of dq, dkv or all"
     )
-    parser.add_argument("--smoke", action="store_true", help="a tiny case on any machine")
     parser.add_argument("--compile", nargs="+", default=None, help="compile shapes, then stop")
-    options = parser.parse_args()
-    if options.against:
-        return run_by_turns(__file__, options)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Measure, print and append the rows."""
     if options.compile:
         blocks, kernel, *names = options.compile
         for name in names:
@@ -565,7 +573,3 @@ def main() -> int:
     if options.tiles is not None and not options.smoke:
         measure_tiles(CASES[0], options)
     return 1 if wrong else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,23 +5,21 @@ after another on one GPU, by PYTHONPATH; FlashAttention 3, which no triton chang
 runs can be compared: tables of docs/pages/performance are made of `over_fa3`. Sampled rows of
 every dense layer are checked before anything is timed.
 
-    python3 scripts/bench/by_triton.py --commit HASH [--only vmoba] [--case wan] [--rounds 5]
-    python3 scripts/bench/by_triton.py --commit HASH --against CHECKOUT    # see _against.py
-    python3 scripts/bench/by_triton.py --commit HASH --smoke    # a tiny case, on any machine
+    python3 scripts/bench/run.py by_triton --commit HASH [--only vmoba] [--case wan] [--rounds 5]
+    python3 scripts/bench/run.py by_triton --commit HASH --against CHECKOUT    # see _against.py
+    python3 scripts/bench/run.py by_triton --commit HASH --smoke    # a tiny case, on any machine
 """
 
+import argparse
 import statistics
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
 import torch
-from _against import add_turns, run_by_turns
 from _harness import (
     DEVICE,
     Row,
     interleave,
-    make_parser,
     relative_error,
     rows_of,
     version_of,
@@ -128,14 +126,13 @@ def measure(case: Case, *, commit: str, rounds: int, only: str) -> list[TritonRo
     ]
 
 
-def main() -> int:
-    """Measure the cases and append their rows to `by_triton.csv`."""
-    parser = add_turns(make_parser(__doc__ or ""))
-    parser.add_argument("--smoke", action="store_true", help="a tiny case only")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark alone."""
     parser.add_argument("--case", default="", help="run the cases whose name contains this")
-    arguments = parser.parse_args()
-    if arguments.against:
-        return run_by_turns(__file__, arguments)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Measure the cases and append their rows to `by_triton.csv`."""
     torch.set_grad_enabled(False)
     for case in SMOKE_CASES if arguments.smoke else CASES:
         if arguments.case not in case.name:
@@ -143,7 +140,3 @@ def main() -> int:
         rows = measure(case, commit=arguments.commit, rounds=arguments.rounds, only=arguments.only)
         write_rows(arguments.out / "by_triton.csv", rows)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """What a comparison costs beside the runs it is made of, and what `--check-attention` costs.
 
-    python3 scripts/bench/compare_cost.py --commit HASH [--only wan] [--part checks]
+    python3 scripts/bench/run.py compare_cost --commit HASH [--only wan] [--part checks]
         [--steps 20] [--seeds 2] [--keep FOLDER]
 
 Models of full size with random weights, on tiny text encoders: Wan2.1 1.3B at 480p with 81 frames,
@@ -15,6 +15,7 @@ output says nothing about trained ones. Each row is a value with the limit that 
 Needs diffusers, and the packages of the extra `compare`.
 """
 
+import argparse
 import datetime
 import statistics
 import tempfile
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _harness import DEVICE, make_parser, version_of, write_table
+from _harness import DEVICE, version_of, write_table
 
 import multimodal_gen
 from multimodal_gen.runtime.comparison.record import Report
@@ -198,15 +199,16 @@ def sum_of_runs(report: Report) -> float:
     return generations + sum(run.cost.warm_up_seconds for run in runs if run.cost is not None)
 
 
-def main() -> None:
-    """Measure every case, and append the rows to a CSV file."""
-    parser = make_parser(__doc__ or "")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark alone."""
     parser.add_argument("--steps", type=int, default=20, help="denoising steps (20)")
     parser.add_argument("--seeds", type=int, default=1, help="seeds, layers replayed for all (1)")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model, to try the script")
     parser.add_argument("--part", choices=PARTS, default="both", help="which rows (both)")
     parser.add_argument("--keep", type=Path, help="folder that keeps the comparisons")
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> None:
+    """Measure every case, and append the rows to a CSV file."""
     for case in SMOKE if options.smoke else CASES:
         if options.only not in case.name:
             continue
@@ -233,7 +235,3 @@ def main() -> None:
         write_table(options.out / "compare_cost.csv", rows)
         for row in rows:
             print(row.case, row.measure, row.value, row.limit, row.holds, row.details, flush=True)
-
-
-if __name__ == "__main__":
-    main()

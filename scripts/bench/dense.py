@@ -1,15 +1,15 @@
 """Dense attention at the shapes of video models: every kernel present, and what `auto` picks.
 
-python3 scripts/bench/dense.py --commit HASH
+python3 scripts/bench/run.py dense --commit HASH
 """
 
+import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from _harness import (
     interleave,
-    parse_arguments,
     relative_error,
     rows_of,
     version_of,
@@ -129,9 +129,8 @@ def reference_rows(
     return torch.einsum("bhqk,bkhd->bqhd", weights, v.float())
 
 
-def main() -> None:
+def main(arguments: argparse.Namespace) -> None:
     """Check, then time, every case; append to `dense.csv`."""
-    arguments = parse_arguments(__doc__ or "")
     torch.backends.cuda.matmul.allow_tf32 = False
     for case in CASES:
         if arguments.only not in case.name:
@@ -163,7 +162,3 @@ def main() -> None:
             ),
         )
         del runs, q, k, v
-
-
-if __name__ == "__main__":
-    main()

@@ -10,11 +10,12 @@ of calls that were dense.
 V-MoBA works on a few heads at a time; `--vmoba-copies` times it with copies of at most so
 much of queries, keys, values and results, beside its own choice.
 
-    python3 scripts/bench/dense_above.py --commit HASH [--only svg2] [--rounds 5]
-    python3 scripts/bench/dense_above.py --commit HASH --only vmoba --vmoba-copies 0 0.25 1
-    python3 scripts/bench/dense_above.py --commit HASH --smoke    # a tiny case, on any machine
+    python3 scripts/bench/run.py dense_above --commit HASH [--only svg2] [--rounds 5]
+    python3 scripts/bench/run.py dense_above --commit HASH --only vmoba --vmoba-copies 0 0.25 1
+    python3 scripts/bench/run.py dense_above --commit HASH --smoke    # a tiny case, on any machine
 """
 
+import argparse
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -25,11 +26,10 @@ from _harness import (
     DEVICE,
     Row,
     event_ms,
+    extra_memory,
     interleave,
-    make_parser,
     relative_error,
     rows_of,
-    synchronize,
     version_of,
     write_rows,
 )
@@ -198,18 +198,6 @@ def with_copies(run: Callable[[], torch.Tensor], share: float) -> Callable[[], t
     return limited
 
 
-def extra_memory(run: Callable[[], torch.Tensor]) -> float:
-    """Return peak memory beyond inputs and output, over inputs and output; NaN on the CPU."""
-    if DEVICE == "cpu":
-        return math.nan
-    synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    tensor = run().nbytes
-    synchronize()
-    return (torch.cuda.max_memory_allocated() - before - tensor) / (4 * tensor)
-
-
 def generation_ms(run: Callable[..., torch.Tensor], request: str) -> float:
     """Return what all steps of a generation take."""
 
@@ -307,13 +295,14 @@ def measure(
     return rows
 
 
-def main() -> None:
-    """Measure the cases and append their rows; say what is slower than it should be."""
-    parser = make_parser(__doc__ or "")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark alone."""
     parser.add_argument("--vmoba-copies", type=float, nargs="*", default=[], help="share of copies")
     parser.add_argument("--case", default="", help="run the cases whose name contains this")
-    parser.add_argument("--smoke", action="store_true", help="tiny cases only")
-    arguments = parser.parse_args()
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Measure the cases and append their rows; say what is slower than it should be."""
     torch.set_grad_enabled(False)
     cases, methods = (SMOKE_CASES, SMOKE) if arguments.smoke else (CASES, METHODS)
     for case in (case for case in cases if arguments.case in case.name):
@@ -329,7 +318,3 @@ def main() -> None:
         for row in rows:
             if row.over_dense > 1.1 and "dense_above" not in row.contender:
                 print(f"SLOW {row.case}: {row.contender} takes {row.over_dense} of dense")
-
-
-if __name__ == "__main__":
-    main()

@@ -3,7 +3,7 @@
 Variants are checked first, each in a process of its own, so that one that fails or hangs costs only
 itself; the same step fills the kernel cache. Those that pass are timed in interleaved rounds.
 
-    python3 scripts/bench/engine.py --commit HASH [--only sta] [--rounds 7]
+    python3 scripts/bench/run.py engine --commit HASH [--only sta] [--rounds 7]
 """
 
 import argparse
@@ -20,10 +20,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
-from _harness import RESULTS, interleave, relative_error, rows_of, version_of, write_rows
+from _harness import RUN, interleave, relative_error, rows_of, version_of, write_rows
 
 from multimodal_gen.kernels.block_sparse.api import request_for
 from multimodal_gen.kernels.block_sparse.call import Call, CallForm
@@ -235,7 +234,7 @@ def check(pattern: str, variant: str) -> None:
 
 def check_apart(pattern: str, variant: str) -> tuple[bool, str]:
     """Run `check` in a process of its own."""
-    command = [sys.executable, __file__, "--commit", "-", "--check", pattern, variant]
+    command = [sys.executable, str(RUN), "engine", "--commit", "-", "--check", pattern, variant]
     began = time.perf_counter()
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_SECONDS)
@@ -334,15 +333,14 @@ def measure(pattern: str, passed: list[str], arguments: argparse.Namespace) -> N
             write_rows(arguments.out / "engine.csv", rows)
 
 
-def main() -> None:
-    """Check every variant apart, then time the ones that are right."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--commit", required=True, help="commit that is measured")
-    parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds (7)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the CSV file")
-    parser.add_argument("--only", default="", help="run the patterns whose name contains this")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark alone."""
+    parser.set_defaults(rounds=7)
     parser.add_argument("--check", nargs=2, default=None, help="check one variant, then stop")
-    arguments = parser.parse_args()
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Check every variant apart, then time the ones that are right."""
     torch.backends.cuda.matmul.allow_tf32 = False
     if arguments.check:
         check(*arguments.check)
@@ -359,7 +357,3 @@ def main() -> None:
     for pattern in patterns:
         group = "sta" if "dense" in pattern else pattern
         measure(pattern, [name for name in VARIANTS[pattern] if (group, name) in passed], arguments)
-
-
-if __name__ == "__main__":
-    main()

@@ -7,19 +7,19 @@ rows are compared with dense attention in float64. For a tail, `error_at_equal_t
 over that which the method without it has after the same time, by the straight line between settings
 in logarithms; beyond the slowest setting, that of the slowest.
 
-    python3 scripts/bench/error_curves.py --commit HASH [--only wan] [--rounds 5] [--methods svg2]
-    python3 scripts/bench/error_curves.py --commit HASH --smoke    # a tiny case, on any machine
+    python3 scripts/bench/run.py error_curves --commit HASH [--only wan] [--methods svg2]
+    python3 scripts/bench/run.py error_curves --commit HASH --smoke    # a tiny case, on any machine
     python3 scripts/bench/plot_error_curves.py
 """
 
+import argparse
 import itertools
 import math
 import statistics
-import sys
 from dataclasses import asdict, dataclass, replace
 
 import torch
-from _harness import Row, interleave, make_parser, rows_of, version_of, write_rows
+from _harness import Row, interleave, rows_of, version_of, write_rows
 from tail import (
     CASES,
     DENSE,
@@ -256,14 +256,15 @@ def error_at(curve: list[tuple[float, float]], ms: float) -> float:
     return best[-1][1]
 
 
-def main() -> int:
-    """Check, measure, print and append the rows."""
-    parser = make_parser(__doc__ or "")
-    parser.add_argument("--smoke", action="store_true", help="a tiny case on any machine")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark alone."""
     parser.add_argument(
         "--methods", nargs="+", choices=METHODS, default=[*METHODS], help="of these alone"
     )
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> int:
+    """Check, measure, print and append the rows."""
     every = points(options.methods, 1 if options.smoke else None)
     chosen, errors, wrong = right_points(SMOKE if options.smoke else SMALL, every)
     for case in (SMOKE,) if options.smoke else CASES:
@@ -283,7 +284,3 @@ def main() -> int:
                 flush=True,
             )
     return 1 if wrong else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -4,9 +4,10 @@ Wan2.1 1.3B at 480p and Flux at 512 x 512 with random bf16 weights. A capture fo
 same timestep; replays read new latents from the same memory. Outputs of replays are checked against
 plain calls on the same latents first. `host_ms` is the time until a call returns.
 
-    python3 scripts/bench/graphs.py --commit HASH [--only flux] [--rounds 9] [--smoke]
+    python3 scripts/bench/run.py graphs --commit HASH [--only flux] [--rounds 9] [--smoke]
 """
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -20,7 +21,6 @@ from _harness import (
     DEVICE,
     Row,
     event_ms,
-    make_parser,
     relative_error,
     rows_of,
     shuffled_rounds,
@@ -134,11 +134,8 @@ def measure(
     return times, hosts, errors
 
 
-def main() -> None:
+def main(arguments: argparse.Namespace) -> None:
     """Check and time both models; append to `graphs.csv`."""
-    parser = make_parser(__doc__ or "")
-    parser.add_argument("--smoke", action="store_true", help="tiny models, on any machine")
-    arguments = parser.parse_args()
     wan = (wan_forward.SMOKE if arguments.smoke else wan_forward.CASES)[0]
     cases: dict[str, Callable[[], tuple[torch.nn.Module, Inputs]]] = {
         wan.name: lambda: wan_forward.build(wan),
@@ -168,7 +165,3 @@ def main() -> None:
         for row in with_hosts:
             print(f"{row.case} {row.contender}: {row.median_ms} ms, host {row.host_ms} ms")
         del model
-
-
-if __name__ == "__main__":
-    main()

@@ -5,26 +5,23 @@ time per call is what Python and the launch cost. Of the package's own kernels, 
 whole layers are timed, with plans that they made before, where a method's plan is not up to the
 data.
 
-    python3 scripts/bench/layer_overhead.py --commit HASH [--only "sage_attn own"]
-    python3 scripts/bench/layer_overhead.py --commit HASH --against CHECKOUT    # see _against.py
-    python3 scripts/bench/layer_overhead.py --commit HASH --smoke    # few calls, on any machine
+    python3 scripts/bench/run.py layer_overhead --commit HASH [--only "sage_attn own"]
+    python3 scripts/bench/run.py layer_overhead --commit HASH --against CHECKOUT  # see _against.py
+    python3 scripts/bench/run.py layer_overhead --commit HASH --smoke    # few calls, on any machine
 
 `--only direct` leaves the own kernels out, `--only own` the others.
 """
 
 import argparse
 import math
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from types import MappingProxyType
 
 import torch
-from _against import add_turns, run_by_turns
 from _harness import (
     DEVICE,
-    make_parser,
     rows_of,
     shuffled_rounds,
     synchronize,
@@ -115,13 +112,8 @@ def layer_on(asked: BackendPreference, site: LayerSite | None = None) -> LocalAt
     return layer
 
 
-def main() -> int:
+def main(arguments: argparse.Namespace) -> int:
     """Time layers and the kernels behind them, interleaved; append to `layer_overhead.csv`."""
-    parser = add_turns(make_parser(__doc__ or ""))
-    parser.add_argument("--smoke", action="store_true", help="few calls, on any machine")
-    arguments = parser.parse_args()
-    if arguments.against:
-        return run_by_turns(__file__, arguments)
     q, k, v = draw(TOKENS)
     for name in ("torch_sdpa", "torch_cudnn_sdpa", "fa", "sage_attn"):
         if arguments.only not in f"{name} direct":
@@ -228,7 +220,3 @@ def direct_call(
 
     # The kernel smooths K in place, so a careful caller hands it a copy.
     return lambda: sageattention.sageattn(q, k.clone(), v, tensor_layout="NHD")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """Attention and whole forwards over several GPUs, against one and against stock diffusers.
 
-    python3 -m torch.distributed.run --nproc-per-node 4 scripts/bench/parallel.py --commit HASH
+    python3 -m torch.distributed.run --nproc-per-node 4 scripts/bench/run.py parallel --commit HASH
         [--only forward] [--layers 8] [--modes eager,compiled] [--methods video_sparse_attn]
 
 Cases, in this order: `exchange` and `layer ...` (one layer of Wan2.1-14B at 720p: bytes and time of
@@ -14,7 +14,6 @@ import sys
 import time
 
 import torch.distributed as dist
-from _harness import make_parser
 from _parallel_layers import exchange_case, growth_case, layer_case
 from _ranks import Ranks
 
@@ -36,9 +35,8 @@ CASES = (
 FORWARDS = ("forward dense", "forward methods")
 
 
-def parse() -> argparse.Namespace:
-    """Return the options."""
-    parser = make_parser(__doc__ or "")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark alone."""
     parser.set_defaults(rounds=3)
     parser.add_argument("--layer-rounds", type=int, default=5, help="rounds of single layers (5)")
     parser.add_argument("--frames", type=int, default=0, help="latent frames of single layers (21)")
@@ -49,29 +47,25 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--chunks", default="", help="further chunks of heads in forwards")
     parser.add_argument("--skip", default="", help='contenders to leave out, by ";"')
-    parser.add_argument("--tiny", action="store_true", help="small sizes, on any machine")
-    options = parser.parse_args()
-    options.modes = _listed(options.modes)
-    options.methods = _listed(options.methods)
-    options.skip = {name.strip() for name in options.skip.split(";")}
-    options.chunks = tuple(int(n) for n in _listed(options.chunks))
-    options.wants = lambda case: any(name in case for name in options.only.split(","))
-    return options
 
 
 def _listed(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def main() -> None:
+def main(options: argparse.Namespace) -> int:
     """Run the cases asked for; append to `parallel.csv`."""
-    options = parse()
+    options.modes = _listed(options.modes)
+    options.methods = _listed(options.methods)
+    options.skip = {name.strip() for name in options.skip.split(";")}
+    options.chunks = tuple(int(n) for n in _listed(options.chunks))
+    options.wants = lambda case: any(name in case for name in options.only.split(","))
     if not any(options.wants(case) for case in (*CASES, *FORWARDS)):
         sys.exit(f"--only must be part of one of {', '.join((*CASES, *FORWARDS))}")
     ranks = Ranks.join()
     begin = time.monotonic()
-    sparse = SMALL_LAYERS if options.tiny else SPARSE_LAYERS
-    methods = {"dense": None, **dict.fromkeys(DENSE_LAYERS if not options.tiny else ()), **sparse}
+    sparse = SMALL_LAYERS if options.smoke else SPARSE_LAYERS
+    methods = {"dense": None, **dict.fromkeys(DENSE_LAYERS if not options.smoke else ()), **sparse}
     runs = {
         "exchange": lambda: exchange_case(ranks, options),
         **{
@@ -93,8 +87,4 @@ def main() -> None:
         forward_case(ranks, options)
         ranks.say(f"-- forwards ended after {time.monotonic() - begin:.0f} s")
     dist.destroy_process_group()
-    sys.exit(1 if ranks.failures else 0)
-
-
-if __name__ == "__main__":
-    main()
+    return 1 if ranks.failures else 0

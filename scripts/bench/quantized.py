@@ -3,10 +3,11 @@
 Sampled rows of every output are checked against float32 first; what is wrong is not timed, and
 makes the script fail at the end. Quantisation is part of what is timed.
 
-    python3 scripts/bench/quantized.py --commit HASH [--only "wan 14B"] [--rounds 7]
-    python3 scripts/bench/quantized.py --commit HASH --smoke    # tiny cases, on any machine
+    python3 scripts/bench/run.py quantized --commit HASH [--only "wan 14B"] [--rounds 7]
+    python3 scripts/bench/run.py quantized --commit HASH --smoke    # tiny cases, on any machine
 """
 
+import argparse
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -17,7 +18,6 @@ import torch
 from _harness import (
     DEVICE,
     interleave,
-    make_parser,
     relative_error,
     rows_of,
     version_of,
@@ -214,11 +214,8 @@ def run_case(case: Case, commit: str, rounds: int) -> tuple[list[object], bool]:
     return list(found), right
 
 
-def main() -> None:
+def main(arguments: argparse.Namespace) -> None:
     """Check, then time, every case; append to `quantized.csv`."""
-    parser = make_parser(__doc__ or "")
-    parser.add_argument("--smoke", action="store_true", help="tiny cases, nothing is written")
-    arguments = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     right = True
     for case in SMOKE if arguments.smoke else CASES:
@@ -231,7 +228,3 @@ def main() -> None:
             write_rows(arguments.out / "quantized.csv", rows)
     if not right:
         sys.exit("a contender was wrong")
-
-
-if __name__ == "__main__":
-    main()

@@ -6,9 +6,10 @@ the first steps of a tile alone, or both, and computes again with what it has th
 and takes what the products take without the loads: half of them, or none. `ratio_to_best` says what
 is left to gain; results go to `engine.csv`.
 
-    python3 scripts/bench/shared_loads.py --commit HASH [--only dense] [--rounds 7]
+    python3 scripts/bench/run.py shared_loads --commit HASH [--only dense] [--rounds 7]
 """
 
+import argparse
 import importlib.util
 import math
 import tempfile
@@ -18,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
-from _harness import interleave, parse_arguments, rows_of, version_of, write_rows
+from _harness import interleave, rows_of, version_of, write_rows
 from engine import HEAD_SIZE, HEADS, OWN, PAIR, WIDE, make_case, sampled_error
 
 from multimodal_gen.kernels.block_sparse import gluon_kernel
@@ -64,9 +65,8 @@ def kernel_without(tensors: str, folder: Path) -> ModuleType:
     return module
 
 
-def main() -> None:
+def main(arguments: argparse.Namespace) -> None:
     """Time every pattern with all loads and without some of them; append to `engine.csv`."""
-    arguments = parse_arguments(__doc__ or "")
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         kernels = {f"{name} once": kernel_without(name, Path(folder)) for name in ("v", "kv")}
@@ -99,7 +99,3 @@ def main() -> None:
                 versions=dict.fromkeys(times, version_of("triton")),
             )
             write_rows(arguments.out / "engine.csv", rows)
-
-
-if __name__ == "__main__":
-    main()

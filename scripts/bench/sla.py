@@ -6,10 +6,11 @@ other blocks there too, so gradients are compared loosely.
 Sampled rows of every output are checked against float32 first; what is wrong is not timed, and
 makes the script fail at the end.
 
-    python3 scripts/bench/sla.py --commit HASH [--only "sla bench"] [--rounds 7] [--backward]
-    python3 scripts/bench/sla.py --commit HASH --smoke    # tiny cases, on any machine
+    python3 scripts/bench/run.py sla --commit HASH [--only "sla bench"] [--rounds 7] [--backward]
+    python3 scripts/bench/run.py sla --commit HASH --smoke    # tiny cases, on any machine
 """
 
+import argparse
 import importlib
 import math
 import statistics
@@ -22,11 +23,10 @@ import torch
 from _harness import (
     DEVICE,
     Row,
+    extra_memory,
     interleave,
-    make_parser,
     relative_error,
     rows_of,
-    synchronize,
     version_of,
     write_rows,
 )
@@ -282,18 +282,6 @@ def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(*heads_first).transpose(1, 2)
 
 
-def extra_memory(run: Callable[[], torch.Tensor], case: Case) -> float:
-    """Return peak memory beyond inputs and output, over inputs and output; NaN on the CPU."""
-    if DEVICE == "cpu":
-        return math.nan
-    synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    tensor = run().nbytes
-    synchronize()
-    return (torch.cuda.max_memory_allocated() - before - tensor) / (4 * tensor)
-
-
 def measure(case: Case, rounds: int, commit: str) -> tuple[list[SLARow], list[str]]:
     """Check and time a case; returns its rows, and the names of what is wrong."""
     setting = Setting(case)
@@ -310,7 +298,7 @@ def measure(case: Case, rounds: int, commit: str) -> tuple[list[SLARow], list[st
                 wrong.append(name)
         runs = {name: contender.run for name, contender in right.items()}
         times = interleave(runs, rounds=rounds, block_ms=80.0 if DEVICE == "cuda" else 0.0)
-        memory = {name: extra_memory(run, case) for name, run in runs.items()}
+        memory = {name: extra_memory(run) for name, run in runs.items()}
     dense = statistics.median(times[next(iter(times))])
     blocks = -(-case.tokens // KV_SIZE)
     rows = []
@@ -398,12 +386,13 @@ def measure_backward(case: Case, rounds: int, commit: str) -> tuple[list[SLARow]
     return [SLARow(**asdict(row), density=round(density, 5), **nothing) for row in rows], wrong
 
 
-def main() -> int:
-    """Run the command line; 1 if anything is wrong."""
-    parser = make_parser(__doc__.splitlines()[0])
-    parser.add_argument("--smoke", action="store_true", help="tiny cases, on any machine")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark alone."""
     parser.add_argument("--backward", action="store_true", help="time the backward passes")
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run the command line; 1 if anything is wrong."""
     timed = measure_backward if options.backward else measure
     failed = []
     for case in SMOKE if options.smoke else CASES:
@@ -415,7 +404,3 @@ def main() -> int:
     if failed:
         print(f"wrong: {'; '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

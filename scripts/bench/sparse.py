@@ -4,10 +4,11 @@ Sampled rows of every output are checked against float32 first; what is wrong is
 makes the script fail at the end. Packages that may hang or crash are tried in processes of their
 own. Layers are also cut into their pieces, and their memory is measured.
 
-    python3 scripts/bench/sparse.py --commit HASH [--only "wan 14B"] [--rounds 7]
-    python3 scripts/bench/sparse.py --commit HASH --smoke    # tiny cases, on any machine
+    python3 scripts/bench/run.py sparse --commit HASH [--only "wan 14B"] [--rounds 7]
+    python3 scripts/bench/run.py sparse --commit HASH --smoke    # tiny cases, on any machine
 """
 
+import argparse
 import contextlib
 import io
 import math
@@ -23,10 +24,10 @@ from unittest import mock
 import torch
 from _harness import (
     DEVICE,
+    RUN,
     Row,
     elapsed_ms,
     interleave,
-    make_parser,
     mark,
     rows_of,
     synchronize,
@@ -344,7 +345,7 @@ def probe(name: str, cases: Sequence[Case]) -> str | None:
 
 def probe_apart(name: str) -> str | None:
     """Run `probe` in a process of its own; returns why the contender must not take part."""
-    command = [sys.executable, __file__, "--commit", "-", "--probe", name]
+    command = [sys.executable, str(RUN), "sparse", "--commit", "-", "--probe", name]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS)
     except subprocess.TimeoutExpired:
@@ -354,15 +355,16 @@ def probe_apart(name: str) -> str | None:
     return f"a trial said {(result.stdout + result.stderr)[-600:].strip()}"
 
 
-def main() -> None:
-    """Try the other packages, then measure every case; append to `sparse.csv`."""
-    parser = make_parser(__doc__ or "")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark alone."""
     parser.set_defaults(rounds=7)
-    parser.add_argument("--smoke", action="store_true", help="tiny cases, on any machine")
     parser.add_argument("--probe", default=None, help="try one contender, then stop")
-    arguments = parser.parse_args()
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Try the other packages, then measure every case; append to `sparse.csv`."""
     if DEVICE == "cpu" and not arguments.smoke:
-        parser.error("needs a GPU; --smoke runs tiny cases anywhere")
+        raise argparse.ArgumentError(None, "needs a GPU; --smoke runs tiny cases anywhere")
     torch.backends.cuda.matmul.allow_tf32 = False
     cases = [c for c in (SMOKE if arguments.smoke else CASES) if arguments.only in c.name]
     if arguments.probe:
@@ -384,7 +386,3 @@ def main() -> None:
         failed += [f"{case.name}: {name}" for name in wrong if name not in OTHERS]
     if failed:
         raise SystemExit(f"wrong: {'; '.join(failed)}")
-
-
-if __name__ == "__main__":
-    main()

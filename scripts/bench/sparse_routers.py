@@ -6,14 +6,14 @@ layer without; what is wrong is not timed, and makes the script fail at the end.
 some rows from dense attention in float64 is a column, of other packages too. A router's time is
 that between device events around its calls inside of a layer, which runs on one stream then.
 
-    python3 scripts/bench/sparse_routers.py --commit HASH [--only wan] [--groups sol skip scores]
-    python3 scripts/bench/sparse_routers.py --commit HASH --smoke    # a tiny case, on any machine
+    python3 scripts/bench/run.py sparse_routers --commit HASH [--groups sol skip scores]
+    python3 scripts/bench/run.py sparse_routers --commit HASH --smoke  # a tiny case, on any machine
 """
 
+import argparse
 import importlib
 import math
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -24,7 +24,6 @@ from _harness import (
     DEVICE,
     Row,
     interleave,
-    make_parser,
     relative_error,
     rows_of,
     version_of,
@@ -263,14 +262,15 @@ def measure(case: Case, options: Any) -> tuple[list[Row], list[str]]:
     return rows, found.wrong
 
 
-def main() -> int:
-    """Measure, print and append the rows."""
-    parser = make_parser(__doc__ or "")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark alone."""
     groups = ("sol", "skip", "scores")
     parser.add_argument("--groups", nargs="+", choices=groups, default=groups, help="all three")
     parser.add_argument("--block-ms", type=float, default=60.0, help="length of a timing (60)")
-    parser.add_argument("--smoke", action="store_true", help="a tiny case on any machine")
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> int:
+    """Measure, print and append the rows."""
     wrong: list[str] = []
     for case in SMOKE if options.smoke else CASES:
         if options.only not in case.name:
@@ -287,7 +287,3 @@ def main() -> int:
                 flush=True,
             )
     return 1 if wrong else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -16,10 +16,11 @@ Outputs of all are compared after the window has been filled and has moved; then
 timed in turns, and one attention call by itself. `chunk 1000` is the same after 1,000 chunks were
 begun and committed, of which only the last ones were computed.
 
-    python3 scripts/bench/streaming.py --commit HASH [--only chunk] [--rounds 5]
-    python3 scripts/bench/streaming.py --commit HASH --smoke    # a tiny model, on any machine
+    python3 scripts/bench/run.py streaming --commit HASH [--only chunk] [--rounds 5]
+    python3 scripts/bench/run.py streaming --commit HASH --smoke    # a tiny model, on any machine
 """
 
+import argparse
 import importlib.util
 import math
 import re
@@ -36,7 +37,6 @@ from _harness import (
     Row,
     event_ms,
     interleave,
-    make_parser,
     relative_error,
     rows_of,
     shuffled_rounds,
@@ -584,12 +584,13 @@ def bench_attention(run: Run, commit: str, rounds: int) -> list[StreamingRow]:
     return rows
 
 
-def main() -> None:
-    """Check, time, and append to `streaming.csv`."""
-    parser = make_parser(__doc__ or "")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model, on any machine")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark alone."""
     parser.add_argument("--contenders", default="", help="their pattern; the first one is right")
-    arguments = parser.parse_args()
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Check, time, and append to `streaming.csv`."""
     run, layers = prepare(SMOKE if arguments.smoke else WAN)
     run.found = {n: pair for n, pair in run.found.items() if re.search(arguments.contenders, n)}
     rounds, only = arguments.rounds, arguments.only
@@ -607,7 +608,3 @@ def main() -> None:
         print(name, [(e.selection.label, e.calls) for e in ran], flush=True)
     if wrong:
         raise SystemExit(f"wrong, and not timed: {', '.join(wrong)}")
-
-
-if __name__ == "__main__":
-    main()

@@ -4,9 +4,10 @@ The inputs vary over the video as a model's do; independent normal ones would fl
 selected. TFLOP/s count the pairs that are kept, for dense attention all pairs. Contenders of
 attention work on a part of the heads, in cluster order; the layer does everything.
 
-    python3 scripts/bench/svg2.py --commit HASH [--only 300/1000] [--rounds 9]
+    python3 scripts/bench/run.py svg2 --commit HASH [--only 300/1000] [--rounds 9]
 """
 
+import argparse
 import importlib.util
 import math
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from _harness import interleave, parse_arguments, relative_error, rows_of, version_of, write_rows
+from _harness import interleave, relative_error, rows_of, version_of, write_rows
 
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.cluster_attention.api import query_pieces
@@ -278,14 +279,9 @@ def measure(case: Case, rounds: int, commit: str) -> list[object]:
 
 
 @torch.inference_mode()
-def main() -> None:
+def main(arguments: argparse.Namespace) -> None:
     """Run the cases."""
-    arguments = parse_arguments(__doc__ or "")
     for case in CASES:
         if arguments.only in case.name:
             rows = measure(case, arguments.rounds, arguments.commit)
             write_rows(arguments.out / "svg2.csv", rows)
-
-
-if __name__ == "__main__":
-    main()

@@ -8,17 +8,17 @@ Of lists that are timed alone, what the tail derives from a plan is made once; l
 every call. Each layer, and each kind of lists, is compiled, checked, timed and written before the
 next one.
 
-    python3 scripts/bench/tail.py --commit HASH [--only wan] [--rounds 7] [--tiles] [--parts]
-    python3 scripts/bench/tail.py --commit HASH --layers "sol, (15|blocks)" --lists "^$"
-    python3 scripts/bench/tail.py --commit HASH --smoke    # a tiny case, on any machine
+    python3 scripts/bench/run.py tail --commit HASH [--only wan] [--rounds 7] [--tiles] [--parts]
+    python3 scripts/bench/run.py tail --commit HASH --layers "sol, (15|blocks)" --lists "^$"
+    python3 scripts/bench/run.py tail --commit HASH --smoke    # a tiny case, on any machine
 """
 
+import argparse
 import importlib.util
 import itertools
 import math
 import re
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -30,7 +30,6 @@ from _harness import (
     DEVICE,
     Row,
     interleave,
-    make_parser,
     relative_error,
     rows_of,
     version_of,
@@ -417,9 +416,8 @@ def rows_for(
     return found
 
 
-def main() -> int:
-    """Measure, print and append the rows."""
-    parser = make_parser(__doc__ or "")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark alone."""
     parser.add_argument("--tiles", action="store_true", help="try other shapes of the tail")
     parser.add_argument("--parts", action="store_true", help="also time what a tail consists of")
     parser.add_argument(
@@ -429,14 +427,12 @@ def main() -> int:
         "--layers", default="", help="layers that this expression matches; ^$ for none"
     )
     parser.add_argument("--block-ms", type=float, default=80.0, help="length of a timing (80)")
-    parser.add_argument("--smoke", action="store_true", help="a tiny case on any machine")
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> int:
+    """Measure, print and append the rows."""
     wrong: list[str] = []
     for case in SMOKE if options.smoke else CASES:
         if options.only in case.name:
             wrong += measure(case, options)
     return 1 if wrong else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

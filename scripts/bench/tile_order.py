@@ -5,9 +5,10 @@ copy of the same bytes, which is the roofline, and with the reference (one index
 index_copy_ per tensor). Bytes are read + written, the index not counted. In the results file `flop`
 holds them and `tflops` the terabytes per second.
 
-    python3 scripts/bench/tile_order.py --commit HASH [--only gather] [--rounds 9]
+    python3 scripts/bench/run.py tile_order --commit HASH [--only gather] [--rounds 9]
 """
 
+import argparse
 import contextlib
 import dataclasses
 import io
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from _harness import interleave, parse_arguments, rows_of, write_rows
+from _harness import interleave, rows_of, write_rows
 
 from multimodal_gen.kernels.launch.launcher import form_of
 from multimodal_gen.kernels.tile_order.api import tile_order
@@ -139,9 +140,8 @@ def bytes_of(case: Case) -> float:
     return 2.0 * tensors * tokens * case.heads * HEAD_SIZE * torch.bfloat16.itemsize
 
 
-def main() -> None:
+def main(arguments: argparse.Namespace) -> None:
     """Check every contender, then time the ones that are right."""
-    arguments = parse_arguments(__doc__.splitlines()[0])
     for case in CASES:
         if arguments.only not in case.name:
             continue
@@ -177,7 +177,3 @@ def main() -> None:
                 f"{roof / row.median_ms:.3f} of the copy",
                 flush=True,
             )
-
-
-if __name__ == "__main__":
-    main()

@@ -5,9 +5,10 @@ of warps that share a row, and `lists` of a map one per number of entries that a
 once; those that run by default carry no figures in their names. `cells` is what ranking by the
 cells of tiles takes.
 
-    python3 scripts/bench/tile_pool.py --commit HASH [--only select] [--case by] [--rounds 9]
+    python3 scripts/bench/run.py tile_pool --commit HASH [--only select] [--case by] [--rounds 9]
 """
 
+import argparse
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from _harness import interleave, make_parser, relative_error, rows_of, write_rows
+from _harness import interleave, relative_error, rows_of, write_rows
 
 from multimodal_gen.kernels.block_sparse import steps_kernel
 from multimodal_gen.kernels.select import tile_kernel as kernel
@@ -218,17 +219,15 @@ def measure(case: Case, options: Any) -> list[object]:
     return rows
 
 
-def main() -> None:
-    """Measure every case."""
-    parser = make_parser(__doc__ or "")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark alone."""
     parser.add_argument("--case", default="", help="cases whose name contains this")
     parser.add_argument("--block-ms", type=float, default=150.0, help="length of a timing (150)")
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> None:
+    """Measure every case."""
     torch.backends.cuda.matmul.allow_tf32 = False
     for case in CASES:
         if options.case in case.name:
             write_rows(options.out / "tile_pool.csv", measure(case, options))
-
-
-if __name__ == "__main__":
-    main()

@@ -5,13 +5,13 @@ memory. Contenders take turns on one model. Gradients of dense ones are checked 
 one's; of the others, that they are finite, and that every self-attention ran sparse. Their distance
 from the dense gradients is a column: with random weights it says how much attention there is.
 
-    python3 scripts/bench/train_step.py --commit HASH [--only 1.3B] [--rounds 3]
+    python3 scripts/bench/run.py train_step --commit HASH [--only 1.3B] [--rounds 3]
         [--contenders "stock native,apply video_sparse_attn"]
-    python3 scripts/bench/train_step.py --commit HASH --smoke    # a tiny model, on any machine
+    python3 scripts/bench/run.py train_step --commit HASH --smoke    # a tiny model, on any machine
 """
 
+import argparse
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
@@ -20,7 +20,6 @@ from _harness import (
     DEVICE,
     Row,
     event_ms,
-    make_parser,
     relative_error,
     rows_of,
     shuffled_rounds,
@@ -152,12 +151,13 @@ def measure(
     return times, peaks
 
 
-def main() -> int:
-    """Check, time and write every case."""
-    parser = make_parser(__doc__ or "")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark alone."""
     parser.add_argument("--contenders", default="", help="names by commas; all by default")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model, on any machine")
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> int:
+    """Check, time and write every case."""
     names = [name.strip() for name in options.contenders.split(",") if name]
     for case in SMOKE if options.smoke else CASES:
         if options.only not in case.name:
@@ -183,7 +183,3 @@ def main() -> int:
             print(f"   {row.contender:28} peak {row.peak_gib:.2f} GiB", flush=True)
         del training
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

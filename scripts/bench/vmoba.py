@@ -6,10 +6,11 @@ over the video as a model's do, or are independent and normal, which the choice 
 The authors' kernel wants flash-attn 2; where that is not installed FlashAttention 3 computes its
 dense parts, and its name says so.
 
-    python3 scripts/bench/vmoba.py --commit HASH [--only 720p] [--rounds 9]
-    python3 scripts/bench/vmoba.py --commit HASH --smoke    # a tiny case, on any machine
+    python3 scripts/bench/run.py vmoba --commit HASH [--only 720p] [--rounds 9]
+    python3 scripts/bench/run.py vmoba --commit HASH --smoke    # a tiny case, on any machine
 """
 
+import argparse
 import importlib.util
 import math
 import statistics
@@ -23,7 +24,6 @@ from _harness import (
     DEVICE,
     Row,
     interleave,
-    make_parser,
     relative_error,
     rows_of,
     version_of,
@@ -264,11 +264,8 @@ def measure(case: Case, *, commit: str, rounds: int) -> tuple[list[VMoBARow], li
     return written, wrong
 
 
-def main() -> None:
+def main(arguments: argparse.Namespace) -> None:
     """Measure the cases and append their rows."""
-    parser = make_parser(__doc__ or "")
-    parser.add_argument("--smoke", action="store_true", help="a tiny case only")
-    arguments = parser.parse_args()
     torch.set_grad_enabled(False)
     wrong = []
     for case in SMOKE if arguments.smoke else CASES:
@@ -283,7 +280,3 @@ def main() -> None:
             wrong += failed
     if wrong:
         raise SystemExit(f"wrong: {', '.join(wrong)}")
-
-
-if __name__ == "__main__":
-    main()

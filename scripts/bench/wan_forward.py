@@ -1,9 +1,9 @@
 """One denoiser forward of Wan2.1-T2V with random bf16 weights: stock diffusers against `apply`.
 
-    python3 scripts/bench/wan_forward.py --commit HASH [--only "14B 720p"]
+    python3 scripts/bench/run.py wan_forward --commit HASH [--only "14B 720p"]
         [--contenders "stock native,apply auto,apply video_sparse_attn"] [--modes compiled]
-    python3 scripts/bench/wan_forward.py --commit HASH --against CHECKOUT    # see _against.py
-    python3 scripts/bench/wan_forward.py --commit HASH --smoke    # a tiny model, on any machine
+    python3 scripts/bench/run.py wan_forward --commit HASH --against CHECKOUT    # see _against.py
+    python3 scripts/bench/run.py wan_forward --commit HASH --smoke    # a tiny model, on any machine
 
 Needs diffusers. Contenders take turns on one model, so the weights and the inputs are the same.
 Dense outputs are checked against the first dense contender's. Sparse ones differ from them by
@@ -12,17 +12,14 @@ design: there it is checked that every self-attention ran sparse, at the density
 
 import argparse
 import math
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
-from _against import add_turns, run_by_turns
 from _harness import (
     DEVICE,
     event_ms,
-    make_parser,
     relative_error,
     rows_of,
     shuffled_rounds,
@@ -236,18 +233,15 @@ def measure(
     return times
 
 
-def parse() -> argparse.Namespace:
-    """Return the options."""
-    parser = add_turns(make_parser(__doc__ or ""))
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark alone."""
     parser.add_argument("--contenders", default="", help="names by commas; all by default")
     parser.add_argument("--modes", default=",".join(MODES), help="eager, compiled, or both")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model, on any machine")
-    arguments = parser.parse_args()
-    arguments.contenders = [name.strip() for name in arguments.contenders.split(",") if name]
-    arguments.modes = [mode.strip() for mode in arguments.modes.split(",")]
-    if not set(arguments.modes) <= set(MODES):
-        parser.error(f"--modes must be among {', '.join(MODES)}, got {arguments.modes}")
-    return arguments
+
+
+def listed(text: str) -> list[str]:
+    """Return the parts of a text between commas."""
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def pick(contexts: Contexts, names: list[str]) -> Contexts:
@@ -258,17 +252,17 @@ def pick(contexts: Contexts, names: list[str]) -> Contexts:
     return {name: context for name, context in contexts.items() if not names or name in names}
 
 
-def main() -> int:
+def main(arguments: argparse.Namespace) -> None:
     """Check, then time, eager and regionally compiled; append to `wan_forward.csv`."""
-    arguments = parse()
-    if arguments.against:
-        return run_by_turns(__file__, arguments)
+    modes = listed(arguments.modes)
+    if not set(modes) <= set(MODES):
+        raise argparse.ArgumentError(None, f"--modes must be among {', '.join(MODES)}, got {modes}")
     for case in SMOKE if arguments.smoke else CASES:
         if arguments.only not in case.name:
             continue
         model, inputs = build(case)
-        contexts = pick(contenders(model), arguments.contenders)
-        for mode in arguments.modes:
+        contexts = pick(contenders(model), listed(arguments.contenders))
+        for mode in modes:
             if mode == "compiled":
                 model.compile_repeated_blocks(
                     fullgraph=True, backend="eager" if arguments.smoke else "inductor"
@@ -288,8 +282,3 @@ def main() -> int:
             )
             write_rows(arguments.out / "wan_forward.csv", rows)
         del model
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -41,20 +41,18 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
 @pytest.fixture
 def run_bench(
     bench: Callable[[str], ModuleType],
-    monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> Callable[..., Outcome]:
     """Run the command line of a benchmark; what it changes in torch is as before."""
 
     def run(name: str, *arguments: object) -> Outcome:
-        main = bench(name).main
-        words = ["--commit", "c0ffee", *map(str, arguments)]
-        monkeypatch.setattr(sys, "argv", [str(BENCH / f"{name}.py"), *words])
+        bench(name)
+        words = [name, "--commit", "c0ffee", *map(str, arguments)]
         tf32 = torch.backends.cuda.matmul.allow_tf32
         capfd.readouterr()
         with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(torch.is_grad_enabled()):
             try:
-                code = main()
+                code = bench("run").main(words)
             except SystemExit as error:
                 code = error.code
             finally:

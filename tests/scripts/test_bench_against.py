@@ -35,10 +35,23 @@ def against(bench) -> ModuleType:
     return bench("_against")
 
 
-def checkout(folder: Path, times: dict[str, float], status: int = 0) -> Path:
-    """Make a checkout whose script writes what its package says."""
+RUN = """
+import runpy
+import sys
+
+assert sys.argv.pop(1) == "fake"
+runpy.run_path(__file__.replace("run.py", "fake.py"), run_name="__main__")
+"""
+
+
+def checkout(
+    folder: Path, times: dict[str, float], status: int = 0, *, runner: bool = False
+) -> Path:
+    """Make a checkout whose script, or `run.py`, writes what its package says."""
     (folder / "scripts" / "bench").mkdir(parents=True)
     (folder / "scripts" / "bench" / "fake.py").write_text(SCRIPT)
+    if runner:
+        (folder / "scripts" / "bench" / "run.py").write_text(RUN)
     (folder / "subject.py").write_text(f"TIMES, STATUS = {times}, {status}")
     return folder
 
@@ -48,15 +61,13 @@ def run(against, tmp_path, monkeypatch):
     """Compare two checkouts by the command line of one; returns the status and the rows."""
 
     def compare(old: Path, new: Path) -> tuple[int, list[dict[str, str]]]:
-        script = new / "scripts" / "bench" / "fake.py"
         monkeypatch.setattr(against, "ROOT", new)
         words = ["--commit", "new", "--only", "wan", "--out", str(tmp_path), "--against", str(old)]
-        monkeypatch.setattr("sys.argv", [str(script), *words])
         parser = against.add_turns(against.argparse.ArgumentParser())
         parser.add_argument("--out", type=Path)
         parser.add_argument("--commit")
-        options, _ = parser.parse_known_args()
-        status = against.run_by_turns(str(script), options)
+        options, _ = parser.parse_known_args(words)
+        status = against.run_by_turns("fake", words, options)
         with (tmp_path / "fake.csv").open() as file:
             return status, list(csv.DictReader(file))
 
@@ -65,7 +76,7 @@ def run(against, tmp_path, monkeypatch):
 
 def test_checkouts_take_turns_and_each_runs_its_own_package(run, tmp_path, capfd):
     old = checkout(tmp_path / "1234567", {"as ever": 2.0, "gone": 1.0})
-    new = checkout(tmp_path / "work", {"as ever": 2.02, "faster": 1.0})
+    new = checkout(tmp_path / "work", {"as ever": 2.02, "faster": 1.0}, runner=True)
     status, rows = run(old, new)
     assert status == 0
     assert [row["commit"] for row in rows[::2]] == ["1234567", "new", "new", "1234567"]

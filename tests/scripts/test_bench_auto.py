@@ -24,7 +24,7 @@ def auto(monkeypatch):
 
 def test_the_committed_table_is_made_of_the_rows(auto):
     made = tables_as_json(auto.tables_of(auto.read_rows()))
-    assert made == json.loads(COMMITTED.read_text()), "run scripts/bench/auto.py --table"
+    assert made == json.loads(COMMITTED.read_text()), "run scripts/bench/run.py auto --table"
 
 
 def test_rows_that_were_written_make_a_table(auto, monkeypatch, tmp_path):
@@ -33,9 +33,8 @@ def test_rows_that_were_written_make_a_table(auto, monkeypatch, tmp_path):
     monkeypatch.setattr(auto, "COMMITTED", tmp_path / "table.json")
     monkeypatch.setitem(auto.CAPABILITIES, "none", "9.0")
     monkeypatch.setattr("multimodal_gen.runtime.benchmark._EXACT_BOUNDS", {torch.bfloat16: 0.1})
-    arguments = ["auto.py", "--commit", "abc", "--rounds", "1", "--table", "--out", str(tmp_path)]
-    monkeypatch.setattr("sys.argv", arguments)
-    auto.main()
+    arguments = ["auto", "--commit", "abc", "--rounds", "1", "--table", "--out", str(tmp_path)]
+    importlib.import_module("run").main(arguments)
     (table,) = json.loads((tmp_path / "table.json").read_text())["tables"]
     assert table["source"] == "scripts/bench/results/auto.csv at abc"
     assert [m["shape"] for m in table["measured"]] == [str(shape) for shape in shapes]

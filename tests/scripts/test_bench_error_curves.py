@@ -26,16 +26,15 @@ def curves(monkeypatch):
         sys.modules.pop(name, None)
 
 
-def run(curves, monkeypatch, folder):
-    arguments = ["error_curves.py", "--commit", "x", "--smoke", "--out", str(folder)]
-    monkeypatch.setattr(sys, "argv", arguments)
-    return curves.main()
+def run(folder):
+    arguments = ["error_curves", "--commit", "x", "--smoke", "--out", str(folder)]
+    return importlib.import_module("run").main(arguments)
 
 
 def test_rows_tell_the_error_of_every_method_without_and_with_its_tail(
     curves, monkeypatch, tmp_path
 ):
-    assert run(curves, monkeypatch, tmp_path) == 0
+    assert run(tmp_path) == 0
     with (tmp_path / "error_curves.csv").open() as file:
         rows = {(row["method"], row["tail"]): row for row in csv.DictReader(file)}
     assert set(rows) == {(m, tail) for m in curves.METHODS for tail in ("none", "pooled")}
@@ -51,7 +50,7 @@ def test_rows_tell_the_error_of_every_method_without_and_with_its_tail(
 
 def test_a_kernel_that_is_wrong_is_told_and_not_timed(curves, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(curves, "BOUND", -1.0)
-    assert run(curves, monkeypatch, tmp_path) == 1
+    assert run(tmp_path) == 1
     assert "WRONG top-k topk_ratio=0.05: relative error" in capsys.readouterr().out
     assert not (tmp_path / "error_curves.csv").exists()
 

@@ -71,14 +71,13 @@ def test_layouts_send_what_the_readme_says(ranks):
 def run_tiny(out):
     """Run the command line in one process; return what it leaves with, and what it prints."""
     sys.path.insert(0, str(BENCH))
-    script = importlib.import_module("parallel")
-    for name in ("_harness", "_ranks", "_parallel_layers"):
+    for name in ("parallel", "_harness", "_ranks", "_parallel_layers"):
         importlib.import_module(name).DEVICE = "cpu"
-    sys.argv = ["parallel.py", "--commit", "c0ffee", "--tiny", "--out", str(out)]
-    sys.argv += ["--layer-rounds", "1", "--only", "exchange,layer dense"]
+    words = ["parallel", "--commit", "c0ffee", "--smoke", "--out", str(out)]
+    words += ["--layer-rounds", "1", "--only", "exchange,layer dense"]
     with contextlib.redirect_stdout(io.StringIO()) as said:
         try:
-            script.main()
+            return importlib.import_module("run").main(words), said.getvalue()
         except SystemExit as error:
             return error.code, said.getvalue()
 

@@ -44,3 +44,22 @@ def test_benchmarks_import(bench, name):
     if name in NEED_TRITON:
         pytest.importorskip("triton")
     assert bench(name).__doc__
+
+
+def test_the_list_tells_what_every_benchmark_asks(bench, capsys):
+    assert bench("run").main(["--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(bench("run").BENCHMARKS)
+    assert all(len(line.split()) > 3 for line in lines)
+
+
+@pytest.mark.parametrize("words", [["fast"], []])
+def test_benchmarks_must_be_known(bench, words):
+    with pytest.raises(SystemExit, match="name benchmarks among auto, backward"):
+        bench("run").main(words)
+
+
+def test_a_run_needs_the_commit_that_it_measures(bench, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        bench("run").main(["vmoba", "--smoke"])
+    assert "required: --commit" in capsys.readouterr().err

@@ -30,15 +30,14 @@ def routers(monkeypatch):
         sys.modules.pop(name, None)
 
 
-def run(routers, monkeypatch, folder):
-    arguments = ["sparse_routers.py", "--commit", "x", "--smoke", "--rounds", "1"]
-    monkeypatch.setattr(sys, "argv", [*arguments, "--out", str(folder)])
-    return routers.main()
+def run(folder):
+    words = ["sparse_routers", "--commit", "x", "--smoke", "--rounds", "1", "--out", str(folder)]
+    return importlib.import_module("run").main(words)
 
 
 def test_rows_tell_what_routers_cost_and_what_is_left_out(routers, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "comfy_kitchen", None)  # not installed
-    assert run(routers, monkeypatch, tmp_path) == 0
+    assert run(tmp_path) == 0
     with (tmp_path / "sparse_routers.csv").open() as file:
         rows = {row["contender"]: row for row in csv.DictReader(file)}
     plain, pooled = (

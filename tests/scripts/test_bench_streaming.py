@@ -21,13 +21,12 @@ def streaming(monkeypatch):
 
 
 def arguments(tmp_path):
-    return ["x.py", "--commit", "x", "--smoke", "--rounds", "1", "--out", str(tmp_path)]
+    return ["streaming", "--commit", "x", "--smoke", "--rounds", "1", "--out", str(tmp_path)]
 
 
 def test_every_way_to_keep_the_past_is_compared_and_timed(streaming, monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "argv", arguments(tmp_path))
     monkeypatch.setattr(streaming, "interleave", lambda runs, **_: {key: [1.0] for key in runs})
-    streaming.main()
+    importlib.import_module("run").main(arguments(tmp_path))
     with (tmp_path / "streaming.csv").open() as file:
         rows = list(csv.DictReader(file))
     chunks = {row["contender"]: row for row in rows if "chunk 30" in row["case"]}
@@ -42,7 +41,6 @@ def test_every_way_to_keep_the_past_is_compared_and_timed(streaming, monkeypatch
 
 
 def test_what_is_wrong_is_told_and_not_timed(streaming, monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "argv", [*arguments(tmp_path), "--only", "one call"])
     monkeypatch.setattr(streaming, "interleave", lambda runs, **_: {key: [1.0] for key in runs})
     attend = streaming.SlottedPast.attend
 
@@ -52,6 +50,6 @@ def test_what_is_wrong_is_told_and_not_timed(streaming, monkeypatch, tmp_path):
 
     monkeypatch.setattr(streaming.SlottedPast, "attend", broken)
     with pytest.raises(SystemExit, match="wrong, and not timed: cache, 8 bits"):
-        streaming.main()
+        importlib.import_module("run").main([*arguments(tmp_path), "--only", "one call"])
     with (tmp_path / "streaming.csv").open() as file:
         assert "cache, 8 bits" not in {row["contender"] for row in csv.DictReader(file)}

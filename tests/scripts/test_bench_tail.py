@@ -22,10 +22,9 @@ def tail(monkeypatch):
 
 @pytest.mark.slow
 def test_a_tail_brings_every_method_nearer_to_dense_attention(tail, monkeypatch, tmp_path):
-    arguments = ["tail.py", "--commit", "x", "--smoke", "--rounds", "1", "--out", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", arguments)
+    arguments = ["tail", "--commit", "x", "--smoke", "--rounds", "1", "--out", str(tmp_path)]
     monkeypatch.setattr(tail, "interleave", lambda runs, **_: {key: [1.0] for key in runs})
-    assert tail.main() == 0
+    assert importlib.import_module("run").main(arguments) == 0
     with (tmp_path / "tail.csv").open() as file:
         rows = {row["contender"]: row for row in csv.DictReader(file)}
     for name in tail.LAYERS:
@@ -36,10 +35,9 @@ def test_a_tail_brings_every_method_nearer_to_dense_attention(tail, monkeypatch,
 
 
 def test_what_is_wrong_is_told_and_not_timed(tail, monkeypatch, tmp_path, capsys):
-    arguments = ["tail.py", "--commit", "x", "--smoke", "--rounds", "1", "--out", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", arguments)
+    arguments = ["tail", "--commit", "x", "--smoke", "--rounds", "1", "--out", str(tmp_path)]
     monkeypatch.setattr(tail, "interleave", lambda runs, **_: {key: [1.0] for key in runs})
     monkeypatch.setattr(tail, "LAYERS", {})
     monkeypatch.setattr(tail, "expected_rows", lambda qkv, plan, rows, **_: qkv.query[0, rows, 0])
-    assert tail.main() == 1
+    assert importlib.import_module("run").main(arguments) == 1
     assert "WRONG blocks of 64: relative error" in capsys.readouterr().out

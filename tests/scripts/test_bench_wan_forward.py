@@ -73,11 +73,10 @@ def test_contenders_can_be_picked_by_name(script) -> None:
         script.pick(contexts, ["apply sta"])
 
 
-def test_modes_must_be_known(script, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("sys.argv", ["wan_forward.py", "--commit", "c0ffee", "--modes", "fast"])
-    with pytest.raises(SystemExit, match="2"):
-        script.parse()
-    assert "--modes must be among eager, compiled" in capsys.readouterr().err
+def test_modes_must_be_known(run_bench) -> None:
+    result = run_bench("wan_forward", "--modes", "fast")
+    assert result.code == 2
+    assert "--modes must be among eager, compiled" in result.err
 
 
 @pytest.mark.parametrize(
