@@ -29,14 +29,10 @@ TILES: dict[str, GluonTile] = {"dense": WIDE, "sta": WIDE, "r128": PAIR, "r64": 
 # The loads of a step as the kernel has them.
 LOADS = {
     "k": """\
-            mbarrier.expect(rings.k_full.index(slot), C.keys * C.head_size * 2)
-            async_load(
-                dk, [work.b, work.kv_h, start, 0], rings.k_full.index(slot), rings.k.index(slot)
-            )
+            fetch(dk, [work.b, work.kv_h, start, 0], rings.k_full.index(slot), rings.k.index(slot))
 """,
     "v": """\
-    mbarrier.expect(rings.v_full.index(slot), C.keys * C.head_size * 2)
-    async_load(dv, [work.b, work.kv_h, start, 0], rings.v_full.index(slot), rings.v.index(slot))
+    fetch(dv, [work.b, work.kv_h, start, 0], rings.v_full.index(slot), rings.v.index(slot))
 """,
 }
 BOUND = 4e-3

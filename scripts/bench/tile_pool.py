@@ -92,7 +92,7 @@ def map_runs(query: torch.Tensor, key: torch.Tensor, count: int) -> tuple[Runs, 
     marked = mark_tiles(query, key, count, near=1)
 
     def lists(listed: int) -> torch.Tensor:
-        with mock.patch.object(steps_kernel, "LISTED", listed):
+        with mock.patch.object(steps_kernel, "LONG_ROW_CHUNK", listed):
             return steps_kernel.make_lists(marked)[0]
 
     runs: Runs = {
