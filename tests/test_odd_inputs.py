@@ -19,10 +19,12 @@ import pytest
 import torch
 
 from multimodal_gen.cli.main import main
-from multimodal_gen.errors import MultimodalGenError
+from multimodal_gen.errors import MultimodalGenError, UsageError
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.runtime.generator import PipelineIndex, load_skeleton
 from multimodal_gen.runtime.layers.attention import LocalAttention, UlyssesAttention, USPAttention
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
+from multimodal_gen.runtime.layers.attention.causal_cache import CacheSize, CausalCache
 from multimodal_gen.runtime.layers.attention.config import build_config, parameters_of
 from multimodal_gen.runtime.layers.attention.scope import LayerSite, scope_from
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
@@ -349,3 +351,43 @@ def test_a_share_of_the_odd_inputs_is_taken_or_refused(place, capsys) -> None:
 @pytest.mark.slow
 def test_all_odd_inputs_are_taken_or_refused(place, capsys) -> None:
     check(range(CASES), place)
+
+
+BLOCKS = Blocks.regular(128, 64)
+PLAN = {
+    "indices": torch.zeros(1, 1, 2, 1, dtype=torch.int32),
+    "counts": torch.ones(1, 1, 2, dtype=torch.int32),
+    "q": BLOCKS,
+    "kv": BLOCKS,
+}
+
+
+@pytest.mark.parametrize("name", [*PLAN, "row_bits", "order"])
+def test_a_plan_of_something_else_is_refused_by_name(name: str) -> None:
+    with pytest.raises(UsageError, match=f"`{name}` must be of type (Tensor|Blocks), got 'text'"):
+        BlockPlan(**{**PLAN, name: "text"})
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: BlockPlan.dense(BLOCKS, BLOCKS, "nowhere"), "device"),
+        (lambda: BlockPlan.from_map(None, BLOCKS, BLOCKS), "keep"),
+        (lambda: Blocks.regular("many", 64), "total"),
+        (lambda: Blocks.regular(64, None), "size"),
+        (lambda: Blocks.ragged(None, None, total=3, size=2), "starts"),
+        (lambda: Blocks.padded(None, 2), "lengths"),
+    ],
+)
+def test_blocks_of_something_else_are_refused_by_name(make, name: str) -> None:
+    with pytest.raises(UsageError, match=f"`{name}` must be "):
+        make()
+
+
+@pytest.mark.parametrize("device", ["nowhere", None, "cuda:99"])
+def test_a_cache_on_no_device_is_refused(device) -> None:
+    size = CacheSize(num_layers=1, batch=1, num_kv_heads=1, head_size=8, chunk_tokens=4, window=2)
+    with pytest.raises(UsageError, match="`device` must be a torch device of this machine, got"):
+        CausalCache(size, device)
+    with pytest.raises(UsageError, match="size must be a CacheSize, got None"):
+        CausalCache(None)

@@ -4,7 +4,7 @@ from functools import cache, lru_cache
 
 import torch
 
-from multimodal_gen.errors import UsageError
+from multimodal_gen.errors import UsageError, first_line
 
 
 @cache
@@ -39,6 +39,23 @@ def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is no more than one: subclasses learn of operators alone."""
     kind = type(tensor)
     return kind is torch.Tensor or kind is torch.nn.Parameter
+
+
+def usable_device(name: str, device: object) -> torch.device:
+    """Return what a caller names as a device.
+
+    Raises:
+        UsageError: it is none, or this machine has no such device.
+    """
+    try:
+        found = torch.device(device)  # type: ignore[call-overload]
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+        raise UsageError(
+            f"`{name}` must be a torch device of this machine, got {device!r} "
+            f"({first_line(error).partition('. ')[0]})"
+        ) from error
+    return torch.device(found)
 
 
 def check_keep(keep: torch.Tensor | None, tokens: torch.Tensor) -> None:

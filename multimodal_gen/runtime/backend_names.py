@@ -6,8 +6,9 @@ Importing this module imports neither torch nor diffusers.
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from enum import Enum
+from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from multimodal_gen.errors import ConfigError, nearest
 from multimodal_gen.files import MalformedError
@@ -59,9 +60,13 @@ class AttentionBackendEnum(NamedEnum):
     SPARGE_ATTN = "sparge_attn"
     CUBE_SPARSE_ATTN = "cube_sparse_attn"
 
-    def __reduce_ex__(self, protocol: object) -> tuple[type["AttentionBackendEnum"], tuple[str]]:
-        # By value: some releases of Python pickle by name, and the class has no plug-in's name.
-        return type(self), (self._value_,)
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        # By value: some releases of Python pickle by name, and the class has no plug-in's name. A
+        # process that has not looked for plug-ins learns it so.
+        plugin = _PLUGINS.get(self._value_)
+        if plugin is None:
+            return type(self), (self._value_,)
+        return partial(type(self).register_plugin_name, sparse=plugin.sparse), (self._value_,)
 
     @property
     def is_sparse(self) -> bool:

@@ -14,13 +14,21 @@ import torch
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.static_cache import static_cache
+from multimodal_gen.kernels.tensors import usable_device
 
 WORD_BITS = 32
 
 _DerivedT = TypeVar("_DerivedT")
 
 
+def _expect_kind(name: str, value: object, kind: type) -> None:
+    whole = kind is int and hasattr(value, "__index__")  # whole numbers of other libraries
+    if not whole and not isinstance(value, kind):
+        raise UsageError(f"`{name}` must be of type {kind.__name__}, got {value!r:.80}")
+
+
 def _expect_int32(name: str, tensor: torch.Tensor, shape: tuple[str, ...]) -> None:
+    _expect_kind(name, tensor, torch.Tensor)
     if tensor.dtype != torch.int32:
         raise UsageError(f"`{name}` must be int32, got {tensor.dtype}; call .int() on it")
     if tensor.ndim != len(shape):
@@ -28,6 +36,7 @@ def _expect_int32(name: str, tensor: torch.Tensor, shape: tuple[str, ...]) -> No
 
 
 def _expect_positive(name: str, value: int) -> None:
+    _expect_kind(name, value, int)
     if value < 1:
         raise UsageError(f"`{name}` must be at least 1, got {value}")
 
@@ -98,11 +107,13 @@ class Blocks:
     def regular(cls, total: int, size: int) -> "Blocks":
         """Cut `total` rows into blocks of `size`; the last one may be short."""
         _expect_positive("size", size)
+        _expect_kind("total", total, int)
         return cls(num=-(-total // size), size=size, total=total)
 
     @classmethod
     def padded(cls, lengths: torch.Tensor, size: int) -> "Blocks":
         """Blocks of `size` slots whose first `lengths` are real: int32 [N] or [B|1, H|1, N]."""
+        _expect_kind("lengths", lengths, torch.Tensor)
         lengths = lengths.view(1, 1, -1) if lengths.ndim == 1 else lengths
         num = lengths.shape[-1]
         return cls(num=num, size=size, total=num * size, lengths=lengths)
@@ -112,6 +123,8 @@ class Blocks:
         cls, starts: torch.Tensor, lengths: torch.Tensor, *, total: int, size: int
     ) -> "Blocks":
         """Blocks anywhere in `total` rows, each of at most `size`: int32 [N] or [B|1, H|1, N]."""
+        _expect_kind("starts", starts, torch.Tensor)
+        _expect_kind("lengths", lengths, torch.Tensor)
         starts = starts.view(1, 1, -1) if starts.ndim == 1 else starts
         lengths = lengths.view(1, 1, -1) if lengths.ndim == 1 else lengths
         return cls(num=starts.shape[-1], size=size, total=total, starts=starts, lengths=lengths)
@@ -163,7 +176,9 @@ class BlockPlan:
     strictly increasing; entries past the count are never read. A query block without key blocks
     is allowed: its rows give 0 and lse -inf. Rows that belong to no query block do so as well.
 
-    The constructor checks what can be checked without waiting for the device; `check` the rest.
+    The constructor checks what can be checked without waiting for the device; `check` the rest,
+    whether indices and counts lie in their ranges. Without it, a kernel on a GPU reads whatever
+    memory a wrong index points to.
 
     Attributes:
         indices: int32 [B|1, H|1, Nq, Kmax]; stride 0 (an expanded tensor) is welcome.
@@ -192,6 +207,8 @@ class BlockPlan:
     cache: dict[Any, Any] = dataclasses.field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
+        _expect_kind("q", self.q, Blocks)
+        _expect_kind("kv", self.kv, Blocks)
         _expect_int32("indices", self.indices, ("B|1", "H|1", "Nq", "Kmax"))
         _expect_int32("counts", self.counts, ("B|1", "H|1", "Nq"))
         if self.indices.shape[:3] != self.counts.shape:
@@ -241,6 +258,9 @@ class BlockPlan:
         cls, q: Blocks, kv: Blocks, device: torch.device | str, *, causal: bool = False
     ) -> "BlockPlan":
         """Every query block attends to every key block; one list, shared by expansion."""
+        _expect_kind("q", q, Blocks)
+        _expect_kind("kv", kv, Blocks)
+        device = usable_device("device", device)
         every = torch.arange(kv.num, dtype=torch.int32, device=device)
         counts = torch.tensor(kv.num, dtype=torch.int32, device=device)
         return cls(
@@ -271,6 +291,7 @@ class BlockPlan:
         Raises:
             UsageError: `keep` is not a bool map of these blocks.
         """
+        _expect_kind("keep", keep, torch.Tensor)
         if keep.dtype != torch.bool or keep.ndim != 4:
             raise UsageError(
                 f"`keep` must be bool [B|1, H|1, Nq, Nk], got {keep.dtype} {list(keep.shape)}"

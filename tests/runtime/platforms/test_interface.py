@@ -1,4 +1,6 @@
 import pickle
+import subprocess
+import sys
 
 import pytest
 
@@ -210,3 +212,12 @@ def test_only_the_documented_platforms_fall_back_to_sdpa():
     falling = {str(cls.name) for cls in BUILTIN_PLATFORMS if cls.dense_fallback}
     assert falling == {"xpu", "musa", "npu", "cpu"}
     assert {str(cls.name) for cls in BUILTIN_PLATFORMS if cls.always} == {"mps"}
+
+
+def test_a_process_that_has_not_looked_for_plug_ins_learns_a_name_with_its_member() -> None:
+    member = AttentionBackendEnum.register_plugin_name("sent_backend", sparse=True)
+    code = f"import pickle; found = pickle.loads({pickle.dumps(member)!r}); " + (
+        "print(found, found.is_sparse)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["sent_backend", "True"]

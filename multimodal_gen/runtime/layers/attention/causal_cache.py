@@ -30,6 +30,7 @@ from multimodal_gen.kernels.block_sparse.slots import (
     TileLists,
     VisibleTiles,
 )
+from multimodal_gen.kernels.tensors import usable_device
 from multimodal_gen.kernels.tile_order.api import TileOrder, tile_order
 from multimodal_gen.runtime.distributed.collectives import Span, partition_heads
 from multimodal_gen.runtime.distributed.groups import parallel_groups
@@ -271,6 +272,8 @@ class CausalCache:
         positions: Literal["start", "window"] = "start",
         limit_bytes: int | None = None,
     ) -> None:
+        if not isinstance(size, CacheSize):
+            raise UsageError(f"size must be a CacheSize, got {size!r:.80}")
         if (rotate is not None) != size.before_rope:
             raise UsageError(
                 "rotate must be given exactly where the cache keeps keys before their rotary "
@@ -279,7 +282,7 @@ class CausalCache:
         if positions not in ("start", "window"):
             raise UsageError(f'positions must be "start" or "window", got {positions!r}')
         self.size = size
-        self.device = torch.device(device)
+        self.device = usable_device("device", device)
         _refuse_what_does_not_fit(size, self.device, limit_bytes)
         self._rotate, self._positions = rotate, positions
         with torch.inference_mode(False):  # made under any mode, all may write to it

@@ -21,6 +21,7 @@ from multimodal_gen.runtime.layers.attention.backends.attention_backend import A
 from multimodal_gen.runtime.layers.attention.backends.common import (
     DenseBackend,
     DenseImpl,
+    attend_to_nothing,
     unit_stride,
 )
 from multimodal_gen.runtime.layers.attention.backends.declaration import (
@@ -106,6 +107,8 @@ class FlexAttentionImpl(DenseImpl):
         *,
         lse: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if not (query.numel() and key.numel()):
+            return attend_to_nothing(query, value)
         q, k, v = (x.transpose(1, 2) for x in unit_stride(query, key, value))
         options["scale"] = self.softmax_scale
         options["enable_gqa"] = query.shape[2] != key.shape[2]
