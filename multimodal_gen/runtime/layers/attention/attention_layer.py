@@ -35,6 +35,7 @@ from multimodal_gen.runtime.layers.attention.binding import (
 from multimodal_gen.runtime.layers.attention.call import (
     AttentionCall,
     LayerGeometry,
+    autocasts,
     current_watch,
     device_type,
 )
@@ -443,7 +444,7 @@ class AttentionLayer(nn.Module):
 
     def _trace(self, call: AttentionCall) -> torch.Tensor:
         # Here too: the traced operator's output has the dtype of the query it is given.
-        if call.autocasts():
+        if autocasts(call.query.device):
             call = call.autocast()
         if call.is_extended():
             # Here, because it imports `torch._dynamo`, which is there while a graph is traced.
