@@ -35,7 +35,6 @@ from multimodal_gen.runtime.layers.attention.binding import (
 from multimodal_gen.runtime.layers.attention.call import (
     AttentionCall,
     LayerGeometry,
-    autocasts,
     current_watch,
     device_type,
 )
@@ -444,7 +443,7 @@ class AttentionLayer(nn.Module):
 
     def _trace(self, call: AttentionCall) -> torch.Tensor:
         # Here too: the traced operator's output has the dtype of the query it is given.
-        if autocasts(call.query.device):
+        if call.autocasts():
             call = call.autocast()
         if call.is_extended():
             # Here, because it imports `torch._dynamo`, which is there while a graph is traced.

@@ -118,6 +118,10 @@ class AttentionCall(NamedTuple):
         """Whether it has a cache, a mask of blocks or sink logits."""
         return self.cache is not None or self.block_mask is not None or self.sink_logits is not None
 
+    def autocasts(self) -> bool:
+        """Whether autocast is on for the device of the tensors."""
+        return autocasts(self.query.device)
+
     def autocast(self) -> "AttentionCall":
         """Cast as autocast does for torch's own attention: selection then sees what kernels get."""
         dtype = torch.get_autocast_dtype(self.query.device.type)
