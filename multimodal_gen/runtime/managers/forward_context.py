@@ -212,6 +212,16 @@ def set_forward_context(
 
 
 @contextmanager
+def set_for_block(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Let a context variable have a value inside the `with` block."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+@contextmanager
 def use_forward_context(context: ForwardContext | None) -> Iterator[None]:
     """Make `context` the current one inside the `with` block."""
     token = _CONTEXT.set(context)

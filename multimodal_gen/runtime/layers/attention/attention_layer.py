@@ -371,7 +371,6 @@ class AttentionLayer(nn.Module):
             error: what is wrong with it.
             exchange: whether it may exchange tokens.
         """
-        del exchange
         return error
 
     def _attend(self, call: AttentionCall) -> torch.Tensor:

@@ -3,8 +3,8 @@
 Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -17,6 +17,7 @@ from multimodal_gen.runtime.layers.attention.backends.block_masks import AnyBloc
 from multimodal_gen.runtime.layers.attention.masks import VarlenMaskMeta
 from multimodal_gen.runtime.layers.attention.request import LayerSite
 from multimodal_gen.runtime.layers.attention.warn_once import PROCESS, WarnOnce
+from multimodal_gen.runtime.managers.forward_context import set_for_block
 
 if TYPE_CHECKING:
     from multimodal_gen.runtime.layers.attention.causal_cache import LayerCache
@@ -156,11 +157,6 @@ current_watch: Final = _WATCH.get
 """Returns what looks at calls now, or None."""
 
 
-@contextmanager
-def watching(watch: Watch | None) -> Iterator[None]:
+def watching(watch: Watch | None) -> AbstractContextManager[None]:
     """Let `watch` serve the calls of layers inside the block; None for no watch."""
-    token = _WATCH.set(watch)
-    try:
-        yield
-    finally:
-        _WATCH.reset(token)
+    return set_for_block(_WATCH, watch)

@@ -627,10 +627,8 @@ class LayerCache:
             UsageError: the cache keeps fewer chunks, or keeps them without tiles.
         """
         size = self.cache.size
-        for name, value, least, most in (
-            ("sink", sink, 0, size.sink),
-            ("window", window, 1, size.window),
-        ):
+        bounds = (("sink", sink, 0, size.sink), ("window", window, 1, size.window))
+        for name, value, least, most in bounds:
             if value is not None and (type(value) is not int or not least <= value <= most):
                 raise UsageError(
                     f"{name} must be a whole number in [{least}, {most}], what the cache keeps, "
@@ -655,10 +653,8 @@ class LayerCache:
             UsageError: the cache has fewer.
         """
         size = self.cache.size
-        for name, span, most in (
-            ("samples", samples, size.batch),
-            ("heads", heads, size.num_kv_heads),
-        ):
+        spans = (("samples", samples, size.batch), ("heads", heads, size.num_kv_heads))
+        for name, span, most in spans:
             if span is not None and not (_is_pair(span) and 0 <= span[0] < span[1] <= most):
                 raise UsageError(
                     f"{name} must be two whole numbers, first and last + 1, in [0, {most}], got "

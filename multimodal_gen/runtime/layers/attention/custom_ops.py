@@ -56,7 +56,8 @@ _VMAP_KEYS = _keys(
     "FuncTorchBatched",
     "FuncTorchVmapMode",
 )
-# Views are tracked by the last of them: without it, what is written to a view is not recorded.
+# Without them autograd does not record inside of an operator. Views are tracked by the last of
+# them: without it, what is written to a view is not recorded.
 _AUTOGRAD_KEYS = _keys(
     "AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"
 )
@@ -86,11 +87,6 @@ def _with_vmap() -> AbstractContextManager[object]:
     if not (outside and torch._C._dispatch_tls_is_dispatch_key_excluded(_VMAP_KEYS[0])):
         return nullcontext()
     return _dispatching(_VMAP_KEYS)
-
-
-def _recording() -> AbstractContextManager[object]:
-    """Let autograd record inside of an operator, where it does not by itself."""
-    return _dispatching(_AUTOGRAD_KEYS)
 
 
 def _dispatching(keys: Sequence[torch._C.DispatchKey]) -> AbstractContextManager[object]:
@@ -194,7 +190,7 @@ def recorded_attention_op(
     leaves = [x for x, flag in zip(given, wanted, strict=True) if x is not None and flag]
     rest = {"seq_lens": seq_lens, "exchange": exchange, "some_heads": some_heads}
     call = _call(own, replicated, **rest)
-    with _recording(), torch.enable_grad(), _with_vmap():
+    with _dispatching(_AUTOGRAD_KEYS), torch.enable_grad(), _with_vmap():
         out = called.attend(call)
     number = next(_NUMBERS)
     found = torch.tensor(number, dtype=torch.int64, device="cpu")
@@ -238,7 +234,7 @@ def recorded_attention_backward_op(
             "attention inside of a compiled graph must be differentiated once, was so before; "
             "leave retain_graph out, or keep the call out of the graph"
         )
-    with _recording():
+    with _dispatching(_AUTOGRAD_KEYS):
         found = torch.autograd.grad(record.out, record.leaves, grad, allow_unused=True)
     # No result of an operator may share memory with another, or with what it was given.
     seen = {grad.untyped_storage().data_ptr()}

@@ -21,7 +21,7 @@ manager), component with role, component, the command line (`--attention-backend
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -58,6 +58,7 @@ from multimodal_gen.runtime.layers.attention.config import (
 )
 from multimodal_gen.runtime.layers.attention.request import AttentionRole, LayerSite
 from multimodal_gen.runtime.layers.attention.warn_once import PROCESS, WarnOnce
+from multimodal_gen.runtime.managers.forward_context import set_for_block
 from multimodal_gen.runtime.platforms import (
     AttentionBackendEnum,
     PlatformEnum,
@@ -350,13 +351,11 @@ class ComponentConstruction:
     Attributes:
         name: component name.
         by_role: override per role name; the key "" holds for every role.
-        used: number of layers that took an override.
         used_keys: the keys of `by_role` that a layer took.
     """
 
     name: str
     by_role: Mapping[str, BackendPreference]
-    used: int = 0
     used_keys: set[str] = field(default_factory=set)
 
 
@@ -391,16 +390,11 @@ def global_force_attn_backend(backend: AttentionBackendEnum | str | None) -> Non
     FORCED.in_process = None if backend is None else as_backend(backend)
 
 
-@contextmanager
 def global_force_attn_backend_context_manager(
     backend: AttentionBackendEnum | str | None,
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Force `backend` inside the `with` block; other threads do not see it."""
-    token = FORCED.in_context.set((None if backend is None else as_backend(backend),))
-    try:
-        yield
-    finally:
-        FORCED.in_context.reset(token)
+    return set_for_block(FORCED.in_context, (None if backend is None else as_backend(backend),))
 
 
 def current_scope() -> SelectionScope:
@@ -408,14 +402,9 @@ def current_scope() -> SelectionScope:
     return _SCOPE.get() or SelectionScope()
 
 
-@contextmanager
-def use_scope(scope: SelectionScope) -> Iterator[None]:
+def use_scope(scope: SelectionScope) -> AbstractContextManager[None]:
     """Make `scope` the one that layers constructed inside the `with` block take."""
-    token = _SCOPE.set(scope)
-    try:
-        yield
-    finally:
-        _SCOPE.reset(token)
+    return set_for_block(_SCOPE, scope)
 
 
 def current_component() -> ComponentConstruction | None:
@@ -431,7 +420,6 @@ def claim_component_override(role: AttentionRole) -> BackendPreference | None:
     key = str(role) if str(role) in construction.by_role else ""
     asked = construction.by_role.get(key)
     if asked is not None:
-        construction.used += 1
         construction.used_keys.add(key)
     return asked
 
@@ -461,11 +449,8 @@ def component_attn_backend_context_manager(
         key = _role_name(role)
         by_role[key] = _component_asked(backend, f"{component_name}.{key}")
     construction = ComponentConstruction(name=component_name, by_role=MappingProxyType(by_role))
-    token = _COMPONENT.set(construction)
-    try:
+    with set_for_block(_COMPONENT, construction):
         yield construction
-    finally:
-        _COMPONENT.reset(token)
     idle = [asked.detail for key, asked in by_role.items() if key not in construction.used_keys]
     if idle:
         raise ComponentAttentionBackendNotAppliedError(

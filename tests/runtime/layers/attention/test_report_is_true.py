@@ -167,7 +167,6 @@ def ran() -> Iterator[list[str]]:
         for module in (sta, vsa, sla, svg2, vmoba):
             fake = stand_in(ran, "upstream")
             stack.enter_context(patch.object(module, "attend_upstream", fake))
-        stack.enter_context(patch.object(sla, "upstream_module", lambda *_, **__: None))
         for module in (sage_attn, sla, sparge):
             fake = stand_in(ran, "spas_sage_attn")
             stack.enter_context(patch.object(module, "attend_spas_sage", fake))

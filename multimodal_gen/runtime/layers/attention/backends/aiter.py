@@ -15,7 +15,10 @@ from multimodal_gen.runtime.layers.attention.backends.common import (
     DenseImpl,
     refuse_grad,
 )
-from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
+from multimodal_gen.runtime.layers.attention.backends.declaration import (
+    BASIC,
+    Variant,
+)
 from multimodal_gen.runtime.layers.attention.backends.flash_attn import FORWARD, FlashAttentionImpl
 from multimodal_gen.runtime.layers.attention.backends.packages import AITER, AITER_SAGE
 from multimodal_gen.runtime.layers.attention.request import Feature
@@ -75,7 +78,7 @@ class AiterSageBackend(DenseBackend):
             name="aiter_sage",
             platforms=_ROCM,
             head_sizes=HeadSizes(listed=(64, 128)),
-            features=frozenset({Feature.GQA, Feature.CAUSAL}),
+            features=BASIC,
             packages=(AITER_SAGE,),
         ),
     )

@@ -255,7 +255,6 @@ class AttentionBackend(ABC):
 
         What a call makes of them, where its latents are small, is not known here.
         """
-        del config
         return 0, 0
 
     @classmethod
@@ -263,7 +262,6 @@ class AttentionBackend(ABC):
         cls, request: AttentionRequest, config: BackendConfig | None
     ) -> tuple[str, ...]:
         """Return why no variant serves the parameters where `request` runs; usually nothing."""
-        del request, config
         return ()
 
     @classmethod
@@ -315,5 +313,4 @@ class AttentionBackend(ABC):
     @classmethod
     def reasons_against_auto(cls, request: AttentionRequest) -> tuple[str, ...]:
         """Return why a supported backend should still not be chosen unasked; usually nothing."""
-        del request
         return ()

@@ -28,6 +28,11 @@ ALL_ROLES = frozenset(AttentionRole)
 CUDA_ONLY = frozenset({PlatformEnum.CUDA})
 HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
 
+BASIC = frozenset({Feature.GQA, Feature.CAUSAL})
+MASKS = frozenset({Feature.KEY_MASK, Feature.DENSE_MASK})
+MERGEABLE = frozenset({Feature.LSE, Feature.RING})
+"""What a library can honour that returns the log-sum-exp, by which parts are merged."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:

@@ -22,7 +22,12 @@ from multimodal_gen.runtime.layers.attention.backends.common import (
     Segments,
     refuse_grad,
 )
-from multimodal_gen.runtime.layers.attention.backends.declaration import CUDA_ONLY, Variant
+from multimodal_gen.runtime.layers.attention.backends.declaration import (
+    BASIC,
+    CUDA_ONLY,
+    MERGEABLE,
+    Variant,
+)
 from multimodal_gen.runtime.layers.attention.backends.packages import (
     FLASH_ATTN_2,
     FLASH_ATTN_3,
@@ -32,7 +37,7 @@ from multimodal_gen.runtime.layers.attention.config import BackendConfig, option
 from multimodal_gen.runtime.layers.attention.request import AttentionRequest, Feature
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 
-FORWARD = frozenset({Feature.GQA, Feature.CAUSAL, Feature.VARLEN, Feature.LSE, Feature.RING})
+FORWARD = BASIC | MERGEABLE | {Feature.VARLEN}
 _UP_TO_256 = HeadSizes(minimum=8, maximum=256, multiple_of=8)
 
 

@@ -13,9 +13,12 @@ from multimodal_gen.runtime.layers.attention.backends.common import (
     DenseImpl,
     refuse_grad,
 )
-from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
+from multimodal_gen.runtime.layers.attention.backends.declaration import (
+    BASIC,
+    MERGEABLE,
+    Variant,
+)
 from multimodal_gen.runtime.layers.attention.backends.packages import FLASHINFER
-from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 
@@ -60,7 +63,7 @@ class FlashInferBackend(DenseBackend):
         Variant(
             name="flashinfer",
             head_sizes=HeadSizes(listed=(64, 128, 256)),
-            features=frozenset({Feature.GQA, Feature.CAUSAL, Feature.LSE, Feature.RING}),
+            features=BASIC | MERGEABLE,
             packages=(FLASHINFER,),
             capability=Capability(minimum=(8, 0)),
         ),

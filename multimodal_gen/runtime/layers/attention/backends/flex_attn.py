@@ -25,8 +25,11 @@ from multimodal_gen.runtime.layers.attention.backends.common import (
     unit_stride,
 )
 from multimodal_gen.runtime.layers.attention.backends.declaration import (
+    BASIC,
     CUDA_ONLY,
     HALF_DTYPES,
+    MASKS,
+    MERGEABLE,
     Variant,
 )
 from multimodal_gen.runtime.layers.attention.masks import with_causal
@@ -37,16 +40,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 _BLOCK = 128
-_FORWARD = frozenset(
-    {
-        Feature.GQA,
-        Feature.CAUSAL,
-        Feature.KEY_MASK,
-        Feature.DENSE_MASK,
-        Feature.LSE,
-        Feature.RING,
-    }
-)
+_FORWARD = BASIC | MASKS | MERGEABLE
 
 
 class FlexAttentionImpl(DenseImpl):

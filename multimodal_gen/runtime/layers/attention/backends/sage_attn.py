@@ -29,7 +29,9 @@ from multimodal_gen.runtime.layers.attention.backends.common import (
 )
 from multimodal_gen.runtime.layers.attention.backends.declaration import (
     ALL_ROLES,
+    BASIC,
     HALF_DTYPES,
+    MERGEABLE,
     Variant,
 )
 from multimodal_gen.runtime.layers.attention.backends.engine import (
@@ -126,8 +128,7 @@ def attend_spas_sage(
 
 
 _UP_TO_128 = HeadSizes(minimum=8, maximum=128, multiple_of=8)
-_BASIC = frozenset({Feature.GQA, Feature.CAUSAL})
-_ENGINE = frozenset({Feature.GQA, Feature.CAUSAL, Feature.KEY_MASK, Feature.LSE, Feature.RING})
+_ENGINE = BASIC | MERGEABLE | {Feature.KEY_MASK}
 # Value of `kernel` -> variants that it leaves.
 _VARIANTS = MappingProxyType(
     {
@@ -267,7 +268,7 @@ class SageAttentionBackend(QuantizedBackend, DenseBackend):
         Variant(
             name="sage2",
             head_sizes=_UP_TO_128,
-            features=_BASIC | {Feature.LSE, Feature.RING},
+            features=BASIC | MERGEABLE,
             packages=(SAGEATTENTION_2,),
             capability=Capability(exact=((8, 0), (8, 6), (8, 9), (9, 0), (12, 0), (12, 1))),
         ),
@@ -277,7 +278,7 @@ class SageAttentionBackend(QuantizedBackend, DenseBackend):
         Variant(
             name="sage1",
             head_sizes=HeadSizes(listed=(64, 96, 128)),
-            features=_BASIC,
+            features=BASIC,
             packages=(SAGEATTENTION_1,),
             capability=Capability(minimum=(8, 0)),
         ),
@@ -286,7 +287,7 @@ class SageAttentionBackend(QuantizedBackend, DenseBackend):
             name="musa",
             platforms=frozenset({PlatformEnum.MUSA}),
             head_sizes=_UP_TO_128,
-            features=_BASIC | {Feature.LSE, Feature.RING},
+            features=BASIC | MERGEABLE,
             packages=(SAGEATTENTION_MUSA,),
         ),
     )
@@ -341,7 +342,7 @@ class SageAttention3Backend(DenseBackend):
         Variant(
             name="sage3",
             head_sizes=HeadSizes(listed=(64, 128)),
-            features=frozenset({Feature.GQA, Feature.CAUSAL}),
+            features=BASIC,
             packages=(SAGEATTN_3,),
             capability=Capability(exact=((12, 0), (12, 1))),
         ),

@@ -29,7 +29,13 @@ from multimodal_gen.runtime.layers.attention.backends.common import (
     open_hidden_rows,
     unit_stride,
 )
-from multimodal_gen.runtime.layers.attention.backends.declaration import HALF_DTYPES, Variant
+from multimodal_gen.runtime.layers.attention.backends.declaration import (
+    BASIC,
+    HALF_DTYPES,
+    MASKS,
+    MERGEABLE,
+    Variant,
+)
 from multimodal_gen.runtime.layers.attention.masks import bottom_right_causal_mask, with_causal
 from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
@@ -42,9 +48,7 @@ _FLASH_FOR_CPU = "_scaled_dot_product_flash_attention_for_cpu"
 _CUDNN = "_scaled_dot_product_cudnn_attention"
 _EFFICIENT = "_scaled_dot_product_efficient_attention"
 
-_EVERYWHERE = frozenset(
-    {Feature.GQA, Feature.CAUSAL, Feature.KEY_MASK, Feature.DENSE_MASK, Feature.BACKWARD}
-)
+_EVERYWHERE = BASIC | MASKS | {Feature.BACKWARD}
 _MEASURED = frozenset({PlatformEnum.CUDA, PlatformEnum.ROCM, PlatformEnum.CPU})
 
 
@@ -129,7 +133,7 @@ class SDPABackend(DenseBackend):
             platforms=_MEASURED,
             dtypes=HALF_DTYPES | {torch.float32, torch.float64},
             head_sizes=HeadSizes(),
-            features=_EVERYWHERE | {Feature.LSE, Feature.RING},
+            features=_EVERYWHERE | MERGEABLE,
         ),
         Variant(
             name="generic",
@@ -195,13 +199,13 @@ class CudnnSDPABackend(DenseBackend):
         Variant(
             name="torch_cudnn_sdpa",
             head_sizes=HeadSizes(minimum=8, maximum=256, multiple_of=8),
-            features=_EVERYWHERE | {Feature.LSE, Feature.RING},
+            features=_EVERYWHERE | MERGEABLE,
             capability=Capability(minimum=(9, 0)),
         ),
         Variant(
             name="sm80",
             head_sizes=HeadSizes(minimum=8, maximum=128, multiple_of=8),
-            features=_EVERYWHERE | {Feature.LSE, Feature.RING},
+            features=_EVERYWHERE | MERGEABLE,
             capability=Capability(minimum=(8, 0), below=(9, 0)),
         ),
     )

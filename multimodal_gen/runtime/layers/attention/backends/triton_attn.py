@@ -19,7 +19,12 @@ from multimodal_gen.runtime.layers.attention.backends.common import (
     attend_to_nothing,
     refuse_mask,
 )
-from multimodal_gen.runtime.layers.attention.backends.declaration import ALL_ROLES, Variant
+from multimodal_gen.runtime.layers.attention.backends.declaration import (
+    ALL_ROLES,
+    BASIC,
+    MERGEABLE,
+    Variant,
+)
 from multimodal_gen.runtime.layers.attention.backends.engine import (
     dense_plan,
     drop_masked,
@@ -33,7 +38,7 @@ from multimodal_gen.runtime.layers.attention.request import (
 )
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
-_FEATURES = frozenset({Feature.GQA, Feature.CAUSAL, Feature.KEY_MASK, Feature.LSE, Feature.RING})
+_FEATURES = BASIC | MERGEABLE | {Feature.KEY_MASK}
 _KEY_BLOCK = 384
 _CAUSAL_BLOCK = 128
 # A row of a program of 128 rows over one of a program of 192: H200, 2026-11, 256 to 8,192 tokens.

@@ -18,7 +18,10 @@ from multimodal_gen.runtime.layers.attention.backends.common import (
     Segments,
     refuse_grad,
 )
-from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
+from multimodal_gen.runtime.layers.attention.backends.declaration import (
+    MERGEABLE,
+    Variant,
+)
 from multimodal_gen.runtime.layers.attention.backends.flash_attn import FORWARD, FlashAttentionImpl
 from multimodal_gen.runtime.layers.attention.backends.packages import (
     FLASH_ATTN_MUSA,
@@ -157,7 +160,7 @@ class XpuFlashAttentionBackend(DenseBackend):
             name="xpu",
             platforms=frozenset({PlatformEnum.XPU}),
             head_sizes=HeadSizes(listed=(64, 96, 128, 192, 256)),
-            features=FORWARD - {Feature.LSE, Feature.RING},
+            features=FORWARD - MERGEABLE,
             packages=(FLASH_ATTN_XPU,),
         ),
     )

@@ -14,7 +14,11 @@ from multimodal_gen.runtime.layers.attention.backends.common import (
     refuse_grad,
     unit_stride,
 )
-from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
+from multimodal_gen.runtime.layers.attention.backends.declaration import (
+    BASIC,
+    MERGEABLE,
+    Variant,
+)
 from multimodal_gen.runtime.layers.attention.backends.packages import XFORMERS
 from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
@@ -61,9 +65,7 @@ class XFormersBackend(DenseBackend):
         Variant(
             name="xformers",
             head_sizes=HeadSizes(minimum=8, maximum=256, multiple_of=8),
-            features=frozenset(
-                {Feature.GQA, Feature.CAUSAL, Feature.LSE, Feature.RING, Feature.BACKWARD}
-            ),
+            features=BASIC | MERGEABLE | {Feature.BACKWARD},
             packages=(XFORMERS,),
             capability=Capability(minimum=(8, 0)),
         ),

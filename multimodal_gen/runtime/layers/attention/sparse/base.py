@@ -176,7 +176,6 @@ class SparseImpl(SparseMethodImpl, Generic[_ConfigT]):
             context: the running denoiser call.
             heads: which of the layer's heads the call has.
         """
-        del layout, context, heads
         return None
 
     @override

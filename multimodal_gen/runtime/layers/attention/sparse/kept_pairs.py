@@ -18,6 +18,7 @@ from typing import TypeAlias
 import torch
 
 from multimodal_gen.kernels.block_sparse.plan import WORD_BITS, BlockPlan, Blocks
+from multimodal_gen.runtime.managers.forward_context import set_for_block
 
 OfRows: TypeAlias = Callable[[torch.Tensor, slice], torch.Tensor]
 """From rows, int64 [R], and a range of the recorded heads, to the keys that are kept: bool
@@ -50,11 +51,8 @@ def recorded_pairs() -> Iterator[list[KeptPairs]]:
     Nothing is recorded of what computes its plan elsewhere, as the authors' packages do.
     """
     found: list[KeptPairs] = []
-    token = LISTENER.set(found)
-    try:
+    with set_for_block(LISTENER, found):
         yield found
-    finally:
-        LISTENER.reset(token)
 
 
 def record_pairs(heads: slice, of_rows: OfRows) -> None:

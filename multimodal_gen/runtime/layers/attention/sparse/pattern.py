@@ -17,7 +17,7 @@ from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.static_cache import static_cache
 from multimodal_gen.kernels.tile_order.api import TileOrder
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import Halo, shard_lists
-from multimodal_gen.runtime.layers.attention.sparse.tiles import Shard
+from multimodal_gen.runtime.layers.attention.sparse.tiles import Shard, blocks_without_gaps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -210,11 +210,9 @@ def _halo_plan(
 ) -> BlockPlan | None:
     """Return what this rank's queries keep of the blocks that come in, rank by rank."""
     mine = shards[me]
+    device = mine.tiles.device
     lengths = torch.cat(
-        [
-            shard.lengths[need.to(mine.tiles.device)]
-            for shard, need in zip(shards, needs, strict=True)
-        ]
+        [shard.lengths[need.to(device)] for shard, need in zip(shards, needs, strict=True)]
     )
     if not len(lengths):
         return None
@@ -230,16 +228,10 @@ def _halo_plan(
             )
             for pattern in dict.fromkeys(patterns)
         }
-        keys = _without_gaps(lengths, mine.keys.order.largest)
+        starts, size = (lengths.cumsum(0) - lengths).int(), mine.keys.order.largest
+        uniform = bool((lengths == size).all())
+        keys = blocks_without_gaps(starts, lengths, int(lengths.sum()), size, uniform=uniform)
     return _plan_of([lists[pattern] for pattern in patterns], mine, keys)
-
-
-def _without_gaps(lengths: torch.Tensor, size: int) -> Blocks:
-    total = int(lengths.sum())
-    if bool((lengths == size).all()):
-        return Blocks.regular(total, size)
-    starts = (lengths.cumsum(0) - lengths).int()
-    return Blocks.ragged(starts, lengths, total=total, size=size)
 
 
 def _joined(parts: list[_ShardLists], numbers: list[torch.Tensor]) -> _ShardLists:

@@ -84,11 +84,10 @@ def raster_blocks(
 
 def _cut(spans: list[slice], size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return starts and lengths of blocks of `size`; the last of each span may be short."""
-    starts = [start for span in spans for start in range(span.start, span.stop, size)]
-    ends = [
-        min(start + size, span.stop)
+    bounds = [
+        (start, min(start + size, span.stop))
         for span in spans
         for start in range(span.start, span.stop, size)
     ]
-    begin = torch.tensor(starts)
-    return begin, torch.tensor(ends) - begin
+    starts, ends = torch.tensor(bounds).unbind(1)
+    return starts, ends - starts

@@ -354,13 +354,13 @@ def shard_of(
     keys = TiledSequence(
         order=_in_cells(tile_order(grid, tile, device), cells),
         index=index,
-        blocks=_blocks(starts, sizes, total, size, uniform=uniform),
+        blocks=blocks_without_gaps(starts, sizes, total, size, uniform=uniform),
         num_tiles=len(tiles),
         in_order=in_order,
     )
     starts, lengths, queries = starts[: len(tiles)], sizes[: len(tiles)], None
     if num_video:
-        queries = _blocks(starts, lengths, num_video, order.largest, uniform=uniform)
+        queries = blocks_without_gaps(starts, lengths, num_video, order.largest, uniform=uniform)
     return Shard(
         keys=keys,
         queries=queries,
@@ -400,7 +400,7 @@ def _in_cells(order: TileOrder, cells: int) -> TileOrder:
     )
 
 
-def _blocks(
+def blocks_without_gaps(
     starts: torch.Tensor, lengths: torch.Tensor, total: int, size: int, *, uniform: bool
 ) -> Blocks:
     """Return blocks without gaps, of which all but the last are of one size where `uniform`."""

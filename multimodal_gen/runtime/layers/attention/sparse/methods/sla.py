@@ -55,7 +55,6 @@ from multimodal_gen.runtime.layers.attention.sparse.method import SPARSE_FEATURE
 from multimodal_gen.runtime.layers.attention.sparse.methods.sla_upstream import (
     UPSTREAM,
     attend_upstream,
-    upstream_module,
 )
 from multimodal_gen.runtime.layers.attention.sparse.router import (
     BlockStats,
@@ -242,23 +241,15 @@ class SLARouter(_BothRouter[SLAConfig]):
     ) -> torch.Tensor | None:
         if self.layer.kernel.name != UPSTREAM:
             return None
-        ratio = ratio_now(settings.topk_ratio)
-        module = upstream_module(
-            self.layer.head_size,
-            call.projection,
-            topk=ratio,
-            feature_map=settings.feature_map,
-            BLKQ=settings.BLKQ,
-            BLKK=settings.BLKK,
-            use_bf16=settings.use_bf16,
-        )
         return attend_upstream(
             call,
-            module,
-            num_blocks=-(-call.layout.num_video // settings.BLKK),
-            topk_ratio=ratio,
+            self.layer.label,
             linear_branch=settings.linear_branch,
-            backend=self.layer.label,
+            topk=ratio_now(settings.topk_ratio),
+            feature_map=settings.feature_map,
+            BLKQ=settings.BLKQ,
+            block=settings.BLKK,
+            use_bf16=settings.use_bf16,
         )
 
 

@@ -18,40 +18,18 @@ from multimodal_gen.runtime.layers.attention.sparse.upstream import call_reasons
 UPSTREAM = "sparse_linear_attention"
 
 
-def upstream_module(head_size: int, projection: nn.Linear | None, **options: Any) -> nn.Module:
-    """Return the package's module, with the given projection in place of its own.
-
-    Args:
-        head_size: D.
-        projection: [D, D], or None for zero.
-        **options: topk, feature_map, BLKQ, BLKK and use_bf16, as the package takes them.
-    """
-    module: nn.Module = importlib.import_module(UPSTREAM).SparseLinearAttention(
-        head_size, **options
-    )
-    if projection is not None:
-        module.proj_l = projection
-    return module
-
-
 def attend_upstream(
-    call: SparseCall,
-    module: nn.Module,
-    *,
-    num_blocks: int,
-    topk_ratio: float,
-    linear_branch: str,
-    backend: str,
+    call: SparseCall, backend: str, *, linear_branch: str, topk: float, block: int, **options: Any
 ) -> torch.Tensor:
-    """Return the operator's output, [B, L, H, D].
+    """Return the operator's output, [B, L, H, D], with the call's projection in place of its own.
 
     Args:
         call: the call.
-        module: what `upstream_module` returned.
-        num_blocks: number of key blocks.
-        topk_ratio: share of them to keep.
-        linear_branch: what the linear branch shall cover.
         backend: the method, for messages.
+        linear_branch: what the linear branch shall cover.
+        topk: share of the key blocks to keep.
+        block: tokens of a key block.
+        **options: feature_map, BLKQ and use_bf16, as the package takes them.
 
     Raises:
         UnsupportedBackendError: the operator cannot serve the call; lists the reasons.
@@ -59,9 +37,15 @@ def attend_upstream(
     found = call_reasons(call)
     if linear_branch != "all":
         found.append(f"needs linear_branch=all, got {linear_branch}")
-    if int(topk_ratio * num_blocks) < 1:
-        found.append(f"needs a topk_ratio that keeps a block of {num_blocks}, got {topk_ratio}")
+    num_blocks = -(-call.layout.num_video // block)
+    if int(topk * num_blocks) < 1:
+        found.append(f"needs a topk_ratio that keeps a block of {num_blocks}, got {topk}")
     refuse_upstream(found, kernel=UPSTREAM, backend=backend)
+    module: nn.Module = importlib.import_module(UPSTREAM).SparseLinearAttention(
+        call.query.shape[3], topk=topk, BLKK=block, **options
+    )
+    if call.projection is not None:
+        module.proj_l = call.projection
     heads_first = (x.transpose(1, 2).contiguous() for x in (call.query, call.key, call.value))
     out: torch.Tensor = module.to(call.query.device)(*heads_first)
     return out.transpose(1, 2)

@@ -14,8 +14,8 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -38,6 +38,7 @@ from multimodal_gen.runtime.layers.attention.sparse.windows import (
     effective_window,
     tile_count,
 )
+from multimodal_gen.runtime.managers.forward_context import set_for_block
 from multimodal_gen.runtime.managers.generation import current_generation
 from multimodal_gen.settings import by_axis, short
 
@@ -407,14 +408,9 @@ class LossRecorder:
 _RECORDER: ContextVar[LossRecorder | None] = ContextVar("multimodal_gen_sta_recorder", default=None)
 
 
-@contextmanager
-def record_into(recorder: LossRecorder) -> Iterator[None]:
+def record_into(recorder: LossRecorder) -> AbstractContextManager[None]:
     """Let searching layers called inside the `with` block record into `recorder`."""
-    token = _RECORDER.set(recorder)
-    try:
-        yield
-    finally:
-        _RECORDER.reset(token)
+    return set_for_block(_RECORDER, recorder)
 
 
 def recorder_for(folder: str, request: str | None) -> LossRecorder:

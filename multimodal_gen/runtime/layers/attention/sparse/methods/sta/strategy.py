@@ -323,7 +323,6 @@ def _version(path: Path) -> tuple[int, int]:
 # Keyed by the files' times and sizes too, so that a rewritten file is read again.
 @lru_cache(maxsize=4)
 def _load(path: Path, *versions: tuple[int, int]) -> Strategy:
-    del versions
     text = read_text(path, what="mask strategy")
     strategy = Strategy.parse(text, name=f"mask strategy {path.name}")
     return replace(strategy, made_for=StrategyRecord.read(path, text))
