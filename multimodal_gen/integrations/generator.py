@@ -23,6 +23,7 @@ from multimodal_gen.runtime.generator import (
     Generated,
     Give,
     Handle,
+    OnStep,
     Session,
     choose_backend,
     plan_ranks,
@@ -202,7 +203,11 @@ class DiffGenerator:
         return cls(args, attention)
 
     def generate(
-        self, *, on_chunk: Give | None = None, **settings: "Unpack[GenerationSettings]"
+        self,
+        *,
+        on_chunk: Give | None = None,
+        on_step: OnStep | None = None,
+        **settings: "Unpack[GenerationSettings]",
     ) -> Generated | None:
         """Generate images or videos from one prompt.
 
@@ -213,6 +218,8 @@ class DiffGenerator:
         Args:
             on_chunk: takes each `StreamedChunk` of a video that is streamed; what it raises ends
                 the generation.
+            on_step: takes the index of each denoising step and the latents after it; what it
+                raises ends the generation, and nothing is written. Not with `stream=True`.
             **settings: what to make, with which attention; see `GenerationSettings`. A backend,
                 or rules, given here replace those of `from_pretrained` and their parameters.
 
@@ -234,11 +241,18 @@ class DiffGenerator:
         if not save:
             given.pop("output_path", None)
             _refuse_files(given)
-        _check_chunks(given, on_chunk, save=save)
-        return self.run(job_of({**self._loaded, **given}), save=save, on_chunk=on_chunk)
+        _check_callers(given, on_chunk, on_step, save=save)
+        job = job_of({**self._loaded, **given})
+        return self.run(job, save=save, on_chunk=on_chunk, on_step=on_step)
 
     def run(
-        self, job: Job, *, mark: str = "", save: bool = True, on_chunk: Give | None = None
+        self,
+        job: Job,
+        *,
+        mark: str = "",
+        save: bool = True,
+        on_chunk: Give | None = None,
+        on_step: OnStep | None = None,
     ) -> Generated | None:
         """Do a job whose settings of loading are those of this generator.
 
@@ -247,6 +261,7 @@ class DiffGenerator:
             mark: what the names of half-written files start with.
             save: write files.
             on_chunk: see `generate`.
+            on_step: see `generate`.
         """
         facts = {
             "multimodal_gen": __version__,
@@ -260,7 +275,7 @@ class DiffGenerator:
                 )
             self._explicit = job.explicit
             return self._session.generate(
-                job.args, facts=facts, mark=mark, save=save, on_chunk=on_chunk
+                job.args, facts=facts, mark=mark, save=save, on_chunk=on_chunk, on_step=on_step
             )
 
     @property
@@ -339,14 +354,20 @@ def _check_names(settings: Mapping[str, Any], valid: Sequence[str], call: str) -
         raise UsageError(f"{call} must be given settings that it takes, got {name!r}{hint}")
 
 
-def _check_chunks(given: Mapping[str, Any], on_chunk: Give | None, *, save: bool) -> None:
-    """Refuse a stream whose frames go nowhere, and a taker of chunks that there are none for."""
+def _check_callers(
+    given: Mapping[str, Any], on_chunk: Give | None, on_step: OnStep | None, *, save: bool
+) -> None:
+    """Refuse a stream whose frames go nowhere, and functions that there is nothing for."""
     if given.get("stream") and not save and on_chunk is None:
         raise UsageError("stream needs output_path or on_chunk, got neither; add one of them")
     if on_chunk is not None and not given.get("stream"):
         raise UsageError("on_chunk needs stream=True, got on_chunk alone; add it")
     if on_chunk is not None and not callable(on_chunk):
         raise UsageError(f"on_chunk must be a function that takes a chunk, got {on_chunk!r}")
+    if on_step is not None and given.get("stream"):
+        raise UsageError("on_step must be left out with stream=True; raise in on_chunk to end it")
+    if on_step is not None and not callable(on_step):
+        raise UsageError(f"on_step must be a function of a step and latents, got {on_step!r}")
 
 
 def _refuse_files(given: Mapping[str, Any]) -> None:

@@ -651,3 +651,34 @@ def test_a_closed_generator_says_so(tiny_pipeline) -> None:
     generator.close()
     with pytest.raises(UsageError, match="must not be used once it is closed"):
         generator.generate(prompt="a fox", **CALL)
+
+
+class CancelledError(Exception):
+    """What a caller raises to end a generation."""
+
+
+def test_steps_are_told_and_what_is_raised_there_ends_the_generation(
+    tiny_pipeline, tmp_path
+) -> None:
+    call = {**CALL, "num_inference_steps": 3}
+    seen: list[tuple[int, torch.Size]] = []
+
+    def cancel(step: int, latents: torch.Tensor) -> None:
+        if step == 1:
+            raise CancelledError
+
+    with DiffGenerator.from_pretrained(tiny_pipeline("flux")) as model:
+        whole = model.generate(prompt="a fox", seed=0, **call)
+        target = tmp_path / "a.png"
+        with pytest.raises(CancelledError):
+            model.generate(prompt="a fox", on_step=cancel, output_path=target, **call)
+        assert list(tmp_path.iterdir()) == []
+        again = model.generate(
+            prompt="a fox", seed=0, on_step=lambda i, x: seen.append((i, x.shape)), **call
+        )
+        assert torch.equal(again.latents, whole.latents)
+        assert seen == [(step, whole.latents.shape) for step in range(3)]
+        with pytest.raises(UsageError, match="on_step must be a function of a step and latents"):
+            model.generate(prompt="a fox", on_step=3, **call)
+        with pytest.raises(UsageError, match="on_step must be left out with stream=True"):
+            model.generate(prompt="a fox", stream=True, on_chunk=print, on_step=cancel, **call)

@@ -95,6 +95,11 @@ Attach: TypeAlias = Callable[[ServerArgs, Any], Handle]
 generator pass it in."""
 
 
+OnStep: TypeAlias = Callable[[int, torch.Tensor], None]
+"""Takes the index of every denoising step, from 0 on, and the latents after it, in the pipeline's
+own layout; what it raises ends the generation, and nothing is written."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Generated:
     """A finished generation; its `repr` leaves out what fills pages.
@@ -265,6 +270,7 @@ class Session:
         mark: str = "",
         save: bool = True,
         on_chunk: Give | None = None,
+        on_step: OnStep | None = None,
     ) -> Generated | None:
         """Generate an image or a video, and write it with a record of the run.
 
@@ -277,6 +283,7 @@ class Session:
             mark: what the names of half-written files start with; see `files.sweep`.
             save: write files; otherwise nothing but the latents and pixels in memory is left.
             on_chunk: takes the frames of a video that is streamed as they are done.
+            on_step: see `OnStep`; not of a video that is streamed.
 
         Returns:
             What was made; None on ranks that make nothing.
@@ -296,8 +303,8 @@ class Session:
         check = AttentionCheck(args.check_attention) if args.check_attention else None
         timings = Timings(self.device)
         timings.phases["load"] = self.load_seconds
-        with out_of_memory_explained():
-            run, call, report = self._run(args, timings, check)
+        with _with_callers_errors(), out_of_memory_explained():
+            run, call, report = self._run(args, timings, check, on_step=on_step)
         if not is_main_rank():
             return None
         check_finite(run)
@@ -376,6 +383,7 @@ class Session:
         timings: Timings,
         check: AttentionCheck | None,
         stream: Streaming | None = None,
+        on_step: OnStep | None = None,
     ) -> tuple[Denoised, Call, Report]:
         """Attach attention, denoise, and leave the pipeline as it was."""
         pipe = self._pipe
@@ -396,7 +404,8 @@ class Session:
                 given_sigmas(pipe, sigmas, by_call=by_call),
                 cached(pipe, denoisers(pipe), cache, steps_of(self.index, call)),
             ):
-                run = _denoise(pipe, self.index, args, call, timings, stream)
+                steps = _once_a_step(on_step)
+                run = _denoise(pipe, self.index, args, call, timings, stream, steps)
             return run, call, handle.report()
         finally:
             if handle is not None:
@@ -449,8 +458,24 @@ def _give(video: GrowingVideo | None, on_chunk: Give | None, chunk: StreamedChun
             raise _CallersError(error) from error
 
 
+def _once_a_step(on_step: OnStep | None) -> OnStep:
+    """Return what calls a function of the caller's once for every step, if there is one."""
+    called: set[int] = set()
+
+    def stepped(step: int, latents: torch.Tensor) -> None:
+        if on_step is None or step in called:
+            return
+        called.add(step)
+        try:
+            on_step(step, latents)
+        except Exception as error:
+            raise _CallersError(error) from error
+
+    return stepped
+
+
 class _CallersError(MultimodalGenError):
-    """What a function that takes chunks raised: none of the pipeline's errors, to be explained."""
+    """What a function of the caller's raised: none of the pipeline's errors, to be explained."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -459,7 +484,7 @@ class _CallersError(MultimodalGenError):
 
 @contextmanager
 def _with_callers_errors() -> Iterator[None]:
-    """Raise what the function that takes chunks raised, as it was."""
+    """Raise what a function of the caller's raised, as it was."""
     try:
         yield
         return
@@ -479,6 +504,7 @@ def _denoise(
     call: Call,
     timings: Timings,
     stream: Streaming | None,
+    on_step: OnStep,
 ) -> Denoised:
     """Run the pipeline; ranks that write nothing stop at the latents."""
     if not is_main_rank() and "output_type" in call.arguments:
@@ -491,7 +517,9 @@ def _denoise(
         diffusers_backend_explained(_named_backend(args)),
         describe_generation(asked),
     ):
-        return denoise(pipe, call, timings) if stream is None else stream.run(pipe, call, timings)
+        if stream is not None:
+            return stream.run(pipe, call, timings)
+        return denoise(pipe, call, timings, on_step)
 
 
 def _named_backend(args: ServerArgs) -> str | None:
