@@ -5,9 +5,10 @@ callbacks, is given here.
 """
 
 import dataclasses
+import functools
 import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from types import MappingProxyType, UnionType
 from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
@@ -151,13 +152,52 @@ class _Dtype:
         return dtype
 
 
+class Skipped:
+    """How often modules with a cache were called, and how often they computed.
+
+    Args:
+        text: the cache, as it was asked for.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text, self.calls, self.computed = text, 0, 0
+
+    def note(self) -> str:
+        """Return what the cache skipped, in a sentence."""
+        if not self.calls:
+            return f"the cache {self.text} was enabled"
+        share = 1 - self.computed / self.calls
+        return f"the cache {self.text} skipped {share:.0%} of {self.calls} calls that it watched"
+
+    def watch(self, module: Any, hooks: Iterable[str], undo: ExitStack) -> None:
+        """Count the calls of a module, and those of them that some of diffusers' hooks compute."""
+        if getattr(module, "_compiled_call_impl", None) is not None:
+            return  # a number that changes would compile the block anew in every step
+        for hook in hooks:
+            reference = module._diffusers_hook.hooks[hook].fn_ref
+            compute = reference.original_forward
+            if compute is None:
+                continue
+
+            def counted(*args: Any, compute: Any = compute, **kwargs: Any) -> Any:
+                self.computed += 1
+                return compute(*args, **kwargs)
+
+            reference.original_forward = functools.update_wrapper(counted, compute)
+            undo.callback(setattr, reference, "original_forward", compute)
+            undo.enter_context(module.register_forward_pre_hook(self._called))
+
+    def _called(self, *call: Any) -> None:
+        self.calls += 1
+
+
 _HALVES = "faster_cache.py"  # of diffusers, which takes half of a batch for a branch of guidance
 
 
 @contextmanager
 def cached(
     pipe: Any, models: Mapping[str, Any], cache: Cache | None, num_steps: int | None
-) -> Iterator[None]:
+) -> Iterator[Skipped | None]:
     """Enable a cache on the denoisers of a pipeline in the `with` block.
 
     Args:
@@ -166,12 +206,15 @@ def cached(
         cache: the cache; None for none.
         num_steps: denoising steps of the run, or None when unknown.
 
+    Yields:
+        What counts the calls that are skipped; None without a cache.
+
     Raises:
         UsageError: a denoiser has no place for the cache or one enabled already, or the pipeline
             does not tell what the cache wants to know.
     """
     if cache is None:
-        yield
+        yield None
         return
     groups = parallel_groups()
     if cache.name == "faster" and groups is not None and groups.mesh.cfg > 1:
@@ -179,13 +222,12 @@ def cached(
             f"cache {cache.text} must not be used under --cfg-parallel: it drops the unconditional "
             f"half of a batch, which other GPUs have; choose another one"
         )
-    enabled: list[Any] = []
-    try:
+    skipped = Skipped(cache.text)
+    with ExitStack() as undo:
         for name, model in models.items():
-            _enable(pipe, name, model, cache, num_steps)
-            enabled.append(model)
+            _enable(pipe, name, model, cache, num_steps, skipped, undo)
         try:
-            yield
+            yield skipped
         except ValueError as error:
             if "cache context" not in str(error):
                 raise
@@ -201,13 +243,18 @@ def cached(
                 f"guidance in one batch, got {type(pipe).__name__}, which calls its denoiser with "
                 f"one of them; choose another one"
             ) from error
-    finally:
-        for model in enabled:
-            model.disable_cache()
 
 
-def _enable(pipe: Any, name: str, model: Any, cache: Cache, num_steps: int | None) -> None:
-    """Enable a cache on a denoiser, or leave it as it was found."""
+def _enable(
+    pipe: Any,
+    name: str,
+    model: Any,
+    cache: Cache,
+    num_steps: int | None,
+    skipped: Skipped,
+    undo: ExitStack,
+) -> None:
+    """Enable a cache on a denoiser until `undo` ends, or leave it as it was found."""
     unfit = f"cache {cache.text} must be used with a model that has a place for it, got {name} ("
     unfit += f"{type(model).__name__})"
     config = cache.config(pipe, num_steps)
@@ -230,9 +277,14 @@ def _enable(pipe: Any, name: str, model: Any, cache: Cache, num_steps: int | Non
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         _remove_hooks(model, before)
         raise UsageError(f"{unfit}: {' '.join(str(error).split())}") from error
-    if all(not path for path, _ in _hooks_of(model) - before):
-        model.disable_cache()
+    undo.callback(model.disable_cache)
+    added = _hooks_of(model) - before
+    if all(not path for path, _ in added):
         raise UsageError(f"{unfit}: none of its modules is one that this cache looks for")
+    modules = dict(model.named_modules())
+    for path in sorted({path for path, _ in added}):
+        hooks = [hook for where, hook in added if where == path]
+        skipped.watch(modules[path], hooks, undo)
 
 
 def _hooks_of(model: Any) -> set[tuple[str, str]]:

@@ -311,8 +311,6 @@ class Session:
         made = produced(run.pixels)
         record = self._record(args, facts, made, report)
         notes = (*call.notes, *self._notes, *run.notes, *differences(made, args))
-        if args.cache is not None and args.backend == "diffusers":
-            notes += (f"the cache {args.cache} was enabled",)  # others are in the report
         saved = _Saved(
             notes=notes, record={**record, **_ending(call, timings, notes, self.index.kind)}
         )
@@ -402,10 +400,12 @@ class Session:
             with (
                 watching(check),
                 given_sigmas(pipe, sigmas, by_call=by_call),
-                cached(pipe, denoisers(pipe), cache, steps_of(self.index, call)),
+                cached(pipe, denoisers(pipe), cache, steps_of(self.index, call)) as skipped,
             ):
                 steps = _once_a_step(on_step)
                 run = _denoise(pipe, self.index, args, call, timings, stream, steps)
+            if skipped is not None:
+                run = replace(run, notes=(*run.notes, skipped.note()))
             return run, call, handle.report()
         finally:
             if handle is not None:
