@@ -7,14 +7,17 @@ line: what was typed, and what is valid.
 
 import errno
 import io
+import logging
 import os
 import re
 import signal
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from enum import Enum
 from types import FrameType
 from typing import Annotated, Any
 
@@ -44,7 +47,17 @@ attention.app.add_typer(sta.app, name="sta")
 app.add_typer(attention.app, name="attention")
 
 
-_TRACEBACK = "--traceback"
+# Both may stand behind the command's name, too.
+_TRACEBACK, _LOG_LEVEL = "--traceback", "--log-level"
+
+
+class LogLevel(str, Enum):
+    """What is said of a run on stderr."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
 
 
 def _print_version(wanted: bool) -> None:
@@ -65,8 +78,35 @@ def _root(
         bool,
         typer.Option(_TRACEBACK, help="Print all of an error, also behind the command's name."),
     ] = False,
+    log_level: Annotated[
+        LogLevel,
+        typer.Option(_LOG_LEVEL, help="How much is said on stderr; error: errors alone."),
+    ] = LogLevel.WARNING,
 ) -> None:
     """Run diffusion pipelines on the attention backend of your choice, and say which one ran."""
+    if log_level is not LogLevel.WARNING:
+        _set_log_level(log_level)
+
+
+def _set_log_level(level: LogLevel) -> None:
+    """Say more of what this package does, or nothing but errors, whoever has something to say."""
+    if level is LogLevel.ERROR:
+        logging.disable(logging.WARNING)
+        warnings.simplefilter("ignore")
+        return
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("multimodal_gen").setLevel(level.upper())
+
+
+def _global_first(arguments: Sequence[str]) -> list[str]:
+    """Return arguments with the options of all commands in front of the command's name."""
+    rest, first = list(arguments), []
+    for name, number in ((_TRACEBACK, 1), (_LOG_LEVEL, 2)):
+        while name in rest:
+            at = rest.index(name)
+            first += rest[at : at + number]
+            del rest[at : at + number]
+    return [*first, *rest]
 
 
 # Typer brings click's exceptions from click or, in later releases, from a copy inside itself; of
@@ -91,8 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         more. Any other exception is a defect and keeps its traceback.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    wants_traceback = _TRACEBACK in arguments
-    arguments = [argument for argument in arguments if argument != _TRACEBACK]
+    arguments = _global_first(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):  # a prompt may have what a terminal does not
         sys.stdout.reconfigure(errors="backslashreplace")
     with _noting_interrupts() as interrupts:
@@ -101,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             command = typer.main.get_command(app)
             if not arguments:  # what shells ask for completions with has none
                 command._main_shell_completion({}, _program_name())
-            with command.make_context(_program_name(), arguments) as context:
+            with command.make_context(_program_name(), list(arguments)) as context:
                 command.invoke(context)
             if sys.stdout is not None:  # it is None where it was closed
                 sys.stdout.flush()  # a full disk behind it shows only now
@@ -113,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if interrupts or isinstance(error, KeyboardInterrupt):
                 typer.echo("interrupted", err=True)
                 return 130
-            if wants_traceback:
+            if _TRACEBACK in arguments:
                 traceback.print_exception(error)
             return _failed(error, arguments)
     return 0

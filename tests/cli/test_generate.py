@@ -164,7 +164,9 @@ def test_a_step_cache_is_set_and_reported_and_a_wrong_one_refused(
     outcome = sglang(*command, *size, *cache)
     assert outcome.code == 0, outcome.err
     assert "note: transformer: FirstBlockCacheConfig(threshold=10.0) was enabled" in outcome.out
-    assert re.search(r"note: the cache first_block:threshold=10 skipped \d+% of \d+ calls", outcome.out)
+    assert re.search(
+        r"note: the cache first_block:threshold=10 skipped \d+% of \d+ calls", outcome.err
+    )
     assert "did not run: transformer.self, layers 1" in outcome.out
     assert "in 2 of 3 calls of the model, in steps 1-2" in outcome.out
     record = json.loads((tmp_path / "flux-seed0.json").read_text())

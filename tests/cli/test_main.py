@@ -279,3 +279,29 @@ def test_a_pipe_that_nobody_reads_is_said_by_generate(monkeypatch, sglang) -> No
     done = sglang("generate", "--model-path", "m", "--prompt", "a fox")
     assert done.code == 1
     assert done.err == "nobody reads the output any more; files that are written stay\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"), [((), True), (("--log-level", "error"), False)], ids=["usual", "errors"]
+)
+def test_warnings_are_said_unless_only_errors_are_asked_for(flags, said, tmp_path) -> None:
+    code = (
+        "import logging, sys, warnings\n"
+        "from multimodal_gen.cli import main as module\n"
+        "@module.app.command()\n"
+        "def probe() -> None:\n"
+        "    logging.getLogger('of.another').warning('a warning')\n"
+        "    warnings.warn('another')\n"
+        f"sys.exit(module.main(['probe', *{flags!r}]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert ("a warning" in done.stderr) == ("another" in done.stderr) == said
+
+
+def test_a_level_that_there_is_not_is_one_line(sglang) -> None:
+    outcome = sglang("attention", "list", "--log-level", "loud")
+    assert outcome.code == 2
+    assert (
+        "--log-level must be one of 'debug', 'info', 'warning', 'error', got 'loud'" in outcome.err
+    )
