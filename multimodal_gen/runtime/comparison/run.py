@@ -326,7 +326,7 @@ class Comparison:
             self._progress.skip(len(left))
         return failure
 
-    def _cached(self, configuration: Configuration) -> AbstractContextManager[None]:
+    def _cached(self, configuration: Configuration) -> AbstractContextManager[object]:
         """Enable the cache of a configuration on the denoisers in a `with` block."""
         pipe, steps = self._pipe, None
         if configuration.cache is not None:
