@@ -27,6 +27,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
+from typing_extensions import override
 
 from multimodal_gen.runtime.generator.denoise import Denoised
 
@@ -206,8 +207,8 @@ class _Helios(Taken):
         finally:
             del vae.decode
 
+    @override
     def before_forward(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `Taken.before_forward`."""
         self._prompt = self.prompt_from(self.num_latents)
         if self._given and self._first is None:  # as the model reads it, noise included
             self._first = arguments["latents_history_short"][:, :, :1].float()
@@ -291,8 +292,8 @@ class Followed(Taken):
 class _AnyFlowFAR(Followed):
     """Chunks of a pipeline that encodes the past anew after each of them."""
 
+    @override
     def before_forward(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `Taken.before_forward`."""
         chunks, text = arguments["chunk_partition"], arguments["encoder_hidden_states"]
         past = sum(chunks[:-1])
         if arguments["kv_cache_flag"]["is_cache_step"]:
@@ -385,8 +386,8 @@ class SkyReels(Followed):
         every = torch.cat([self._last, new], dim=2) if self._last.numel() else new
         self._last = every[:, :, max(0, every.shape[2] - self._overlap) :].clone()
 
+    @override
     def before_forward(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `Taken.before_forward`."""
         return self.text_from(arguments, self.prompt_from(self.num_latents))
 
 
