@@ -212,7 +212,7 @@ def _of_diffusers(diffusers: Any, name: str) -> Any:
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        package = _blamed_for(cause)
+        package = blamed_for(cause, "multimodal_gen")
         where, remedy = (
             "",
             "reinstall what is broken, e.g. with: pip install 'multimodal_gen[video]'",
@@ -229,15 +229,16 @@ def _of_diffusers(diffusers: Any, name: str) -> Any:
         ) from error
 
 
-def _blamed_for(error: BaseException) -> str:
+def blamed_for(error: BaseException, *callees: str) -> str:
     """Return the package in whose code an error was raised, or an empty string.
 
-    torch and the standard library only say what is wrong with those that call them.
+    torch and the standard library only say what is wrong with those that call them; so do
+    `callees`.
     """
     frames = traceback.walk_tb(error.__traceback__)
     packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in frames]
-    callees = {"torch", "multimodal_gen", *sys.stdlib_module_names}
-    return next((name for name in reversed(packages) if name not in callees), "")
+    passed = {"torch", *callees, *sys.stdlib_module_names}
+    return next((name for name in reversed(packages) if name not in passed), "")
 
 
 def _locate(model_path: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from multimodal_gen.errors import MultimodalGenError, UsageError, first_line, is_out_of_memory
-from multimodal_gen.runtime.generator.index import described
+from multimodal_gen.runtime.generator.index import blamed_for, described
 
 _DISPATCH = "diffusers.models.attention_dispatch"
 _REFUSING = (
@@ -94,8 +94,7 @@ def failure_explained(pipe: Any) -> Iterator[None]:
         yield
     except Exception as error:
         known = isinstance(error, MultimodalGenError) or is_out_of_memory(error)
-        raiser = next((m for m in reversed(_modules(error)) if not m.startswith("torch.")), "")
-        if known or raiser.partition(".")[0] not in _LIBRARIES:
+        if known or blamed_for(error) not in _LIBRARIES:
             raise
         name, pipeline = _component_at_fault(error, pipe), type(pipe).__name__
         raise UsageError(
