@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum
+from itertools import islice
 from types import FrameType
 from typing import Annotated, Any
 
@@ -100,12 +101,14 @@ def _set_log_level(level: LogLevel) -> None:
 
 def _global_first(arguments: Sequence[str]) -> list[str]:
     """Return arguments with the options of all commands in front of the command's name."""
-    rest, first = list(arguments), []
-    for name, number in ((_TRACEBACK, 1), (_LOG_LEVEL, 2)):
-        while name in rest:
-            at = rest.index(name)
-            first += rest[at : at + number]
-            del rest[at : at + number]
+    first: list[str] = []
+    rest: list[str] = []
+    following = iter(arguments)
+    for argument in following:
+        is_global = argument.partition("=")[0] in (_TRACEBACK, _LOG_LEVEL)
+        (first if is_global else rest).append(argument)
+        if argument == _LOG_LEVEL:
+            first += islice(following, 1)
     return [*first, *rest]
 
 

@@ -282,7 +282,9 @@ def test_a_pipe_that_nobody_reads_is_said_by_generate(monkeypatch, sglang) -> No
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"), [((), True), (("--log-level", "error"), False)], ids=["usual", "errors"]
+    ("flags", "said"),
+    [((), True), (("--log-level", "error"), False), (("--log-level=error",), False)],
+    ids=["usual", "errors", "errors by ="],
 )
 def test_warnings_are_said_unless_only_errors_are_asked_for(flags, said, tmp_path) -> None:
     code = (
