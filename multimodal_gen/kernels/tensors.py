@@ -55,7 +55,7 @@ def usable_device(name: str, device: object) -> torch.device:
             f"`{name}` must be a torch device of this machine, got {device!r} "
             f"({first_line(error).partition('. ')[0]})"
         ) from error
-    return torch.device(found)
+    return found
 
 
 def check_keep(keep: torch.Tensor | None, tokens: torch.Tensor) -> None:

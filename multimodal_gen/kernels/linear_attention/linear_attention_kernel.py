@@ -409,11 +409,9 @@ def _left_out(plan: BlockPlan, batch: int, heads: int, dtype: torch.dtype) -> to
     """Return 1 for the blocks that a row leaves out, else 0: [B, H, Nq, Nk]."""
     num = plan.kv.num
     every = torch.ones((*plan.indices.shape[:3], num), dtype=dtype, device=plan.device)
-    slots = torch.arange(plan.indices.shape[3], device=plan.device)
-    valid = slots < plan.counts.unsqueeze(-1)
     # What is past the count repeats the first entry; of an empty row, nothing is taken out.
     first = plan.indices[..., :1].clamp(0, num - 1)
-    chosen = torch.where(valid, plan.indices, first).long()
+    chosen = torch.where(plan.valid_slots(), plan.indices, first).long()
     kept = torch.where(plan.counts.unsqueeze(-1) > 0, 0.0, 1.0).to(dtype)
     left = every.scatter_(-1, chosen, kept.expand(chosen.shape))
     return left.expand(batch, heads, -1, -1)

@@ -179,13 +179,10 @@ def add_unselected_reference(
     batch, _, heads, _ = query.shape
     inside = _token_weights(plan.kv, key.device)
     starts, lengths = (x[0, 0].tolist() for x in plan.q.bounds(key.device))
-    slots = torch.arange(plan.indices.shape[3], device=key.device)
+    kept = plan.block_mask(plan.kv.num)
     result = out.clone()
     for i, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-        valid = slots < plan.counts[:, :, i, None]
-        chosen = torch.where(valid, plan.indices[:, :, i], plan.kv.num).long()
-        left = torch.ones(*chosen.shape[:2], plan.kv.num + 1, device=key.device, dtype=torch.bool)
-        left = left.scatter(-1, chosen, False)[..., :-1].expand(batch, heads, -1)
+        left = ~kept[:, :, i].expand(batch, heads, -1)
         counted = (left.unsqueeze(-1) & inside.unsqueeze(1)).any(2).transpose(1, 2)
         rows = slice(start, start + length)
         state = _state(key, value, counted, feature_map)
