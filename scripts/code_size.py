@@ -38,7 +38,7 @@ CEILINGS = {
     "chain sliding_tile_attn": 9,
     "chain Ulysses": 8,
     "chain apply": 8,
-    "chain text to bound layer": 20,
+    "chain text to bound layer": 15,
 }
 """Figure -> the most it may be."""
 

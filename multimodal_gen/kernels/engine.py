@@ -7,7 +7,7 @@ the call.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias, TypedDict
@@ -223,6 +223,7 @@ class Operation:
         )
 
 
+@dataclass(slots=True, eq=False)
 class SelectedKernel:
     """The kernel that was selected for a layer, and what ran in its calls and backward passes.
 
@@ -232,17 +233,11 @@ class SelectedKernel:
             fastest kernel that can serves them, and `fallbacks` tells.
     """
 
-    __slots__ = ("_counted", "_fallbacks", "_gradients", "name", "named")
-
-    def __init__(self, name: str, *, named: bool = False) -> None:
-        self.name = name
-        self.named = named
-        self._fallbacks: dict[tuple[str, str], int] = {}
-        self._gradients: set[tuple[str, str]] = set()
-        self._counted = False
-
-    def __repr__(self) -> str:
-        return f"SelectedKernel({self.name!r}, named={self.named})"
+    name: str
+    named: bool = field(default=False, kw_only=True)
+    _fallbacks: dict[tuple[str, str], int] = field(default_factory=dict, init=False, repr=False)
+    _gradients: set[tuple[str, str]] = field(default_factory=set, init=False, repr=False)
+    _counted: bool = field(default=False, init=False, repr=False)
 
     def begin_call(self) -> None:
         """Tell that a call of the layer begins; what it computes in parts is counted once."""

@@ -9,12 +9,12 @@ import torch
 from typing_extensions import override
 
 from multimodal_gen.kernels.requirements import HeadSizes
-from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
-from multimodal_gen.runtime.layers.attention.backends.common import (
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
+    AttentionImpl,
     DenseBackend,
     DenseImpl,
-    refuse_grad,
 )
+from multimodal_gen.runtime.layers.attention.backends.common import refuse_grad
 from multimodal_gen.runtime.layers.attention.backends.declaration import (
     BASIC,
     Variant,

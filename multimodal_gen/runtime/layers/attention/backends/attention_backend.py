@@ -3,15 +3,23 @@
 Shapes: B batch, S tokens, H heads, D head size, T packed tokens; public tensors are [B, S, H, D].
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from pkgutil import resolve_name
 from types import MappingProxyType
-from typing import ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
+from typing_extensions import override
 
 from multimodal_gen.kernels.engine import SelectedKernel
 from multimodal_gen.kernels.requirements import PackageProbe, platform_reason
+from multimodal_gen.runtime.layers.attention.backends.common import (
+    align_rows,
+    attend_to_nothing,
+    refuse_mask,
+)
 from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.config import BackendConfig
 from multimodal_gen.runtime.layers.attention.request import AttentionRequest, LayerSite
@@ -187,6 +195,89 @@ class AttentionImpl(ABC):
         return Facts()
 
 
+class DenseImpl(AttentionImpl):
+    """Dense attention through a library, which may leave some of bottom-right causality to us.
+
+    Subclasses write `_attend`. It gets no causal call with more queries than keys, whose first
+    queries see no key; where `only_square`, it gets only causal calls of as many.
+
+    Attributes:
+        label: the backend's name in errors.
+        function: "module:name" of the library's function, which is imported with the layer and
+            then called as `self.run`; "" where a subclass finds its own.
+        only_square: whether the library is right about causality for equal lengths only.
+    """
+
+    label: ClassVar[str]
+    function: ClassVar[str] = ""
+    only_square: bool = False
+    run: Callable[..., Any]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.function:
+            self.run = resolve_name(self.function)
+
+    @abstractmethod
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return output and log-sum-exp as `forward_lse` does.
+
+        The latter may be None where `lse` is false or the variant declares none.
+        """
+
+    def _attend_masked(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the output under a mask as `forward` takes it."""
+        refuse_mask(mask, self.label)
+        raise AssertionError("refused above")
+
+    @override
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        context: ForwardContext | None = None,
+        *,
+        attn_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if attn_mask is not None:
+            return self._attend_masked(query, key, value, attn_mask)
+        attend = self._attend_aligned if self.causal else self._attend
+        return attend(query, key, value, lse=False)[0]
+
+    @override
+    def forward_lse(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        keep: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        refuse_mask(keep, self.label)
+        if not (query.numel() and key.numel()):
+            return attend_to_nothing(query, value)  # torch's CPU operator divides by zero
+        attend = self._attend_aligned if self.causal else self._attend
+        out, lse = attend(query, key, value, lse=True)
+        if lse is None:
+            return super().forward_lse(query, key, value)
+        return out, lse
+
+    def _attend_aligned(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return output and log-sum-exp of a causal call."""
+        num_queries, num_keys = query.shape[1], key.shape[1]
+        if num_queries == num_keys or (num_queries < num_keys and not self.only_square):
+            return self._attend(query, key, value, lse=lse)
+        out, stats = self._attend(align_rows(query, num_keys), key, value, lse=lse)
+        out = align_rows(out, num_queries)
+        return out, None if stats is None else align_rows(stats, num_queries, 2, -math.inf)
+
+
 DenseLimits: TypeAlias = Mapping[str, tuple[tuple[int, float], ...]]
 """Kernel -> (tokens of a block from which on it holds, share of pairs), ascending."""
 
@@ -314,3 +405,18 @@ class AttentionBackend(ABC):
     def reasons_against_auto(cls, request: AttentionRequest) -> tuple[str, ...]:
         """Return why a supported backend should still not be chosen unasked; usually nothing."""
         return ()
+
+
+class DenseBackend(AttentionBackend):
+    """A backend whose implementation stands in the file of its declaration.
+
+    Attributes:
+        impl: the implementation.
+    """
+
+    impl: ClassVar[type[AttentionImpl]]
+
+    @override
+    @classmethod
+    def get_impl_cls(cls) -> type[AttentionImpl]:
+        return cls.impl

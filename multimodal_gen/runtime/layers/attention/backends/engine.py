@@ -19,7 +19,6 @@ from multimodal_gen.kernels.engine import (
     AUTO,
     QUANTIZED,
     Operation,
-    SelectedKernel,
     e4m3_reason,
 )
 from multimodal_gen.kernels.requirements import Capability, HeadSizes, PackageProbe
@@ -86,17 +85,6 @@ def engine_variants(
         )
         found.append(variant)
     return tuple(found)
-
-
-def selected_kernel(variant: str, config: BackendConfig | None) -> SelectedKernel:
-    """Return what an implementation passes to an engine as `kernel`.
-
-    Args:
-        variant: name of the variant that selection chose; "" for a layer built without selection.
-        config: the backend's configuration; a kernel that it names refuses calls it cannot serve.
-    """
-    asked = getattr(config, "kernel", AUTO)
-    return SelectedKernel(variant or asked, named=asked != AUTO)
 
 
 def upstream_variant(

@@ -15,13 +15,12 @@ from typing_extensions import Unpack, override
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.engine import FLASH_ATTN_4, records_gradient
 from multimodal_gen.kernels.requirements import Capability, HeadSizes
-from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
-from multimodal_gen.runtime.layers.attention.backends.common import (
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
+    AttentionImpl,
     DenseBackend,
     DenseImpl,
-    Segments,
-    refuse_grad,
 )
+from multimodal_gen.runtime.layers.attention.backends.common import Segments, refuse_grad
 from multimodal_gen.runtime.layers.attention.backends.declaration import (
     BASIC,
     CUDA_ONLY,

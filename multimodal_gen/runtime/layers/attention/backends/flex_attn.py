@@ -17,13 +17,12 @@ from typing_extensions import override
 from multimodal_gen.kernels.engine import records_gradient
 from multimodal_gen.kernels.requirements import HeadSizes
 from multimodal_gen.kernels.static_cache import static_cache
-from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
-from multimodal_gen.runtime.layers.attention.backends.common import (
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
+    AttentionImpl,
     DenseBackend,
     DenseImpl,
-    attend_to_nothing,
-    unit_stride,
 )
+from multimodal_gen.runtime.layers.attention.backends.common import attend_to_nothing, unit_stride
 from multimodal_gen.runtime.layers.attention.backends.declaration import (
     BASIC,
     CUDA_ONLY,

@@ -17,10 +17,12 @@ from multimodal_gen.kernels.engine import QUANTIZED
 from multimodal_gen.kernels.quantized_attention.api import quantized_attention
 from multimodal_gen.kernels.requirements import Capability, HeadSizes
 from multimodal_gen.kernels.tensors import place_of
-from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
-from multimodal_gen.runtime.layers.attention.backends.common import (
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
+    AttentionImpl,
     DenseBackend,
     DenseImpl,
+)
+from multimodal_gen.runtime.layers.attention.backends.common import (
     attend_to_nothing,
     expand_kv,
     refuse_grad,

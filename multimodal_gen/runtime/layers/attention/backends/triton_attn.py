@@ -12,13 +12,12 @@ from typing_extensions import override
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.engine import AUTO, BLOCK_SPARSE, SelectedKernel
 from multimodal_gen.kernels.tensors import loadable
-from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
-from multimodal_gen.runtime.layers.attention.backends.common import (
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
+    AttentionImpl,
     DenseBackend,
     DenseImpl,
-    attend_to_nothing,
-    refuse_mask,
 )
+from multimodal_gen.runtime.layers.attention.backends.common import attend_to_nothing, refuse_mask
 from multimodal_gen.runtime.layers.attention.backends.declaration import (
     ALL_ROLES,
     BASIC,

@@ -11,13 +11,12 @@ from typing_extensions import Unpack, override
 
 from multimodal_gen.errors import UnsupportedBackendError
 from multimodal_gen.kernels.requirements import HeadSizes
-from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
-from multimodal_gen.runtime.layers.attention.backends.common import (
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
+    AttentionImpl,
     DenseBackend,
     DenseImpl,
-    Segments,
-    refuse_grad,
 )
+from multimodal_gen.runtime.layers.attention.backends.common import Segments, refuse_grad
 from multimodal_gen.runtime.layers.attention.backends.declaration import (
     MERGEABLE,
     Variant,

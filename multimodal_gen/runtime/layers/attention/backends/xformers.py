@@ -6,10 +6,12 @@ import torch
 from typing_extensions import override
 
 from multimodal_gen.kernels.requirements import Capability, HeadSizes
-from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
-from multimodal_gen.runtime.layers.attention.backends.common import (
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
+    AttentionImpl,
     DenseBackend,
     DenseImpl,
+)
+from multimodal_gen.runtime.layers.attention.backends.common import (
     expand_kv,
     refuse_grad,
     unit_stride,

@@ -1,6 +1,8 @@
 """When dense attention is faster than a sparse method: what was measured, and what calls teach."""
 
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -13,6 +15,7 @@ from multimodal_gen.runtime.managers.forward_context import ForwardContext
 _FIRST_PAUSE = 16
 
 
+@dataclass(slots=True, eq=False)
 class KeptTooMuch:
     """What a layer learns of its calls whose share of pairs the data decide.
 
@@ -21,11 +24,11 @@ class KeptTooMuch:
     is dense depends on the data alone. Calls in a CUDA graph neither learn nor change.
     """
 
-    def __init__(self) -> None:
-        self._tried: tuple[str | None, int] | None = None  # request, step
-        self._limit = 1.0
-        self._answers: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
-        self._pause, self._dense_until = _FIRST_PAUSE, -1
+    _tried: tuple[str | None, int] | None = None  # request, step
+    _limit: float = 1.0
+    _answers: list[tuple[torch.Tensor, torch.cuda.Event | None]] = field(default_factory=list)
+    _pause: int = _FIRST_PAUSE
+    _dense_until: int = -1
 
     def learn(self, above: torch.Tensor, limit: float, context: ForwardContext) -> None:
         """Note whether a call kept too much; does not wait for the device.
@@ -82,29 +85,33 @@ class KeptTooMuch:
 _MOST_RUNS = 256
 
 
+@dataclass(eq=False)
 class DenseAbove:
     """Which calls of a layer are dense because its method keeps too much.
 
-    Args:
+    Attributes:
         label: the method's name, for reasons.
         given: the parameter `dense_above`: the share of pairs from which on calls are dense; None
             for what was measured.
         measured: that share by the tokens of a block of keys from which on it holds.
     """
 
-    def __init__(
-        self, label: str, given: float | None, measured: tuple[tuple[int, float], ...]
-    ) -> None:
-        self._label, self._given, self._measured = label, given, measured
-        self._reasons: dict[Hashable, str | None] = {}
-        self._kept_too_much = KeptTooMuch()
-        self.never = self.limit(0) is None
+    label: str = ""
+    given: float | None = None
+    measured: tuple[tuple[int, float], ...] = ()
+    _reasons: dict[Hashable, str | None] = field(default_factory=dict)
+    _kept_too_much: KeptTooMuch = field(default_factory=KeptTooMuch)
+
+    @cached_property
+    def never(self) -> bool:
+        """Whether no call ever is."""
+        return self.limit(0) is None
 
     def limit(self, block: int) -> float | None:
         """Return the share of pairs above which a call is dense, by tokens of a block of keys."""
-        given = self._given
+        given = self.given
         if given is None:
-            fits = (limit for least, limit in reversed(self._measured) if block >= least)
+            fits = (limit for least, limit in reversed(self.measured) if block >= least)
             given = next(fits, None)
         return None if given is None or given >= 1 else given
 
@@ -130,15 +137,13 @@ class DenseAbove:
         limit = self._kept_too_much.limit_passed(context)
         if limit is None:
             return None
-        return (
-            f"{self._label} kept more than {limit:g} of the pairs when last tried (`dense_above`)"
-        )
+        return f"{self.label} kept more than {limit:g} of the pairs when last tried (`dense_above`)"
 
     def _known_reason(self, known: tuple[float, int] | None) -> str | None:
         limit = None if known is None else self.limit(known[1])
         if known is None or limit is None or known[0] <= limit:
             return None
-        return f"{self._label} would keep more than {limit:g} of the pairs (`dense_above`)"
+        return f"{self.label} would keep more than {limit:g} of the pairs (`dense_above`)"
 
     def learn(self, share: torch.Tensor, block: int, context: ForwardContext) -> None:
         """Note the share [] that a call keeps where data decide; see `KeptTooMuch`."""

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.skip import Skip
-from multimodal_gen.kernels.engine import BLOCK_SPARSE, SelectedKernel, records_gradient
+from multimodal_gen.kernels.engine import AUTO, BLOCK_SPARSE, SelectedKernel, records_gradient
 from multimodal_gen.kernels.tile_order.api import tile_order
 from multimodal_gen.runtime.distributed.ring import RingInputs
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
@@ -25,7 +25,6 @@ from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
 from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.backends.engine import (
     engine_variants,
-    selected_kernel,
 )
 from multimodal_gen.runtime.layers.attention.config import (
     BackendConfig,
@@ -44,7 +43,6 @@ from multimodal_gen.runtime.layers.attention.sparse.executors.ring import (
     attend_ring,
 )
 from multimodal_gen.runtime.layers.attention.sparse.pattern import mean_share
-from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import whole_tiles_only
 from multimodal_gen.runtime.layers.attention.sparse.router import Router, SparseLayer
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SparseCall,
@@ -112,13 +110,22 @@ def _limits(router: Router[Any], config: SparseConfig, kernel: SelectedKernel) -
     if type(router).group is not Router.group:
         ring = ring or "its groups are of all tokens of a head"
         cache = cache or "its groups are of the keys of one call"
-    ring = ring or whole_tiles_only(kernel)
+    ring = ring or _whole_tiles_only(kernel)
     if kernel.name in router.upstream:
         cache = cache or f"kernel {kernel.name} takes no lists of a cache"
     if getattr(config, "skip_below", None) is not None:
         ring = "skip_below compares the scores of a row over all keys in one pass"
         cache = cache or "`skip_below` is for keys of one call"
     return own._replace(ring=ring, cache=cache)
+
+
+def _whole_tiles_only(kernel: SelectedKernel) -> str | None:
+    """Return why a kernel that a user named cannot serve shards, or None."""
+    if not kernel.named or kernel.name not in BLOCK_SPARSE.names:
+        return None
+    if "ragged" in BLOCK_SPARSE.kernel(kernel.name).serves:
+        return None
+    return f"kernel {kernel.name} takes whole tiles only, and shards cut them"
 
 
 class SparseMethodImpl(AttentionImpl):
@@ -145,7 +152,8 @@ class SparseMethodImpl(AttentionImpl):
         backend = self.declaration.backend
         cls: Any = self.declaration.config_cls
         self.config = self.config if isinstance(self.config, cls) else cls()
-        kernel = self.kernel = selected_kernel(self.variant, self.config)
+        asked = getattr(self.config, "kernel", AUTO)
+        kernel = self.kernel = SelectedKernel(self.variant or asked, named=asked != AUTO)
         self.label = str(backend)
         measured = () if kernel.named else self.declaration.dense_above.get(kernel.name, ())
         self._dense_above = DenseAbove(self.label, self.config.dense_above, measured)

@@ -24,9 +24,7 @@ from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.tail import add_tail, plan_of_map
 from multimodal_gen.kernels.engine import (
     AUTO,
-    BLOCK_SPARSE,
     KernelChoice,
-    SelectedKernel,
     records_gradient,
 )
 from multimodal_gen.kernels.select.api import pool_tiles
@@ -292,15 +290,6 @@ def ring_plans(mine: Shard | None, select: Callable[[torch.Tensor], torch.Tensor
     if mine is None or mine.queries is None:
         return lambda _: None
     return partial(plan_of_lists, select(mine.tiles), mine.queries)
-
-
-def whole_tiles_only(kernel: SelectedKernel) -> str | None:
-    """Return why a kernel that a user named cannot serve shards, or None."""
-    if not kernel.named or kernel.name not in BLOCK_SPARSE.names:
-        return None
-    if "ragged" in BLOCK_SPARSE.kernel(kernel.name).serves:
-        return None
-    return f"kernel {kernel.name} takes whole tiles only, and shards cut them"
 
 
 def pool_over_ring(

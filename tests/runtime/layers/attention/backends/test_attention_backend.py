@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.runtime.layers.attention.backends.common import DenseImpl
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import DenseImpl
 from tests.helpers.inputs import make_qkv
 from tests.helpers.reference import reference_attention
 
