@@ -44,7 +44,7 @@ PAGES = REPOSITORY / "docs" / "pages"
 EXAMPLES = REPOSITORY / "configs/attention"
 
 # This package's own kernels: the layers of these methods run the first on a GPU and the last on a
-# CPU; the others get plans like theirs, in tests/gpu/test_block_sparse.py and
+# CPU; the others get plans like theirs, in tests/gpu/kernels/block_sparse/test_block_sparse.py and
 # test_quantized_attention.py.
 OWN_KERNELS = {"gluon": "SM90", "triton": "SM90", "reference": "CPU"}
 SPARSE = (

@@ -38,7 +38,7 @@ from tests.helpers.sparse import (
     video_tokens,
 )
 from tests.helpers.tolerance import assert_within_error_budget
-from tests.kernels.select_chunks.naive import naive_choice, naive_means
+from tests.kernels.select.naive_chunks import naive_choice, naive_means
 
 SIZES = {"temporal_chunk_size": 2, "spatial_chunk_size": [3, 4], "st_chunk_size": [2, 3, 4]}
 TOPK = {"moba_select_mode": "topk", "temporal_topk": 2, "spatial_topk": 2, "st_topk": 3}

@@ -31,8 +31,8 @@ from multimodal_gen.runtime.layers.attention.sparse.executors.rows import (
 )
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout, SparseCall
 from tests.helpers.tolerance import assert_within_error_budget
-from tests.kernels.select_chunks.naive import layout, unpacked
-from tests.kernels.select_rows.naive import assert_sorted, random_bits
+from tests.kernels.select.naive_chunks import layout, unpacked
+from tests.kernels.select.naive_rows import assert_sorted, random_bits
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,7 +14,7 @@ from multimodal_gen.kernels.select.row_reference import (
     select_chunks_reference,
 )
 from tests.kernels.cases import with_slow
-from tests.kernels.select_chunks.naive import layout, unpacked
+from tests.kernels.select.naive_chunks import layout, unpacked
 
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(

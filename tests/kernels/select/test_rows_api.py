@@ -14,7 +14,7 @@ from multimodal_gen.kernels.select.rows import (
     move_rows,
     sort_rows,
 )
-from tests.kernels.select_rows.naive import assert_sorted, random_bits
+from tests.kernels.select.naive_rows import assert_sorted, random_bits
 
 ROWS = 128  # of a block
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.select.row_reference import Rule
 from multimodal_gen.kernels.select.rows import ChunkMeans, chunk_means, select_chunks
-from tests.kernels.select_chunks.naive import (
+from tests.kernels.select.naive_chunks import (
     layout,
     naive_choice,
     naive_means,

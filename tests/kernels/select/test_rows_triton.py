@@ -12,7 +12,7 @@ from multimodal_gen.kernels.select.row_reference import (
     SortedRows,
     merge_parts_reference,
 )
-from tests.kernels.select_rows.naive import assert_sorted, random_bits
+from tests.kernels.select.naive_rows import assert_sorted, random_bits
 
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(
