@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from multimodal_gen.cli.describe import describe
-from multimodal_gen.cli.options import AsJson, Settings, takes
+from multimodal_gen.cli.options import AsJson, Settings, number_of, takes
 from multimodal_gen.cli.table import Row, echo, table, wrapped
 from multimodal_gen.runtime.backend_names import ROLES
 from multimodal_gen.runtime.server_args import SETTINGS, ServerArgs
@@ -47,10 +47,19 @@ _ROLE = Setting(
 @takes(_DTYPE, _ROLE)
 def list_backends(
     head_size: Annotated[
-        int, typer.Option("--head-size", metavar="N", min=1, help="Channels per head of the layer.")
+        int,
+        typer.Option(
+            "--head-size",
+            metavar="N",
+            parser=number_of("--head-size", int, 1),
+            help="Channels per head of the layer.",
+        ),
     ] = 128,
     heads: Annotated[
-        int, typer.Option("--heads", metavar="N", min=1, help="Heads of the layer.")
+        int,
+        typer.Option(
+            "--heads", metavar="N", parser=number_of("--heads", int, 1), help="Heads of the layer."
+        ),
     ] = 24,
     *,
     settings: Settings,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from multimodal_gen.cli.options import AsJson, Settings, takes
+from multimodal_gen.cli.options import AsJson, Settings, number_of, takes
 from multimodal_gen.cli.table import Row, echo, table, wrapped
 from multimodal_gen.errors import UsageError
 from multimodal_gen.files import is_taken, require_writable
@@ -51,7 +51,7 @@ _TokensOption = Annotated[
     typer.Option(
         "--tokens",
         metavar="N",
-        min=1,
+        parser=number_of("--tokens", int, 1),
         help="Tokens of the denoiser with --model-path. May be repeated. Default: "
         f"{', '.join(map(str, _TOKENS))}.",
     ),
@@ -65,7 +65,13 @@ _BackendOption = Annotated[
     ),
 ]
 _RoundsOption = Annotated[
-    int, typer.Option("--rounds", metavar="N", min=1, help="How often each is timed, in turns.")
+    int,
+    typer.Option(
+        "--rounds",
+        metavar="N",
+        parser=number_of("--rounds", int, 1),
+        help="How often each is timed, in turns.",
+    ),
 ]
 _SaveOption = Annotated[
     Path | None,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from multimodal_gen.cli.options import Settings, takes
+from multimodal_gen.cli.options import Settings, number_of, takes
 from multimodal_gen.cli.prompts import PromptFile, Prompts, read_prompts
 from multimodal_gen.cli.table import Row, echo, table, wrapped
 from multimodal_gen.errors import ConfigError, UsageError
@@ -98,7 +98,7 @@ _Replayed = Annotated[
     typer.Option(
         "--replayed-steps",
         metavar="N",
-        min=0,
+        parser=number_of("--replayed-steps", int, 0),
         help="Denoising steps of a generation whose attention calls all backends are given, for "
         "errors by layer and head. Default: one in ten, up to three.",
     ),
@@ -108,7 +108,7 @@ _LayersFor = Annotated[
     typer.Option(
         "--layers-for",
         metavar="N",
-        min=1,
+        parser=number_of("--layers-for", int, 1),
         help="Prompts and seeds of which that is done, one of each prompt first. Default: all.",
     ),
 ]

@@ -9,7 +9,6 @@ import errno
 import io
 import logging
 import os
-import re
 import signal
 import sys
 import threading
@@ -17,7 +16,6 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from enum import Enum
 from itertools import islice
 from types import FrameType
 from typing import Annotated, Any
@@ -30,8 +28,10 @@ from multimodal_gen.cli.bench import bench
 from multimodal_gen.cli.compare import compare
 from multimodal_gen.cli.dotted import fold_dotted
 from multimodal_gen.cli.generate import generate
+from multimodal_gen.cli.options import reader
 from multimodal_gen.cli.recommend import recommend
 from multimodal_gen.errors import MultimodalGenError, RankError, nearest
+from multimodal_gen.settings import Setting
 
 # Plain help: with a markup mode, square brackets in help and messages would be read as styles.
 app = typer.Typer(
@@ -52,13 +52,7 @@ app.add_typer(attention.app, name="attention")
 _TRACEBACK, _LOG_LEVEL = "--traceback", "--log-level"
 
 
-class LogLevel(str, Enum):
-    """What is said of a run on stderr."""
-
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
+_LEVELS = Setting(name="log_level", choices=("debug", "info", "warning", "error"), help="")
 
 
 def _print_version(wanted: bool) -> None:
@@ -80,18 +74,23 @@ def _root(
         typer.Option(_TRACEBACK, help="Print all of an error, also behind the command's name."),
     ] = False,
     log_level: Annotated[
-        LogLevel,
-        typer.Option(_LOG_LEVEL, help="How much is said on stderr; error: errors alone."),
-    ] = LogLevel.WARNING,
+        str,
+        typer.Option(
+            _LOG_LEVEL,
+            metavar=f"<{'|'.join(_LEVELS.choices)}>",
+            parser=reader(_LEVELS),
+            help="How much is said on stderr; error: errors alone.",
+        ),
+    ] = "warning",
 ) -> None:
     """Run diffusion pipelines on the attention backend of your choice, and say which one ran."""
-    if log_level is not LogLevel.WARNING:
+    if log_level != "warning":
         _set_log_level(log_level)
 
 
-def _set_log_level(level: LogLevel) -> None:
+def _set_log_level(level: str) -> None:
     """Say more of what this package does, or nothing but errors, whoever has something to say."""
-    if level is LogLevel.ERROR:
+    if level == "error":
         logging.disable(logging.WARNING)
         warnings.simplefilter("ignore")
         return
@@ -115,10 +114,6 @@ def _global_first(arguments: Sequence[str]) -> list[str]:
 # Typer brings click's exceptions from click or, in later releases, from a copy inside itself; of
 # those it exports only this subclass of the one that stands for everything the user mistyped.
 _CommandLineError: type[Exception] = typer.BadParameter.__mro__[1]
-# What earlier releases say of a number: "0 is not in the range x>=1", or "... 1<=x<=240".
-_OUTSIDE = re.compile(r"(\S+) is not in the range (?:x>=(\S+)|(\S+)<=x<=(\S+))")
-
-
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
@@ -157,14 +152,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return 130
             if _TRACEBACK in arguments:
                 traceback.print_exception(error)
-            return _failed(error, arguments)
+            return _failed(error)
     return 0
 
 
-def _failed(error: BaseException, arguments: Sequence[str]) -> int:
+def _failed(error: BaseException) -> int:
     """Say what is wrong and return the exit status; raise `error` again where it is a defect."""
     if isinstance(error, _CommandLineError):
-        text = _described(error, arguments)
+        text = _described(error)
         typer.echo(text if "\n" in text else f"error: {text}", err=True)
         return 2
     if isinstance(error, MultimodalGenError):
@@ -186,70 +181,31 @@ def _drop_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _described(error: Any, arguments: Sequence[str]) -> str:
+def _described(error: Any) -> str:
     """Return an error in one line; in several only where it is the help that was asked for.
 
     Args:
         error: a `_CommandLineError`.
-        arguments: the arguments it is about.
     """
     context = error.ctx
     if context is None:
         return _plain(error)
     if error.message == context.get_help():  # a group without a command
         return str(error.message)
-    problem = _problem(error, arguments)
+    problem = _problem(error)
     return problem if problem.endswith("?") else f"{problem}; see `{context.command_path} --help`"
 
 
-def _problem(error: Any, arguments: Sequence[str]) -> str:
+def _problem(error: Any) -> str:
     if hasattr(error, "option_name") and hasattr(error, "possibilities"):
         valid = [name for parameter in error.ctx.command.params for name in parameter.opts]
         return f"no such option {error.option_name!r}{nearest(error.option_name, valid)}"
     parameter = getattr(error, "param", None)
     if parameter is None:
         return _plain(error)
-    name = parameter.opts[0]
     if hasattr(error, "param_type"):
-        return f"{name} must be given"
-    value = _last_value(parameter.opts, arguments)
-    return f"{name} must be {_rule(value, error.message)}"
-
-
-def _rule(value: str | None, message: str) -> str:
-    """Return what a value must be, and is, from the message of the library that checked it."""
-    text = " ".join(message.split()).removeprefix("Value error, ").rstrip(".")
-    _, one_of, choices = text.partition(" is not one of ")
-    outside = _OUTSIDE.fullmatch(text)
-    if one_of:
-        rule = f"one of {choices}"
-    elif outside:
-        number, least, low, high = outside.groups()
-        too_much = high is not None and float(number) > float(high)
-        rule = f"at most {high}" if too_much else f"at least {least or low}"
-    elif text.startswith("Input should be "):
-        rule = text.removeprefix("Input should be ").partition(", ")[0]
-        rule = rule.replace("less than or equal to", "at most")
-        rule = rule.replace("greater than or equal to", "at least")
-    else:
-        return f"valid, got {value!r}: {text}"
-    return f"{rule}, got {value!r}"
-
-
-def _last_value(names: Sequence[str], arguments: Sequence[str]) -> str | None:
-    found = list(_values(names, arguments))
-    return found[-1] if found else None
-
-
-def _values(names: Sequence[str], arguments: Sequence[str]) -> Iterator[str]:
-    for index, argument in enumerate(arguments):
-        name, equals, value = argument.partition("=")
-        if name not in names:
-            continue
-        if equals:
-            yield value
-        elif index + 1 < len(arguments):
-            yield arguments[index + 1]
+        return f"{parameter.opts[0]} must be given"
+    return str(error.message)
 
 
 def _plain(error: Any) -> str:

@@ -2,15 +2,17 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING
-from enum import Enum
+from contextlib import suppress
+from dataclasses import MISSING, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import typer
 
 from multimodal_gen.cli.completion import COMPLETIONS
-from multimodal_gen.settings import Setting
+from multimodal_gen.errors import ConfigError
+from multimodal_gen.files import MalformedError
+from multimodal_gen.settings import Setting, read_scalar
 
 Settings: TypeAlias = Mapping[str, Any]
 """What was typed, or the defaults, by name of the setting."""
@@ -74,13 +76,11 @@ def _was_given(context: typer.Context, name: str) -> bool:
 
 
 def _parameter(setting: Setting, *, required: bool) -> inspect.Parameter:
-    default, text = setting.default, setting.help
+    default, text = setting.default, setting.help + _range(setting)
     if default is MISSING:
         default = inspect.Parameter.empty if required else None
         text += "" if required else " [required, here or in --config]"
-    kind: Any = _choices(setting) if setting.choices else setting.kind
-    if setting.choices:
-        default = kind(default)
+    kind: Any = setting.kind
     if kind is Path:  # as text: of an empty one a path would make the folder one is in
         kind, default = str, None if default is None else str(default)
     if setting.many:
@@ -89,12 +89,11 @@ def _parameter(setting: Setting, *, required: bool) -> inspect.Parameter:
     flag = f"{setting.flag}/--no-{setting.flag[2:]}" if kind is bool else setting.flag
     option = typer.Option(
         *filter(None, (flag, setting.short)),
-        metavar=setting.metavar,
-        min=setting.ge,
-        max=setting.le,
+        metavar=setting.metavar or (f"<{'|'.join(setting.choices)}>" if setting.choices else None),
+        parser=reader(setting) if setting.choices or setting.kind in (int, float) else None,
         help=text,
         show_default=kind is not bool,
-        autocompletion=COMPLETIONS.get(setting.name),
+        autocompletion=COMPLETIONS.get(setting.name) or _completion(setting),
     )
     return inspect.Parameter(
         setting.name,
@@ -104,12 +103,39 @@ def _parameter(setting: Setting, *, required: bool) -> inspect.Parameter:
     )
 
 
-def _choices(setting: Setting) -> Any:
-    named: Any = Enum  # mypy wants the name spelled out
-    return named(setting.name, {choice: choice for choice in setting.choices}, type=str)
+def _range(setting: Setting) -> str:
+    if setting.ge is None:
+        return ""
+    return f" [>= {setting.ge}]" if setting.le is None else f" [{setting.ge} to {setting.le}]"
+
+
+def reader(setting: Setting) -> Callable[[Any], Any]:
+    """Return what reads one value of a flag, with this package's words for what is wrong."""
+    one = replace(setting, many=False)
+
+    def read(given: Any) -> Any:
+        value = given
+        if isinstance(given, str) and one.kind in (int, float):
+            with suppress(MalformedError):
+                value = read_scalar(given)
+        try:
+            return one.normalised(given if isinstance(value, bool) or value is None else value)
+        except ConfigError as error:
+            raise typer.BadParameter(str(error)) from None
+
+    return read
+
+
+def number_of(flag: str, kind: type, ge: float | None = None, le: float | None = None) -> Any:
+    """Return what reads a number of a flag that is no setting."""
+    return reader(Setting(help="", name=flag.removeprefix("--"), kind=kind, ge=ge, le=le))
+
+
+def _completion(setting: Setting) -> Callable[[str], list[str]] | None:
+    if not setting.choices:
+        return None
+    return lambda incomplete: [each for each in setting.choices if each.startswith(incomplete)]
 
 
 def _plain(value: object) -> object:
-    if value == []:  # how some releases say that a flag was not given
-        return None
-    return value.value if isinstance(value, Enum) else value
+    return None if value == [] else value  # how some releases say that a flag was not given

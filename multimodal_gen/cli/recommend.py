@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from multimodal_gen.cli.compare import COMPARED, STEPS, OneGpu, print_report, run_comparison
-from multimodal_gen.cli.options import AsJson, Settings, takes
+from multimodal_gen.cli.options import AsJson, Settings, number_of, takes
 from multimodal_gen.cli.prompts import PromptFile, Prompts, read_prompts
 from multimodal_gen.cli.table import echo, wrapped
 from multimodal_gen.errors import UsageError
@@ -35,16 +35,29 @@ _Folder = Annotated[
     ),
 ]
 _MinPsnr = Annotated[
-    float | None, typer.Option("--min-psnr", metavar="DB", help="Least mean PSNR, in dB.")
+    float | None,
+    typer.Option(
+        "--min-psnr",
+        metavar="DB",
+        parser=number_of("--min-psnr", float),
+        help="Least mean PSNR, in dB.",
+    ),
 ]
 _MinVmaf = Annotated[
-    float | None, typer.Option("--min-vmaf", metavar="X", help="Least mean VMAF, 0 to 100.")
+    float | None,
+    typer.Option(
+        "--min-vmaf",
+        metavar="X",
+        parser=number_of("--min-vmaf", float),
+        help="Least mean VMAF, 0 to 100.",
+    ),
 ]
 _MaxError = Annotated[
     float | None,
     typer.Option(
         "--max-error",
         metavar="X",
+        parser=number_of("--max-error", float),
         help="Largest mean relative L2 distance of the last latents. Without any limit: within "
         "the noise of dense kernels.",
     ),

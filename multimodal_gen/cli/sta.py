@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from multimodal_gen.cli.options import AsJson, Settings, takes
+from multimodal_gen.cli.options import AsJson, Settings, number_of, takes
 from multimodal_gen.cli.prompts import PromptFile, Prompts, read_prompts
 from multimodal_gen.cli.table import Row, echo, table
 from multimodal_gen.errors import ConfigError, UsageError
@@ -91,8 +91,7 @@ _TargetDensity = Annotated[
     typer.Option(
         "--target-density",
         metavar="X",
-        min=0.0,
-        max=1.0,
+        parser=number_of("--target-density", float, 0.0, 1.0),
         help="Largest share of tiles kept, over all steps, the dense ones too: windows with the "
         "least total loss. Default: the best window of each head.",
     ),
@@ -100,7 +99,10 @@ _TargetDensity = Annotated[
 _SkipTimeSteps = Annotated[
     int,
     typer.Option(
-        "--skip-time-steps", metavar="N", min=0, help="First denoising steps that stay dense."
+        "--skip-time-steps",
+        metavar="N",
+        parser=number_of("--skip-time-steps", int, 0),
+        help="First denoising steps that stay dense.",
     ),
 ]
 _Shown = Annotated[Path, typer.Argument(metavar="FILE", help="Strategy file.")]

@@ -117,18 +117,18 @@ RUN = ("generate", "--model-path", "m", "--prompt", "x")
         ((*RUN, "--seed"), "option '--seed' requires an argument"),
         ((*RUN, "--overwrite=3"), "option '--overwrite' does not take a value"),
         ((*RUN, "y"), r"got unexpected extra argument.* \(y\); see `sglang generate --help`"),
-        ((*RUN, "--height", "0"), "--height must be at least 1, got '0'; see .*"),
-        ((*RUN, "--height", "70000"), "--height must be at most 65536, got '70000'; see .*"),
-        ((*RUN, "--seed=-1"), "--seed must be .*0, got '-1'; see .*"),
-        ((*RUN, "--fps", "24", "--fps", "fast"), "--fps must be .*integer, got 'fast'; see .*"),
+        ((*RUN, "--height", "0"), "--height must be an integer >= 1, got 0; see .*"),
+        ((*RUN, "--height", "70000"), "--height must be at most 65536, got 70000; see .*"),
+        ((*RUN, "--seed=-1"), "--seed must be .*0, got -1; see .*"),
+        ((*RUN, "--fps", "24", "--fps", "fast"), "--fps must be an integer >= 1, got 'fast'; see .*"),
         ((*RUN, "--guidance-scale", ""), "--guidance-scale must be .*, got ''; see .*"),
         (
             (*RUN, "--backend", "other"),
-            "--backend must be one of 'auto', 'sglang', 'diffusers', got 'other'; "
+            "--backend must be one of auto, sglang, diffusers, got 'other'; "
             "see `sglang generate --help`",
         ),
-        (("attention", "list", "--role", "both"), "--role must be one of 'self', .*, got 'both'.*"),
-        (("attention", "list", "--head-size", "0"), "--head-size must be .*1, got '0'; see .*"),
+        (("attention", "list", "--role", "both"), "--role must be one of self, .*, got 'both'.*"),
+        (("attention", "list", "--head-size", "0"), "--head-size must be .*1, got 0; see .*"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -139,21 +139,6 @@ def test_a_usage_error_is_one_line_with_what_was_typed_and_exits_with_2(
     assert (outcome.code, outcome.out) == (2, "")
     (line,) = outcome.err.splitlines()
     assert re.fullmatch("error: " + message.replace("?", r"\?"), line), line
-
-
-@pytest.mark.parametrize(
-    ("message", "rule"),
-    [
-        ("0 is not in the range x>=1.", "at least 1"),
-        ("0 is not in the range 1<=x<=240.", "at least 1"),
-        ("241 is not in the range 1<=x<=240.", "at most 240"),
-        ("Input should be greater than or equal to 1", "at least 1"),
-        ("Input should be less than or equal to 240", "at most 240"),
-        ("'x' is not one of 'a', 'b'.", "one of 'a', 'b'"),
-    ],
-)
-def test_what_a_value_must_be_reads_the_same_in_every_release_of_typer(message, rule) -> None:
-    assert main_module._rule("given", message) == f"{rule}, got 'given'"
 
 
 def test_an_error_of_the_package_is_one_line(sglang, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,6 +289,4 @@ def test_warnings_are_said_unless_only_errors_are_asked_for(flags, said, tmp_pat
 def test_a_level_that_there_is_not_is_one_line(sglang) -> None:
     outcome = sglang("attention", "list", "--log-level", "loud")
     assert outcome.code == 2
-    assert (
-        "--log-level must be one of 'debug', 'info', 'warning', 'error', got 'loud'" in outcome.err
-    )
+    assert "--log-level must be one of debug, info, warning, error, got 'loud'" in outcome.err
