@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.skip import Skip
-from multimodal_gen.kernels.engine import BLOCK_SPARSE, SelectedKernel, records_gradient
+from multimodal_gen.kernels.engine import AUTO, BLOCK_SPARSE, SelectedKernel, records_gradient
 from multimodal_gen.kernels.tile_order.api import tile_order
 from multimodal_gen.runtime.distributed.ring import RingInputs
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
@@ -45,16 +45,13 @@ from multimodal_gen.runtime.layers.attention.sparse.executors.ring import (
 )
 from multimodal_gen.runtime.layers.attention.sparse.pattern import mean_share
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import whole_tiles_only
-from multimodal_gen.runtime.layers.attention.sparse.router import Router, SparseLayer
+from multimodal_gen.runtime.layers.attention.sparse.router import ANY_GRID, Router, SparseLayer
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SparseCall,
     fit_tile,
     layout_of,
 )
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
-
-_ANY_GRID = (1 << 20, 1 << 20, 1 << 20)
-
 
 SPARSE_FEATURES = frozenset({Feature.GQA, Feature.KEY_MASK, Feature.RING})
 """What a method can honour that leaves the rest to executors."""
@@ -75,7 +72,7 @@ class SparseBackend(AttentionBackend):
     @classmethod
     def block_sizes(cls, config: BackendConfig | None) -> tuple[int, int]:
         """Return the tokens of a block of queries and of keys."""
-        cut = cls.router().cut(cls._given(config), _ANY_GRID)
+        cut = cls.router().cut(cls._given(config), ANY_GRID)
         return math.prod(cut.tile), math.prod(cut.of_keys)
 
     @classmethod
@@ -113,7 +110,7 @@ def _limits(router: Router[Any], config: SparseConfig, kernel: SelectedKernel) -
         ring = ring or "its groups are of all tokens of a head"
         cache = cache or "its groups are of the keys of one call"
     ring = ring or whole_tiles_only(kernel)
-    if kernel.name in router.upstream:
+    if kernel.name not in (AUTO, *BLOCK_SPARSE.names):
         cache = cache or f"kernel {kernel.name} takes no lists of a cache"
     if getattr(config, "skip_below", None) is not None:
         ring = "skip_below compares the scores of a row over all keys in one pass"

@@ -60,9 +60,8 @@ from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     layout_of,
     shard_of,
 )
+from multimodal_gen.runtime.layers.attention.sparse.windows import Window
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
-
-_Grid = tuple[int, int, int]
 
 # Rows and keys of a block where everything is attended to: what the engine is fastest with.
 _DENSE_BLOCK = 384
@@ -100,31 +99,24 @@ class RingTail(NamedTuple):
     kept: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ShardKeys:
     """The keys of a shard as they travel: masked ones behind the others of their block.
 
-    Attributes:
+    Args:
         shard: the shard.
-        blocks: what its blocks hold of kept keys.
-        index: the order the keys travel in, int32 [S] or [B, S].
         keep: bool [B, S], or None.
         is_own: whether it is the shard of the rank that attends.
+
+    Attributes:
+        index: the order the keys travel in, int32 [S] or [B, S].
+        blocks: what its blocks hold of kept keys.
     """
 
-    shard: Shard
-    blocks: Blocks
-    index: torch.Tensor
-    keep: torch.Tensor | None
-    is_own: bool
-
-    @classmethod
-    def of(cls, shard: Shard, keep: torch.Tensor | None, *, is_own: bool = False) -> "ShardKeys":
-        """Return the keys of a shard of which some may be masked."""
-        index, blocks = shard.keys.index, shard.keys.blocks
+    def __init__(self, shard: Shard, keep: torch.Tensor | None, *, is_own: bool = False) -> None:
+        self.shard, self.keep, self.is_own = shard, keep, is_own
+        self.index, self.blocks = shard.keys.index, shard.keys.blocks
         if keep is not None:
-            index, blocks = kept_first(index, blocks, keep)
-        return cls(shard=shard, blocks=blocks, index=index, keep=keep, is_own=is_own)
+            self.index, self.blocks = kept_first(self.index, self.blocks, keep)
 
     def ordered(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the shard's keys and values as they travel."""
@@ -195,7 +187,7 @@ def own_queries(inputs: RingInputs) -> torch.Tensor:
 def shards_of(
     layout: SequenceLayout,
     call: RingCall,
-    tile: _Grid,
+    tile: Window,
     device: torch.device,
     *,
     cells: int = 1,
@@ -470,7 +462,7 @@ def attend_ring_shards(
     """
     call, me = inputs.call, inputs.call.group.index
     held: dict[int | None, ShardKeys] = {
-        owner: ShardKeys.of(shard, call.keep_of(owner), is_own=owner == me)
+        owner: ShardKeys(shard, call.keep_of(owner), is_own=owner == me)
         for owner, shard in enumerate(shards)
         if shard is not None
     }
@@ -487,7 +479,7 @@ def attend_ring_shards(
     shared: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     if inputs.shared_key is not None and inputs.shared_value is not None:
         text = text_shard(inputs.shared_key.shape[1], query.device)
-        held[None] = ShardKeys.of(text, call.shared_keep)
+        held[None] = ShardKeys(text, call.shared_keep)
         shared = held[None].ordered(inputs.shared_key, inputs.shared_value)
     dense = partial(_block_sparse, scale=scale, kernel=kernel)
     parts = _Parts(attend=attend, dense=dense, held=held, video=rows)

@@ -9,7 +9,7 @@ Shapes: B batch, S tokens, H heads, D head size.
 
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -18,7 +18,6 @@ from multimodal_gen.kernels.block_sparse.slots import CacheCut, KeptChunks
 from multimodal_gen.kernels.engine import BLOCK_SPARSE
 from multimodal_gen.kernels.select.row_reference import Rule
 from multimodal_gen.kernels.select.rows import select_chunks
-from multimodal_gen.kernels.tile_order.api import TileOrder
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import DenseLimits
 from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.backends.engine import (
@@ -222,14 +221,15 @@ class VMoBARouter(Router[VMoBAConfig]):
         return select_chunks(stats.query, stats.chunks, stats.own, rule, keep=stats.keep)
 
     def attend_upstream(
-        self, settings: VMoBAConfig, call: SparseCall, order: TileOrder
+        self, settings: VMoBAConfig, call: SparseCall, keys: Any, select: Any
     ) -> torch.Tensor | None:
         """Return what the authors' kernel computes, where it was asked for."""
         if call.kernel.name != UPSTREAM:
             return None
         rule, keeps_own = self._rule(settings), settings.only_own_chunk == "keep"
-        keeps_own = keeps_own and rule.keeps_own_only(len(order.starts))
-        return attend_upstream(call, order, rule, keeps_own=keeps_own, backend=self.layer.label)
+        keeps_own = keeps_own and rule.keeps_own_only(len(keys.order.starts))
+        label = self.layer.label
+        return attend_upstream(call, keys.order, rule, keeps_own=keeps_own, backend=label)
 
     def check_run(self, settings: VMoBAConfig, context: ForwardContext) -> None:
         """Refuse settings for another latent grid, as a call would."""
@@ -258,7 +258,7 @@ class VMoBARouter(Router[VMoBAConfig]):
     def limits(self, settings: VMoBAConfig) -> Limits:
         """What is ranked together must be in one place."""
         scope = settings.moba_threshold_type
-        ring = ulysses = cache = None
+        ring = ulysses = None
         if scope != "query_head":
             ring = (
                 f"`moba_threshold_type` {scope} ranks the chunks of all queries together, and a "
@@ -269,9 +269,7 @@ class VMoBARouter(Router[VMoBAConfig]):
                 f"`moba_threshold_type` {scope} ranks the chunks of all heads together, and a rank "
                 f"has some of the heads; query_head and head_global rank within a head"
             )
-        if self.layer.kernel.name == UPSTREAM:
-            cache = f"kernel {UPSTREAM} takes no lists of a cache"
-        return Limits(ring=ring, ulysses=ulysses, cache=cache)
+        return Limits(ring=ring, ulysses=ulysses)
 
     def _kind(self, settings: VMoBAConfig) -> _Kind:
         site = self.layer.site
