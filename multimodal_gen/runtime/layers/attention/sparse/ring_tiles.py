@@ -337,7 +337,8 @@ def pool_over_ring(
     columns = [x.shape[2] * size for x in tensors]
     sizes = [0 if c is None else batch * len(c.tiles) * sum(columns) for c in shards]
     gather = all_gather_with_gradients if recorded else all_gather_tokens
-    received = gather(_own(tensors, shards, call, precise), sizes, call.group)
+    mine = shards[call.group.index]
+    received = gather(_own(tensors, mine, call, precise), sizes, call.group)
     blocks = [block for block in torch.split(received, sizes) if len(block)]
     means = like.new_zeros((len(order.starts), batch, sum(columns)), dtype=precise)
     for (shard, counts), block in zip(held, blocks, strict=True):
@@ -352,13 +353,9 @@ def pool_over_ring(
 
 
 def _own(
-    tensors: Sequence[torch.Tensor],
-    shards: Sequence[Shard | None],
-    call: RingCall,
-    dtype: torch.dtype,
+    tensors: Sequence[torch.Tensor], mine: Shard | None, call: RingCall, dtype: torch.dtype
 ) -> torch.Tensor:
     """Return the means of what this rank holds, as they travel: [n, B, H * D] of all, flat."""
-    mine = shards[call.group.index]
     if mine is None or not mine.num_video:
         return tensors[0].new_empty(0, dtype=dtype)
     means = pool_tiles(
@@ -485,7 +482,7 @@ def attend_ring_shards(
     parts = _Parts(attend=attend, dense=dense, held=held, video=rows)
     recorded = records_gradient(query, key, value, *(x for x in shared if x is not None))
     if halo is not None and not recorded:
-        out = _attend_halo(query, key, value, call.group, parts, halo)
+        out = parts.over_halo(query, key, value, call.group, halo)
     else:
         plain = replace(call, keep=None, shared_keep=None)  # the plans leave masked keys out
         travel = recorded_ring_attention if recorded else ring_attention
@@ -495,27 +492,6 @@ def attend_ring_shards(
     result = torch.empty_like(out)
     scatter_tokens(out, order, result)
     return result
-
-
-def _attend_halo(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    group: Group,
-    parts: "_Parts",
-    halo: Halo,
-) -> torch.Tensor:
-    """Attend to this rank's keys while those of others are under way, then to all of them."""
-    under_way = ExchangeRowsWork(group, (key, value), halo.rows, halo.send_counts, halo.recv_counts)
-    merger, rows = PartMerger(query, value.shape[3]), slice(0, query.shape[1])
-    with attending(query.device):
-        own = KeyPart(key=key, value=value, owner=group.index)
-        merger.add(rows, *parts.of(query, own))
-    key, value = under_way.wait()
-    with attending(query.device):
-        if halo.plan is not None:
-            merger.add(rows, *parts.dense(query, key, value, halo.plan))
-        return merger.result()[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -546,6 +522,22 @@ class _Parts:
         texts = [self._to_all(x, part, theirs) for x in (query[:, :first], query[:, stop:])]
         outs, stats = zip(texts[0], video, texts[1], strict=True)
         return torch.cat(outs, dim=1), torch.cat(stats, dim=2)
+
+    def over_halo(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: Group, halo: Halo
+    ) -> torch.Tensor:
+        """Attend to this rank's keys while those of others are under way, then to all of them."""
+        sizes = halo.send_counts, halo.recv_counts
+        under_way = ExchangeRowsWork(group, (key, value), halo.rows, *sizes)
+        merger, rows = PartMerger(query, value.shape[3]), slice(0, query.shape[1])
+        with attending(query.device):
+            own = KeyPart(key=key, value=value, owner=group.index)
+            merger.add(rows, *self.of(query, own))
+        key, value = under_way.wait()
+        with attending(query.device):
+            if halo.plan is not None:
+                merger.add(rows, *self.dense(query, key, value, halo.plan))
+            return merger.result()[0]
 
     def _to_all(
         self, query: torch.Tensor, part: KeyPart, theirs: ShardKeys
