@@ -66,6 +66,7 @@ from multimodal_gen.runtime.layers.attention.sparse.router import (
     SparseEngine,
 )
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SparseCall, lists_as_map
+from multimodal_gen.runtime.layers.attention.sparse.windows import Window
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 
@@ -170,7 +171,7 @@ class _BothRouter(Router[_SettingsT]):
 
     takes_projection: ClassVar[bool] = True
 
-    def cut(self, settings: _SettingsT, grid: tuple[int, int, int]) -> Cut:
+    def cut(self, settings: _SettingsT, grid: Window) -> Cut:
         """Return blocks of raster order."""
         return Cut.rows(settings.BLKQ, settings.BLKK)
 

@@ -31,6 +31,7 @@ from multimodal_gen.runtime.layers.attention.sparse.router import (
     Router,
 )
 from multimodal_gen.runtime.layers.attention.sparse.tiles import by_heads, shard_of
+from multimodal_gen.runtime.layers.attention.sparse.windows import Window
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 _CELLS = 4  # of a block, where they rank blocks
@@ -112,7 +113,7 @@ class SolRouter(Router[SolConfig]):
 
     chooses = "map"
 
-    def cut(self, settings: SolConfig, grid: tuple[int, int, int]) -> Cut:
+    def cut(self, settings: SolConfig, grid: Window) -> Cut:
         """Return blocks in the order of the sequence, or tiles."""
         return (
             Cut.rows(settings.block_size) if settings.tile_size is None else Cut(settings.tile_size)

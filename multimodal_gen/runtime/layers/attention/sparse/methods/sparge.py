@@ -50,6 +50,7 @@ from multimodal_gen.runtime.layers.attention.sparse.router import (
     TokenMap,
 )
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SparseCall, by_heads
+from multimodal_gen.runtime.layers.attention.sparse.windows import Window
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 _UNIT = 64  # tokens that are pooled; blocks are one or two of them
@@ -98,7 +99,7 @@ class SpargeRouter(Router[SpargeConfig]):
     chooses = "map"
 
     @override
-    def cut(self, settings: SpargeConfig, grid: tuple[int, int, int]) -> Cut:
+    def cut(self, settings: SpargeConfig, grid: Window) -> Cut:
         return Cut.rows(_UNIT)
 
     @override

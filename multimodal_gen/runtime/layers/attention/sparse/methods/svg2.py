@@ -67,6 +67,7 @@ from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     record_on_current_stream,
     run_on_two_streams,
 )
+from multimodal_gen.runtime.layers.attention.sparse.windows import Window
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
@@ -257,7 +258,7 @@ class SVG2Router(Router[SVG2Config]):
         )
 
     @override
-    def cut(self, settings: SVG2Config, grid: tuple[int, int, int]) -> Cut:
+    def cut(self, settings: SVG2Config, grid: Window) -> Cut:
         return Cut.groups()
 
     @override

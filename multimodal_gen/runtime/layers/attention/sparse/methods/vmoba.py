@@ -53,6 +53,7 @@ from multimodal_gen.runtime.layers.attention.sparse.router import (
     RowStats,
 )
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SparseCall
+from multimodal_gen.runtime.layers.attention.sparse.windows import Window
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
@@ -176,7 +177,7 @@ class VMoBAConfig(SparseConfig):
             return "temporal"
         return "spatial" if place < cycle[0] + cycle[1] else "st"
 
-    def chunk(self, kind: _Kind, grid: tuple[int, int, int]) -> tuple[int, ...]:
+    def chunk(self, kind: _Kind, grid: Window) -> tuple[int, ...]:
         """Return the tokens of a chunk along time, height and width, which a grid may cut."""
         size = getattr(self, f"{kind}_chunk_size")
         if kind == "temporal":
@@ -196,7 +197,7 @@ class VMoBARouter(Router[VMoBAConfig]):
 
     chooses = "rows"
 
-    def cut(self, settings: VMoBAConfig, grid: tuple[int, int, int]) -> Cut:
+    def cut(self, settings: VMoBAConfig, grid: Window) -> Cut:
         """Return the layer's chunks; a `ConfigError` where the settings are for another grid."""
         _check_grid(settings, grid)
         return Cut(settings.chunk(self._kind(settings), grid))
@@ -237,7 +238,7 @@ class VMoBARouter(Router[VMoBAConfig]):
             _check_grid(settings, context.latent_grid)
 
     def cut_of_cache(
-        self, settings: VMoBAConfig, kept: KeptChunks, grid: tuple[int, int, int] | None
+        self, settings: VMoBAConfig, kept: KeptChunks, grid: Window | None
     ) -> CacheCut | str:
         """Return frames for temporal chunks, and the cache's tiles for all others.
 
@@ -279,7 +280,7 @@ class VMoBARouter(Router[VMoBAConfig]):
         return settings.rule(self._kind(settings))
 
 
-def _check_grid(config: VMoBAConfig, grid: tuple[int, int, int]) -> None:
+def _check_grid(config: VMoBAConfig, grid: Window) -> None:
     if config.patch_resolution not in (None, grid):
         raise ConfigError(
             f"`patch_resolution` of vmoba_attn must be the run's, {list(grid)} in latent "

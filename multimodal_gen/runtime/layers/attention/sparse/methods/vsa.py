@@ -48,6 +48,7 @@ from multimodal_gen.runtime.layers.attention.sparse.router import (
     Router,
 )
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SparseCall
+from multimodal_gen.runtime.layers.attention.sparse.windows import Window
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 _CELLS = 4  # of a tile, where they rank tiles
@@ -132,7 +133,7 @@ class VideoSparseRouter(Router[VideoSparseConfig]):
 
     branch = staticmethod(coarse_stage)
 
-    def cut(self, settings: VideoSparseConfig, grid: tuple[int, int, int]) -> Cut:
+    def cut(self, settings: VideoSparseConfig, grid: Window) -> Cut:
         """Return the tiles."""
         return Cut(settings.tile_size)
 

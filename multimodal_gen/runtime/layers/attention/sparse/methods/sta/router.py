@@ -232,7 +232,7 @@ class SlidingTileRouter(Router[SlidingTileConfig]):
                 num_heads=self.layer.num_heads, num_layers=site.num_layers, layer=site.layer
             )
 
-    def cut(self, settings: SlidingTileConfig, grid: tuple[int, int, int]) -> Cut:
+    def cut(self, settings: SlidingTileConfig, grid: Window) -> Cut:
         """Return the tiles."""
         return Cut(settings.tile_size)
 
@@ -241,11 +241,7 @@ class SlidingTileRouter(Router[SlidingTileConfig]):
         return settings.window is None
 
     def pattern(
-        self,
-        settings: SlidingTileConfig,
-        grid: tuple[int, int, int],
-        heads: slice,
-        context: ForwardContext,
+        self, settings: SlidingTileConfig, grid: Window, heads: slice, context: ForwardContext
     ) -> Patterns:
         """Return the windows of a step."""
         strategy, step = self._fitted(settings, grid, context), context.current_timestep
@@ -304,7 +300,7 @@ class SlidingTileRouter(Router[SlidingTileConfig]):
         return Limits(ring=ring, cache=cache)
 
     def cut_of_cache(
-        self, settings: SlidingTileConfig, kept: KeptChunks, grid: tuple[int, int, int] | None
+        self, settings: SlidingTileConfig, kept: KeptChunks, grid: Window | None
     ) -> CacheCut | str:
         """Return the window in space; the cache has its own window in time."""
         cut, window = kept.in_tiles(settings.tile_size), settings.window
@@ -319,11 +315,7 @@ class SlidingTileRouter(Router[SlidingTileConfig]):
         return pair_density((1, window[1], window[2]), (1, grid[1], grid[2]), (1, tile[1], tile[2]))
 
     def _search(
-        self,
-        settings: SlidingTileConfig,
-        call: SparseCall,
-        context: ForwardContext,
-        attend: Attend,
+        self, settings: SlidingTileConfig, call: SparseCall, context: ForwardContext, attend: Attend
     ) -> torch.Tensor:
         """Record how far each candidate takes every head from full attention, and return that."""
         heads, grid, site = call.query.shape[2], call.layout.grid, self.layer.site
