@@ -684,11 +684,14 @@ class LayerCache:
         self._check(key, value, chunk.tokens)
         rows = cache._rows[: chunk.tokens]
         if cache.size.bits == 8:
-            for codes, scales, x in zip(store.codes, store.scales, (key, value), strict=True):
+            sides = ((key, store.keys), (value, store.values))
+            for kept, scale_of, (x, read) in zip(store.codes, store.scales, sides, strict=True):
+                codes, scales = self._of(kept[self.layer]), self._of(scale_of[self.layer])
                 scale, code = _quantised(x)
-                self._of(codes[self.layer]).index_copy_(1, rows, code)
-                self._of(scales[self.layer]).index_copy_(1, rows, scale)
-            self._dequantise()
+                codes.index_copy_(1, rows, code)
+                scales.index_copy_(1, rows, scale)
+                # Attention reads the layer's chunks from here, the running one as it comes.
+                torch.mul(codes, scales, out=self._of(read[0]))
         elif cache._rotate is not None:
             self._of(store.raw[self.layer]).index_copy_(1, rows, key)
             key = cache._turned(key, cache.position)
@@ -719,14 +722,6 @@ class LayerCache:
             if span is not None:
                 x = x.narrow(axis, span[0], span[1] - span[0])
         return x
-
-    def _dequantise(self) -> None:
-        """Read the layer's chunks, the running one too, into what attention reads."""
-        store = self.cache._store
-        pairs = zip(store.codes, store.scales, (store.keys, store.values), strict=True)
-        for codes, scales, read in pairs:
-            x, scale = self._of(codes[self.layer]), self._of(scales[self.layer])
-            torch.mul(x, scale, out=self._of(read[0]))
 
     def _check(self, key: torch.Tensor, value: torch.Tensor, tokens: int) -> None:
         like = self._of(self.cache._store.keys[0])

@@ -480,20 +480,35 @@ def tail_option(default: Tail = "none") -> Any:
     return option(default, "what is not kept: dropped (none), or counted by its means (pooled)")
 
 
-def refuse_foreign_tail(backend: str, tail: Tail, kernel: str, *foreign: str) -> None:
-    """Raise `ConfigError` where a tail was asked of a kernel of another package.
+def refuse_foreign_tail(
+    backend: str, tail: Tail, kernel: str, *foreign: str, skip_below: float | None = None
+) -> None:
+    """Raise `ConfigError` where a tail, or `skip_below`, was asked of another package's kernel.
 
     Args:
         backend: the backend's name, for the message.
         tail: the parameter `tail`.
         kernel: the parameter `kernel`.
         *foreign: kernels of other packages.
+        skip_below: the parameter `skip_below`, of methods that have it.
     """
     if tail != "none" and kernel in foreign:
         raise ConfigError(
             f"`tail` of {backend} must be none with `kernel` {kernel}, which drops what is not "
             f"kept, got {tail}; leave `kernel` out"
         )
+    if skip_below is not None and kernel in foreign:
+        raise ConfigError(
+            f"`skip_below` of {backend} must not be given with kernel {kernel}, which leaves no "
+            f"products out, got {skip_below}; remove one"
+        )
+
+
+def skip_option() -> Any:
+    """Declare the parameter `skip_below` of a method."""
+    return option(
+        None, "decibels below the largest weight so far at which products are left out", ge=1
+    )
 
 
 def varying(config: BackendConfig) -> tuple[str, ...]:

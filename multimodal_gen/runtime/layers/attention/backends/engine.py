@@ -6,14 +6,14 @@ package is one more variant where it is installed.
 Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from typing_extensions import override
 
-from multimodal_gen.errors import ConfigError
+from multimodal_gen.errors import ConfigError, UnsupportedBackendError
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.engine import (
     AUTO,
@@ -110,6 +110,27 @@ def upstream_variant(
         capability=capability,
         roles=SELF_ONLY,
     )
+
+
+def refuse_upstream(
+    reasons: Sequence[str], *, kernel: str, backend: str, what: str = "call"
+) -> None:
+    """Raise where there are reasons against a package.
+
+    Args:
+        reasons: requirement and actual of each.
+        kernel: the package.
+        backend: the method.
+        what: what they are about: "call", "run" or "layer".
+
+    Raises:
+        UnsupportedBackendError: there are reasons; lists them.
+    """
+    if reasons:
+        raise UnsupportedBackendError(
+            f"kernel {kernel} of {backend} cannot serve this {what}: {'; '.join(reasons)}; use "
+            f"kernel=auto"
+        )
 
 
 @static_cache(maxsize=128)

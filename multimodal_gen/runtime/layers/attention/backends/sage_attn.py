@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Literal
 import torch
 from typing_extensions import override
 
-from multimodal_gen.errors import UnsupportedBackendError
 from multimodal_gen.kernels.engine import QUANTIZED
 from multimodal_gen.kernels.quantized_attention.api import quantized_attention
 from multimodal_gen.kernels.requirements import Capability, HeadSizes
@@ -42,6 +41,7 @@ from multimodal_gen.runtime.layers.attention.backends.engine import (
     drop_masked,
     engine_variants,
     refuse_foreign_values,
+    refuse_upstream,
     upstream_variant,
     values_of,
     values_option,
@@ -113,11 +113,7 @@ def attend_spas_sage(
         reasons.append(f"needs as many key heads as the {query.shape[2]}, got {key.shape[2]}")
     if min(query.shape[1], key.shape[1]) < 128:
         reasons.append(f"needs at least 128 tokens, got {min(query.shape[1], key.shape[1])}")
-    if reasons:
-        raise UnsupportedBackendError(
-            f"kernel {SPAS_SAGE} of {label} cannot serve this call: {'; '.join(reasons)}; "
-            f"use kernel=auto"
-        )
+    refuse_upstream(reasons, kernel=SPAS_SAGE, backend=label)
     heads_first = (x.transpose(1, 2).contiguous() for x in (query, key, value))
     out: torch.Tensor = importlib.import_module(SPAS_SAGE).block_sparse_sage2_attn_cuda(
         *heads_first,

@@ -162,21 +162,16 @@ class CudnnSDPAImpl(DenseImpl):
         if bias.dtype is torch.bool:
             bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill(~bias, -math.inf)
         shape = query.shape[0], query.shape[2], query.shape[1], key.shape[1]
-        out, _ = self._call(query, key, value, bias.to(query.dtype).expand(shape), lse=False)
+        out, _ = self._attend(query, key, value, bias.to(query.dtype).expand(shape), lse=False)
         return torch.where(sees.transpose(1, 2), out, out.new_zeros(()))
 
     @override
     def _attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, lse: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self._call(query, key, value, None, lse=lse)
-
-    def _call(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        bias: torch.Tensor | None,
+        bias: torch.Tensor | None = None,
         *,
         lse: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:

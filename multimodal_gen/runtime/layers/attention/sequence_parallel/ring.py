@@ -54,7 +54,11 @@ def ring_forward(
         gated = check_gate(bound, layer.gated(), own).method
     for part in (bound.method, gated):
         if training and part is not None and part.limits.ring_gradients is not None:
-            raise _no_gradients(bound)
+            raise UnsupportedBackendError(
+                f"attention backend {bound.selection.label} must not get inputs that require grad "
+                f"in a ring: it has no backward there; call it under torch.no_grad(), or use "
+                f"--ring-degree 1"
+            )
     if bound.method is not None and Feature.RING in bound.features:
         bound = bound.with_features(Feature.BACKWARD) if training else bound
         assert bound.method is not None, "what trains it is the same method"
@@ -92,14 +96,6 @@ def _check_schedule(layer: AttentionLayer, num_ranks: int) -> None:
                 f"{reason}; use --ring-degree 1 --ulysses-degree {num_ranks}, or "
                 f"choose another backend"
             )
-
-
-def _no_gradients(bound: Binding) -> UnsupportedBackendError:
-    return UnsupportedBackendError(
-        f"attention backend {bound.selection.label} must not get inputs that require grad "
-        f"in a ring: it has no backward there; call it under torch.no_grad(), or use "
-        f"--ring-degree 1"
-    )
 
 
 def _by_definition(selection: Selection) -> Selection:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -82,8 +81,28 @@ def record_plan(
             they are the same.
         keys: the same of the keys, [K], [B, K] or [B|1, H|1, K].
     """
-    if LISTENER.get() is not None:
-        record_pairs(heads, partial(_rows_of_plan, plan, sizes, _spelled(queries), _spelled(keys)))
+    if LISTENER.get() is None:
+        return
+    q_index, k_index = _spelled(queries), _spelled(keys)
+
+    def of_rows(rows: torch.Tensor, heads: slice) -> torch.Tensor:
+        device = plan.device
+        places = _places(q_index, rows.to(device), sizes[0], heads)
+        own = _block_of(places, plan.q, heads)  # [b, h, R]
+        blocks = _kept_blocks(plan, own, places, heads)  # [b, h, R, Nk]
+        of_key = _block_of(
+            torch.arange(plan.kv.total, device=device).view(1, 1, -1), plan.kv, heads
+        )
+        blocks, of_key = _broadcast(blocks, of_key.unsqueeze(2))
+        of_key = of_key.expand(*blocks.shape[:3], -1)
+        kept = blocks.gather(-1, of_key.clamp_min(0)) & (of_key >= 0)
+        if k_index is not None:
+            kept, index = _broadcast(kept, _of_heads(k_index, heads).unsqueeze(2))
+            moved = kept.new_zeros((*kept.shape[:3], sizes[1]))
+            kept = moved.scatter_(-1, index.expand(*kept.shape[:3], -1), kept)
+        return kept | (own < 0).unsqueeze(-1)
+
+    record_pairs(heads, of_rows)
 
 
 def _spelled(index: torch.Tensor | None) -> torch.Tensor | None:
@@ -93,30 +112,6 @@ def _spelled(index: torch.Tensor | None) -> torch.Tensor | None:
     while index.dim() < 3:
         index = index.unsqueeze(-2)
     return index.long()
-
-
-def _rows_of_plan(
-    plan: BlockPlan,
-    sizes: tuple[int, int],
-    queries: torch.Tensor | None,
-    keys: torch.Tensor | None,
-    rows: torch.Tensor,
-    heads: slice,
-) -> torch.Tensor:
-    """Return what rows of the sequence keep; see `OfRows`."""
-    device = plan.device
-    places = _places(queries, rows.to(device), sizes[0], heads)
-    own = _block_of(places, plan.q, heads)  # [b, h, R]
-    blocks = _kept_blocks(plan, own, places, heads)  # [b, h, R, Nk]
-    of_key = _block_of(torch.arange(plan.kv.total, device=device).view(1, 1, -1), plan.kv, heads)
-    blocks, of_key = _broadcast(blocks, of_key.unsqueeze(2))
-    of_key = of_key.expand(*blocks.shape[:3], -1)
-    kept = blocks.gather(-1, of_key.clamp_min(0)) & (of_key >= 0)
-    if keys is not None:
-        kept, index = _broadcast(kept, _of_heads(keys, heads).unsqueeze(2))
-        moved = kept.new_zeros((*kept.shape[:3], sizes[1]))
-        kept = moved.scatter_(-1, index.expand(*kept.shape[:3], -1), kept)
-    return kept | (own < 0).unsqueeze(-1)
 
 
 def _places(
@@ -148,15 +143,9 @@ def _kept_blocks(
     plan: BlockPlan, own: torch.Tensor, places: torch.Tensor, heads: slice
 ) -> torch.Tensor:
     """Return the key blocks that rows keep, bool [b, h, R, Nk]; `own` are their query blocks."""
-    counts, own = _broadcast(_of_heads(plan.counts, heads), own)
-    own = own.clamp_min(0)
-    room, num = plan.indices.shape[3], plan.kv.num
-    lists = _of_heads(plan.indices, heads).expand(*counts.shape, -1)
-    indices = lists.gather(2, own.unsqueeze(-1).expand(*own.shape, room)).long()
-    listed = torch.arange(room, device=plan.device) < counts.gather(2, own).unsqueeze(-1)
-    kept = torch.zeros((*own.shape, num + 1), dtype=torch.bool, device=plan.device)
-    kept.scatter_(-1, torch.where(listed, indices, num), True)  # those past the count: one too many
-    kept = kept[..., :num]
+    num = plan.kv.num
+    kept, own = _broadcast(_of_heads(plan.block_mask(num), heads), own.clamp_min(0))
+    kept = kept.gather(2, own.unsqueeze(-1).expand(*own.shape, num))
     if plan.row_bits is None:
         return kept
     words, places = _broadcast(_of_heads(plan.row_bits, heads), places.clamp_min(0).unsqueeze(-1))

@@ -43,16 +43,13 @@ from multimodal_gen.runtime.layers.attention.sparse.executors.ring import (
     attend_ring,
 )
 from multimodal_gen.runtime.layers.attention.sparse.pattern import mean_share
-from multimodal_gen.runtime.layers.attention.sparse.router import Router, SparseLayer
+from multimodal_gen.runtime.layers.attention.sparse.router import ANY_GRID, Router, SparseLayer
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SparseCall,
     fit_tile,
     layout_of,
 )
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
-
-_ANY_GRID = (1 << 20, 1 << 20, 1 << 20)
-
 
 SPARSE_FEATURES = frozenset({Feature.GQA, Feature.KEY_MASK, Feature.RING})
 """What a method can honour that leaves the rest to executors."""
@@ -73,7 +70,7 @@ class SparseBackend(AttentionBackend):
     @classmethod
     def block_sizes(cls, config: BackendConfig | None) -> tuple[int, int]:
         """Return the tokens of a block of queries and of keys."""
-        cut = cls.router().cut(cls._given(config), _ANY_GRID)
+        cut = cls.router().cut(cls._given(config), ANY_GRID)
         return math.prod(cut.tile), math.prod(cut.of_keys)
 
     @classmethod
@@ -111,7 +108,7 @@ def _limits(router: Router[Any], config: SparseConfig, kernel: SelectedKernel) -
         ring = ring or "its groups are of all tokens of a head"
         cache = cache or "its groups are of the keys of one call"
     ring = ring or _whole_tiles_only(kernel)
-    if kernel.name in router.upstream:
+    if kernel.name not in (AUTO, *BLOCK_SPARSE.names):
         cache = cache or f"kernel {kernel.name} takes no lists of a cache"
     if getattr(config, "skip_below", None) is not None:
         ring = "skip_below compares the scores of a row over all keys in one pass"

@@ -71,21 +71,21 @@ def mean_share(patterns: Patterns, order: TileOrder) -> float:
     return sum(share_of(pattern, order) for pattern in patterns) / len(patterns)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _ShardLists:
     """Which blocks of a shard's keys every block of another's queries keeps; on the CPU.
 
-    Attributes:
-        indices: int32 [1, 1, n, K].
+    Args:
+        indices: int32 [1, 1, n, K]; room that no row needs is cut off.
         counts: int32 [1, 1, n].
+
+    Attributes:
         least: the least of the counts.
         most: the largest of them.
     """
 
-    indices: torch.Tensor
-    counts: torch.Tensor
-    least: int
-    most: int
+    def __init__(self, indices: torch.Tensor, counts: torch.Tensor) -> None:
+        self.least, self.most = (int(bound) for bound in counts.aminmax())
+        self.indices, self.counts = indices[..., : max(self.most, 1)], counts
 
 
 # A plan is made of lists that few patterns share, so that heads may be combined in any way.
@@ -146,13 +146,7 @@ def _lists_of(pattern: Pattern, mine: Shard, theirs: Shard) -> _ShardLists:
     """Return which blocks of one shard's keys the queries of another keep."""
     with torch.inference_mode(False), torch.device("cpu"):
         held = replace(theirs, block_of=F.pad(theirs.block_of.cpu(), (0, 1), value=-1))
-        return _bounded(*shard_lists(pattern.indices[mine.tiles.cpu()][None, None], held))
-
-
-def _bounded(indices: torch.Tensor, counts: torch.Tensor) -> _ShardLists:
-    """Return lists without the room that none of them needs."""
-    least, most = (int(bound) for bound in counts.aminmax())
-    return _ShardLists(indices=indices[..., : max(most, 1)], counts=counts, least=least, most=most)
+        return _ShardLists(*shard_lists(pattern.indices[mine.tiles.cpu()][None, None], held))
 
 
 @static_cache(maxsize=64)
@@ -173,7 +167,8 @@ def halo_of(patterns: Patterns, shards: tuple[Shard | None, ...], me: int) -> Ha
     if len(held) < len(shards):
         return None
     with torch.inference_mode(False), torch.device("cpu"):
-        wanted = [_wanted(tuple(dict.fromkeys(patterns)), shard) for shard in held]
+        kept = torch.stack([pattern.as_map() for pattern in dict.fromkeys(patterns)]).any(0)
+        wanted = [kept[shard.tiles.cpu()].any(0) for shard in held]
         lengths = [shard.lengths.cpu() for shard in held]
         # Blocks of each rank (column) that each rank (row) needs, and the tokens in them.
         needs = [
@@ -197,14 +192,6 @@ def halo_of(patterns: Patterns, shards: tuple[Shard | None, ...], me: int) -> Ha
     )
 
 
-def _wanted(patterns: Patterns, shard: Shard) -> torch.Tensor:
-    """Return whether the queries of a shard keep each block: bool [N] on the CPU."""
-    wanted = torch.zeros(len(shard.block_of) + 1, dtype=torch.bool)
-    for pattern in patterns:
-        wanted[pattern.indices[shard.tiles.cpu()].flatten().long()] = True
-    return wanted[:-1]
-
-
 def _halo_plan(
     patterns: Patterns, shards: list[Shard], me: int, needs: list[torch.Tensor]
 ) -> BlockPlan | None:
@@ -217,35 +204,19 @@ def _halo_plan(
     if not len(lengths):
         return None
     with torch.inference_mode(False):
-        numbers, first = [], 0
-        for need in needs:
-            numbers.append((need.cumsum(0) - 1 + first).int())
-            first += int(need.sum())
-        others = [i for i in range(len(shards)) if i != me]
-        lists = {
-            pattern: _joined(
-                [_lists_of(pattern, mine, shards[i]) for i in others], [numbers[i] for i in others]
-            )
-            for pattern in dict.fromkeys(patterns)
-        }
+        rows = mine.tiles.cpu()
+        pairs = zip(shards, needs, strict=True)
+        tiles = torch.cat([shard.tiles.cpu()[need] for shard, need in pairs])
+        distinct = dict.fromkeys(patterns)
+        lists = {pattern: _listed(pattern.as_map()[rows][:, tiles]) for pattern in distinct}
         starts, size = (lengths.cumsum(0) - lengths).int(), mine.keys.order.largest
         uniform = bool((lengths == size).all())
         keys = blocks_without_gaps(starts, lengths, int(lengths.sum()), size, uniform=uniform)
     return _plan_of([lists[pattern] for pattern in patterns], mine, keys)
 
 
-def _joined(parts: list[_ShardLists], numbers: list[torch.Tensor]) -> _ShardLists:
-    """Return lists that hold those of all parts, with the numbers that blocks have come in by."""
-    indices = torch.cat(
-        [number[part.indices.long()] for part, number in zip(parts, numbers, strict=True)], dim=-1
-    )
-    there = torch.cat(
-        [
-            torch.arange(part.indices.shape[-1], device=indices.device) < part.counts[..., None]
-            for part in parts
-        ],
-        dim=-1,
-    )
-    # Those that are there move to the front, in order.
-    order = torch.argsort(there.logical_not().int(), dim=-1, stable=True)
-    return _bounded(indices.gather(-1, order), there.sum(-1).int())
+def _listed(kept: torch.Tensor) -> _ShardLists:
+    """Return what a map of blocks, bool [n, M], keeps."""
+    # Kept blocks first, in order.
+    order = torch.argsort(kept.logical_not().int(), dim=1, stable=True).int()
+    return _ShardLists(order[None, None], kept.sum(1, dtype=torch.int32)[None, None])

@@ -58,9 +58,8 @@ from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     layout_of,
     shard_of,
 )
+from multimodal_gen.runtime.layers.attention.sparse.windows import Window
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
-
-_Grid = tuple[int, int, int]
 
 # Rows and keys of a block where everything is attended to: what the engine is fastest with.
 _DENSE_BLOCK = 384
@@ -98,31 +97,24 @@ class RingTail(NamedTuple):
     kept: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ShardKeys:
     """The keys of a shard as they travel: masked ones behind the others of their block.
 
-    Attributes:
+    Args:
         shard: the shard.
-        blocks: what its blocks hold of kept keys.
-        index: the order the keys travel in, int32 [S] or [B, S].
         keep: bool [B, S], or None.
         is_own: whether it is the shard of the rank that attends.
+
+    Attributes:
+        index: the order the keys travel in, int32 [S] or [B, S].
+        blocks: what its blocks hold of kept keys.
     """
 
-    shard: Shard
-    blocks: Blocks
-    index: torch.Tensor
-    keep: torch.Tensor | None
-    is_own: bool
-
-    @classmethod
-    def of(cls, shard: Shard, keep: torch.Tensor | None, *, is_own: bool = False) -> "ShardKeys":
-        """Return the keys of a shard of which some may be masked."""
-        index, blocks = shard.keys.index, shard.keys.blocks
+    def __init__(self, shard: Shard, keep: torch.Tensor | None, *, is_own: bool = False) -> None:
+        self.shard, self.keep, self.is_own = shard, keep, is_own
+        self.index, self.blocks = shard.keys.index, shard.keys.blocks
         if keep is not None:
-            index, blocks = kept_first(index, blocks, keep)
-        return cls(shard=shard, blocks=blocks, index=index, keep=keep, is_own=is_own)
+            self.index, self.blocks = kept_first(self.index, self.blocks, keep)
 
     def ordered(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the shard's keys and values as they travel."""
@@ -193,7 +185,7 @@ def own_queries(inputs: RingInputs) -> torch.Tensor:
 def shards_of(
     layout: SequenceLayout,
     call: RingCall,
-    tile: _Grid,
+    tile: Window,
     device: torch.device,
     *,
     cells: int = 1,
@@ -334,7 +326,8 @@ def pool_over_ring(
     columns = [x.shape[2] * size for x in tensors]
     sizes = [0 if c is None else batch * len(c.tiles) * sum(columns) for c in shards]
     gather = all_gather_with_gradients if recorded else all_gather_tokens
-    received = gather(_own(tensors, shards, call, precise), sizes, call.group)
+    mine = shards[call.group.index]
+    received = gather(_own(tensors, mine, call, precise), sizes, call.group)
     blocks = [block for block in torch.split(received, sizes) if len(block)]
     means = like.new_zeros((len(order.starts), batch, sum(columns)), dtype=precise)
     for (shard, counts), block in zip(held, blocks, strict=True):
@@ -349,13 +342,9 @@ def pool_over_ring(
 
 
 def _own(
-    tensors: Sequence[torch.Tensor],
-    shards: Sequence[Shard | None],
-    call: RingCall,
-    dtype: torch.dtype,
+    tensors: Sequence[torch.Tensor], mine: Shard | None, call: RingCall, dtype: torch.dtype
 ) -> torch.Tensor:
     """Return the means of what this rank holds, as they travel: [n, B, H * D] of all, flat."""
-    mine = shards[call.group.index]
     if mine is None or not mine.num_video:
         return tensors[0].new_empty(0, dtype=dtype)
     means = pool_tiles(
@@ -459,7 +448,7 @@ def attend_ring_shards(
     """
     call, me = inputs.call, inputs.call.group.index
     held: dict[int | None, ShardKeys] = {
-        owner: ShardKeys.of(shard, call.keep_of(owner), is_own=owner == me)
+        owner: ShardKeys(shard, call.keep_of(owner), is_own=owner == me)
         for owner, shard in enumerate(shards)
         if shard is not None
     }
@@ -476,13 +465,13 @@ def attend_ring_shards(
     shared: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     if inputs.shared_key is not None and inputs.shared_value is not None:
         text = text_shard(inputs.shared_key.shape[1], query.device)
-        held[None] = ShardKeys.of(text, call.shared_keep)
+        held[None] = ShardKeys(text, call.shared_keep)
         shared = held[None].ordered(inputs.shared_key, inputs.shared_value)
     dense = partial(_block_sparse, scale=scale, kernel=kernel)
     parts = _Parts(attend=attend, dense=dense, held=held, video=rows)
     recorded = records_gradient(query, key, value, *(x for x in shared if x is not None))
     if halo is not None and not recorded:
-        out = _attend_halo(query, key, value, call.group, parts, halo)
+        out = parts.over_halo(query, key, value, call.group, halo)
     else:
         plain = replace(call, keep=None, shared_keep=None)  # the plans leave masked keys out
         travel = recorded_ring_attention if recorded else ring_attention
@@ -492,27 +481,6 @@ def attend_ring_shards(
     result = torch.empty_like(out)
     scatter_tokens(out, order, result)
     return result
-
-
-def _attend_halo(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    group: Group,
-    parts: "_Parts",
-    halo: Halo,
-) -> torch.Tensor:
-    """Attend to this rank's keys while those of others are under way, then to all of them."""
-    under_way = ExchangeRowsWork(group, (key, value), halo.rows, halo.send_counts, halo.recv_counts)
-    merger, rows = PartMerger(query, value.shape[3]), slice(0, query.shape[1])
-    with attending(query.device):
-        own = KeyPart(key=key, value=value, owner=group.index)
-        merger.add(rows, *parts.of(query, own))
-    key, value = under_way.wait()
-    with attending(query.device):
-        if halo.plan is not None:
-            merger.add(rows, *parts.dense(query, key, value, halo.plan))
-        return merger.result()[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -543,6 +511,22 @@ class _Parts:
         texts = [self._to_all(x, part, theirs) for x in (query[:, :first], query[:, stop:])]
         outs, stats = zip(texts[0], video, texts[1], strict=True)
         return torch.cat(outs, dim=1), torch.cat(stats, dim=2)
+
+    def over_halo(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: Group, halo: Halo
+    ) -> torch.Tensor:
+        """Attend to this rank's keys while those of others are under way, then to all of them."""
+        sizes = halo.send_counts, halo.recv_counts
+        under_way = ExchangeRowsWork(group, (key, value), halo.rows, *sizes)
+        merger, rows = PartMerger(query, value.shape[3]), slice(0, query.shape[1])
+        with attending(query.device):
+            own = KeyPart(key=key, value=value, owner=group.index)
+            merger.add(rows, *self.of(query, own))
+        key, value = under_way.wait()
+        with attending(query.device):
+            if halo.plan is not None:
+                merger.add(rows, *self.dense(query, key, value, halo.plan))
+            return merger.result()[0]
 
     def _to_all(
         self, query: torch.Tensor, part: KeyPart, theirs: ShardKeys

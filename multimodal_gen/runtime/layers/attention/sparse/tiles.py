@@ -35,9 +35,9 @@ from multimodal_gen.kernels.tile_order.api import (
 )
 from multimodal_gen.runtime.layers.attention.backends.engine import dense_plan
 from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import LISTENER, record_plan
+from multimodal_gen.runtime.layers.attention.sparse.windows import Window
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 
-_Grid = tuple[int, int, int]
 _Share = TypeVar("_Share", float, torch.Tensor)
 
 # Copies of q, k, v and the output are made for a share of the heads at a time, and of two such
@@ -64,7 +64,7 @@ class SequenceLayout:
         num_keys: Sk, text included; at most Sq, when a model drops padded text from the keys.
     """
 
-    grid: _Grid
+    grid: Window
     start: int
     num_queries: int
     num_keys: int
@@ -135,6 +135,21 @@ class SparseCall:
         """Queries and keys of as many tokens: the video lies at the same positions on both."""
         query, num_keys = self.query, self.key.shape[1]
         return query if query.shape[1] == num_keys else query[:, :num_keys], self.key
+
+    def attend(
+        self,
+        plan: BlockPlan,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        tail: PooledTail | None = None,
+    ) -> torch.Tensor:
+        """Return attention by a plan, of tensors in its order, as the call wants it."""
+        out = block_sparse_attention(
+            query, key, value, plan, scale=self.scale, kernel=self.kernel, tail=tail, skip=self.skip
+        )
+        assert isinstance(out, torch.Tensor), "no log-sum-exp was asked for"
+        return out
 
     def tail_of(self, num_blocks: int, heads: slice) -> PooledTail | None:
         """Return the tail over the first so many blocks of some key heads, where there is one."""
@@ -244,7 +259,7 @@ def layout_of(
     return layout
 
 
-def fit_tile(tile: Sequence[int], grid: _Grid) -> _Grid:
+def fit_tile(tile: Sequence[int], grid: Window) -> Window:
     """Return the same cut with tiles no larger than the grid: kernels make room for whole tiles."""
     return (min(tile[0], grid[0]), min(tile[1], grid[1]), min(tile[2], grid[2]))
 
@@ -252,7 +267,7 @@ def fit_tile(tile: Sequence[int], grid: _Grid) -> _Grid:
 def tiled_sequence(
     layout: SequenceLayout,
     num_tokens: int,
-    tile: _Grid,
+    tile: Window,
     device: torch.device,
     *,
     one_rest: bool = False,
@@ -290,7 +305,7 @@ def in_tiles(
 
 
 @static_cache(maxsize=64)
-def tiled_video(layout: SequenceLayout, tile: _Grid, device: torch.device) -> TiledSequence:
+def tiled_video(layout: SequenceLayout, tile: Window, device: torch.device) -> TiledSequence:
     """Return the queries of the video in tiles, without text; the last 64 are cached.
 
     Text attends to everything, which `attend_tiled` does apart: in a plan, its long rows would
@@ -308,11 +323,11 @@ def tiled_video(layout: SequenceLayout, tile: _Grid, device: torch.device) -> Ti
 
 @static_cache(maxsize=256)
 def shard_of(
-    grid: _Grid,
+    grid: Window,
     video_start: int,
     first: int,
     stop: int,
-    tile: _Grid,
+    tile: Window,
     device: torch.device,
     cells: int,
     one_rest: bool,
@@ -585,15 +600,11 @@ def attend_tiled(
         if LISTENER.get() is not None:
             sizes = call.layout.num_queries, call.layout.num_keys
             record_plan(q_slice, plan, sizes, queries=queries.index, keys=index)
-        tail = call.tail_of(keys.num_tiles, kv_slice)
-        tiled = block_sparse_attention(
-            q, k, v, plan, scale=call.scale, kernel=call.kernel, tail=tail, skip=call.skip
-        )
-        assert isinstance(tiled, torch.Tensor)
+        tiled = call.attend(plan, q, k, v, call.tail_of(keys.num_tiles, kv_slice))
         scatter_tokens(tiled, queries.index, out if whole else out[:, :, q_slice])
 
     def attend_to_all(span: slice) -> None:
-        out[:, span] = attend_rows(query[:, span], key, value, keep, call.scale)
+        out[:, span] = attend_rows(call, query[:, span])
 
     calls = [*(partial(attend_to_all, span) for span in queries.rest)]
     recorded = records_gradient(query, key, value)
@@ -621,18 +632,9 @@ def _attend_in_order(
     heads = slice(0, query.shape[2])
     plan = plan_of(heads)
     record_plan(heads, plan, (query.shape[1], key.shape[1]))
-    found = block_sparse_attention(
-        query[:, : call.layout.num_video],
-        key,
-        value,
-        plan,
-        scale=call.scale,
-        kernel=call.kernel,
-        tail=call.tail_of(num_tiles, slice(None)),
-        skip=call.skip,
-    )
-    assert isinstance(found, torch.Tensor)
-    rest = [attend_rows(query[:, span], key, value, None, call.scale) for span in queries.rest]
+    video, tail = query[:, : call.layout.num_video], call.tail_of(num_tiles, slice(None))
+    found = call.attend(plan, video, key, value, tail)
+    rest = [attend_rows(call, query[:, span]) for span in queries.rest]
     return torch.cat((found, *rest), dim=1) if rest else found
 
 
@@ -647,18 +649,12 @@ def _is_new(plan: BlockPlan, use: Hashable) -> bool:
     return plan.remember((_USED, use), True)
 
 
-def attend_rows(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    keep: torch.Tensor | None,
-    scale: float,
-) -> torch.Tensor:
-    """Return attention of a few queries to all keys that `keep` [B, Sk] leaves."""
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    mask = None if keep is None else keep[:, None, None, :]
+def attend_rows(call: SparseCall, rows: torch.Tensor) -> torch.Tensor:
+    """Return attention of a few queries to all keys of a call."""
+    q, k, v = (x.transpose(1, 2) for x in (rows, call.key, call.value))
+    mask = None if call.keep is None else call.keep[:, None, None, :]
     grouped = q.shape[1] != k.shape[1]
-    out = F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=grouped)
+    out = F.scaled_dot_product_attention(q, k, v, mask, scale=call.scale, enable_gqa=grouped)
     if mask is not None:
         out = torch.where(mask.any(-1, keepdim=True), out, 0.0)
     return out.transpose(1, 2)
@@ -667,22 +663,16 @@ def attend_rows(
 def attend_text(call: SparseCall, out: torch.Tensor) -> None:
     """Write to `out`, [B, Sq, H, D], the attention of the text: every query to every key."""
     for span in call.layout.text:
-        rows = call.query[:, span]
-        out[:, span] = attend_rows(rows, call.key, call.value, call.keep, call.scale)
+        out[:, span] = attend_rows(call, call.query[:, span])
 
 
 def attend_densely(call: SparseCall) -> torch.Tensor:
     """Return dense attention, [B, Sq, H, D]; by the block-sparse engine where no key is masked."""
     query, key, value = call.query, call.key, call.value
     if call.keep is not None:
-        return attend_rows(query, key, value, call.keep, call.scale)
+        return attend_rows(call, query)
     sizes = (query.shape[1], key.shape[1], _DENSE_BLOCK, _DENSE_BLOCK)
-    plan = dense_plan(*sizes, False, query.device)
-    out = block_sparse_attention(
-        query, key, value, plan, scale=call.scale, kernel=call.kernel, skip=call.skip
-    )
-    assert isinstance(out, torch.Tensor)
-    return out
+    return call.attend(dense_plan(*sizes, False, query.device), query, key, value)
 
 
 def by_heads(

@@ -4,9 +4,9 @@ Packages serve what their authors needed. What nearly all of them lack is here; 
 lacks is where it is called.
 """
 
-from collections.abc import Sequence
-
-from multimodal_gen.errors import UnsupportedBackendError
+from multimodal_gen.runtime.layers.attention.backends.engine import (
+    refuse_upstream as refuse_upstream,
+)
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SparseCall
 
 
@@ -51,24 +51,3 @@ def call_reasons(call: SparseCall, *, takes_text: bool = False) -> list[str]:
     return found + shape_reasons(
         heads=heads, kv_heads=kv_heads, head_size=head_size, scale=call.scale
     )
-
-
-def refuse_upstream(
-    reasons: Sequence[str], *, kernel: str, backend: str, what: str = "call"
-) -> None:
-    """Raise where there are reasons against a package.
-
-    Args:
-        reasons: requirement and actual of each.
-        kernel: the package.
-        backend: the method.
-        what: what they are about: "call", "run" or "layer".
-
-    Raises:
-        UnsupportedBackendError: there are reasons; lists them.
-    """
-    if reasons:
-        raise UnsupportedBackendError(
-            f"kernel {kernel} of {backend} cannot serve this {what}: {'; '.join(reasons)}; use "
-            f"kernel=auto"
-        )

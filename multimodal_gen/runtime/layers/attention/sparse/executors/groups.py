@@ -42,17 +42,17 @@ def attend_groups(
     query, layer = call.query, router.layer
     with torch.no_grad():
         groups = _chosen(router, settings, call, context)
-        share = _share(groups, call)
+        pairs = kept_pairs(groups.keep, groups.queries.counts, groups.keys.counts)
+        batch, heads = groups.keep.shape[:2]
+        share = density_of_pairs(pairs / (batch * heads), call.layout, call.keep)
     if call.first_head == 0:  # the first heads of a call stand for all of it
         layer.dense_above.learn(share, 0, context)
-    layer.note(context, share, query.shape[2])
-    out = query.new_empty((*query.shape[:3], call.value.shape[3]))
-    attend_text(call, out)
-    upstream = router.group_kernels.get(call.kernel.name)
-    if upstream is None:
+    layer.note(context, share, heads)
+    out = router.attend_upstream(settings, call, None, lambda: groups)
+    if out is None:
+        out = query.new_empty((*query.shape[:3], call.value.shape[3]))
+        attend_text(call, out)
         _attend(call, groups, out)
-    else:
-        upstream(call, groups, out, layer.label)
     return out
 
 
@@ -79,26 +79,21 @@ def _chosen(
     router.layer.warn_of(layout, budget)
     chosen = router.choose(settings, stats, budget)
     chosen = chosen.expand(*queries.counts.shape, stats.num)
-    return _of_sequence(queries, keys, chosen, layout, keep)
+    return _of_sequence(call, queries, keys, chosen)
 
 
 def _of_sequence(
-    queries: Clusters,
-    keys: Clusters,
-    chosen: torch.Tensor,
-    layout: SequenceLayout,
-    keep: torch.Tensor | None,
+    call: SparseCall, queries: Clusters, keys: Clusters, chosen: torch.Tensor
 ) -> GroupMap:
     """Put the groups of the video into the sequence.
 
     Args:
+        call: the call.
         queries: groups of the video's queries; masked tokens are in none.
         keys: groups of the video's keys, the same.
         chosen: bool [B, H, R, N].
-        layout: where the video lies.
-        keep: bool [B, Sk], keys to attend to; None for all.
     """
-    video = layout.num_video
+    layout, keep, video = call.layout, call.keep, call.layout.num_video
     rows, columns = (
         Groups(order=x.order + layout.start, starts=x.starts, counts=x.counts)
         for x in (queries, keys)
@@ -136,13 +131,6 @@ def _text(
         return text.unsqueeze(0), torch.full((1, 1), len(text), dtype=torch.int32, device=device)
     text, block = kept_first(text, Blocks.regular(len(text), len(text)), keep)
     return text, block.bounds(device)[1][:, 0]
-
-
-def _share(groups: GroupMap, call: SparseCall) -> torch.Tensor:
-    """Return the share of pairs attended to, []."""
-    pairs = kept_pairs(groups.keep, groups.queries.counts, groups.keys.counts)
-    batch, heads = groups.keep.shape[:2]
-    return density_of_pairs(pairs / (batch * heads), call.layout, call.keep)
 
 
 def _attend(call: SparseCall, groups: GroupMap, out: torch.Tensor) -> None:

@@ -9,12 +9,12 @@ Shapes: B batch, S tokens, H heads, D head size, N blocks; q/k suffix = query/ke
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.linear_attention.api import (
     add_linear,
@@ -34,9 +34,7 @@ from multimodal_gen.runtime.layers.attention.sparse.router import (
     BlockStats,
     Budget,
     Cut,
-    LinearBranch,
     Router,
-    SparseEngine,
 )
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SequenceLayout,
@@ -56,37 +54,28 @@ def attend_in_place(
     router: Router[Any], settings: Any, cut: Cut, call: SparseCall, context: ForwardContext
 ) -> torch.Tensor:
     """Return the method's attention of a call, [B, S, H, D]; the linear branch included."""
-    layout, layer, heads = call.layout, router.layer, call.query.shape[2]
+    layout, layer = call.layout, router.layer
     blocks = raster_blocks(layout, cut.tile[2], cut.of_keys[2], call.query.device)
     budget = router.budget(settings, blocks.num_video, layout.num_video)
     assert budget is not None, "only lists of equal length lie in place"
     layer.warn_of(layout, budget)
     router.check_call(settings, budget, projected=call.projection is not None)
-    upstream = router.attend_upstream(settings, call, blocks.tiles)
-    # Blocks that are cut short, of which there are few in long sequences, or by a mask.
-    is_cut = call.keep is not None or blocks.num_video <= FEW_BLOCKS
-    by_pairs = is_cut and budget.kept < budget.blocks and upstream is None
-    if not by_pairs:
-        layer.note(context, layout.density(budget.share), heads)
-    if upstream is not None:
-        return upstream
-
-    def note(plan: BlockPlan) -> None:
-        if by_pairs:
-            layer.note(context, density_of_plan(plan, layout, call.keep), heads)
-
-    return _attend_both(router, settings, call, blocks, budget, note)
+    out = router.attend_upstream(settings, call, None, None)
+    density: float | torch.Tensor = layout.density(budget.share)
+    if out is None:
+        out, plan = _attend_both(router, settings, call, blocks, budget)
+        # Blocks that are cut short, of which there are few in long sequences, or by a mask.
+        is_cut = call.keep is not None or blocks.num_video <= FEW_BLOCKS
+        if is_cut and budget.kept < budget.blocks:
+            density = density_of_plan(plan, layout, call.keep)
+    layer.note(context, density, call.query.shape[2])
+    return out
 
 
 def _attend_both(
-    router: Router[Any],
-    settings: Any,
-    call: SparseCall,
-    blocks: RasterBlocks,
-    budget: Budget,
-    note: Callable[[BlockPlan], None],
-) -> torch.Tensor:
-    """Return exact attention over what the router chooses, plus the linear branch."""
+    router: Router[Any], settings: Any, call: SparseCall, blocks: RasterBlocks, budget: Budget
+) -> tuple[torch.Tensor, BlockPlan]:
+    """Return exact attention over what the router chooses, plus the linear branch, and the plan."""
     layout, given = call.layout, call.query.dtype
     dtype = router.compute_dtype(settings, given)
     q, k, v = (x.to(dtype) for x in (call.query, call.key, call.value))
@@ -95,31 +84,34 @@ def _attend_both(
         index, keys = kept_first(blocks.order, blocks.ordered, call.keep)
         k, v = gather_tokens((k, v), index)
     branch = None if call.projection is None else router.linear(settings)
-    means, state = _look(k, v, keys, branch)
-
-    def choose(stats: BlockStats) -> torch.Tensor:
-        with torch.no_grad():
-            return router.choose(settings, stats, budget)
-
+    state: KeyState | None = None
+    if branch is None or branch.unselected:
+        means = key_means(k, keys)
+    else:
+        means, state = key_state(k, v, keys, feature_map=branch.feature_map)
     if budget.kept == budget.blocks:
         plan = BlockPlan.dense(blocks.queries, keys, q.device)
     else:
+        choose = partial(router.chosen, settings, budget=budget)
         plan = plan_of_blocks(choose, q, means, keys, blocks, scale=call.scale, keep=call.keep)
-    note(plan)
     record_plan(slice(0, q.shape[2]), plan, (q.shape[1], k.shape[1]), keys=index)
-    out = _attend(router.engine(settings), call, (q, k, v), plan, means, blocks.num_video)
+    engine = router.engine(settings)
+    if engine is None:
+        out = call.attend(plan, q, k, v, call.tail_of(blocks.num_video, slice(None)))
+    else:  # any mean will do that is close to what the keys have in common
+        out = engine(q, k, v, plan, mean=means.mean(2).float())
     if layout.text and out.requires_grad:
         out = out.clone()  # the backward pass of the sparse branch reads what it gave
     attend_text(call, out)
     if branch is None or call.projection is None:
-        return out.to(given)
+        return out.to(given), plan
     weights, feature_map = _weights(call.projection, q.device), branch.feature_map
     if state is None:
         out = add_unselected(out, q, k, v, plan, weights, feature_map=feature_map)
     else:
         rows = layout.video
         out = add_linear(out, q, state, weights, rows=rows, feature_map=feature_map)
-    return out.to(given)
+    return out.to(given), plan
 
 
 def plan_of_blocks(
@@ -163,37 +155,6 @@ def plan_of_blocks(
     lists = choose(stats)
     counts = lists.new_full((1, 1, 1), lists.shape[3]).expand(lists.shape[:3])
     return BlockPlan(indices=lists, counts=counts, q=blocks.queries, kv=keys, uniform=True)
-
-
-def _look(
-    key: torch.Tensor, value: torch.Tensor, keys: Blocks, branch: LinearBranch | None
-) -> tuple[torch.Tensor, KeyState | None]:
-    """Return the means of all blocks, fp32 [B, Hkv, N, D], and the state where one is needed."""
-    if branch is None or branch.unselected:
-        return key_means(key, keys), None
-    return key_state(key, value, keys, feature_map=branch.feature_map)
-
-
-def _attend(
-    engine: SparseEngine | None,
-    call: SparseCall,
-    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    plan: BlockPlan,
-    means: torch.Tensor,
-    num_video: int,
-) -> torch.Tensor:
-    """Return attention over the pairs of a plan, a new tensor; the tail included.
-
-    To an engine the mean of the block means stands for that of the keys: any will do that is close
-    to what they have in common.
-    """
-    if engine is not None:
-        found = engine(*qkv, plan, mean=means.mean(2).float())
-    else:
-        tail = call.tail_of(num_video, slice(None))
-        found = block_sparse_attention(*qkv, plan, scale=call.scale, kernel=call.kernel, tail=tail)
-    assert isinstance(found, torch.Tensor), "no log-sum-exp was asked for"
-    return found
 
 
 def _weights(linear: nn.Linear, device: torch.device) -> Projection:

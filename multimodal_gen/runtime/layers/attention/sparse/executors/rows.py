@@ -11,7 +11,6 @@ of chunks; q/k suffix = query/key side.
 
 import math
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -50,9 +49,8 @@ from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     pooled_video,
     tiled_sequence,
 )
+from multimodal_gen.runtime.layers.attention.sparse.windows import Window
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
-
-_Grid = tuple[int, int, int]
 
 # What copies of a few heads may take, as a share of queries, keys, values and results of all heads;
 # lists take up to a tenth more. One head at a time takes least, but a share takes the host 0.3 ms
@@ -114,7 +112,7 @@ def _grouped(bound: torch.Tensor, groups: ChunkGroups) -> torch.Tensor:
 
 
 @static_cache(maxsize=64)
-def row_chunks(layout: SequenceLayout, chunk: _Grid, device: torch.device) -> RowChunks:
+def row_chunks(layout: SequenceLayout, chunk: Window, device: torch.device) -> RowChunks:
     """Return the chunks of a video; the last 64 are cached.
 
     Args:
@@ -142,12 +140,13 @@ def attend_by_rows(
     num = chunks.keys.num_tiles
     share: float | torch.Tensor = 1.0
     layer.warn_of(whole, router.budget(settings, num, whole.num_video))
-    out = router.attend_upstream(settings, call, chunks.keys.order)
+    out = router.attend_upstream(settings, call, chunks.keys, None)
     if router.density(settings, num, whole.num_video) == 1:
         out = attend_densely(call) if out is None else out
     else:
         bits, pairs = choose_rows(router, settings, row_stats(call, chunks))
-        share = kept = _share(call, pairs)
+        batch, heads = bits.shape[:2]  # masked keys that are not of the video count as others
+        share = kept = layout.density(pairs.double() / (batch * heads * layout.num_video**2))
         if out is None:
             out = attend_choice(call, chunks, bits)
             if call.first_head == 0:  # the first heads of a call stand for all of it
@@ -180,15 +179,6 @@ def choose_rows(
         return router.choose_rows(settings, stats)
 
 
-def _share(call: SparseCall, pairs: torch.Tensor) -> torch.Tensor:
-    """Return the share of pairs attended to, [], given the `pairs` of video queries and keys.
-
-    Masked keys that are not of the video are taken for others.
-    """
-    batch, _, heads, _ = call.query.shape
-    return call.layout.density(pairs.double() / (batch * heads * call.layout.num_video**2))
-
-
 def attend_choice(
     call: SparseCall,
     chunks: RowChunks,
@@ -211,8 +201,18 @@ def attend_choice(
     Returns:
         [B, Sq, H, D] in the order of the sequence, zero where a query sees no key.
     """
-    heads, rows = slice(0, call.query.shape[2]), partial(_rows_of_bits, bits, chunks, call.layout)
-    record_pairs(heads, rows)
+    layout = call.layout
+
+    def of_rows(rows: torch.Tensor, heads: slice) -> torch.Tensor:
+        place = rows.to(bits.device) - layout.start
+        of_video = (place >= 0) & (place < layout.num_video)
+        words = bits[:, heads, place.clamp(0, layout.num_video - 1)]
+        chosen = bits_of(words, chunks.keys.num_tiles)[..., chunks.own.long()]
+        kept = chosen.new_ones((*chosen.shape[:3], layout.num_keys))
+        kept[..., layout.video] = chosen
+        return kept | ~of_video[:, None]
+
+    record_pairs(slice(0, call.query.shape[2]), of_rows)
     pooled = pooled_video(call, chunks.keys) if call.tail else None
     return _attend_bits(call, chunks.keys, bits, groups=groups, pooled=pooled)
 
@@ -233,38 +233,26 @@ def attend_cache_by_rows(
     layer, order, blocks = router.layer, tiles.order, tiles.plan.kv
     places = len(order.starts) if router.spans_time(settings) else None
     own = torch.repeat_interleave(tiles.itself, order.lengths, output_size=order.num_tokens)
-    bits, pairs = choose_rows(router, settings, _seen_stats(query, key, tiles, own, places))
+    starts, lengths = (bound.view(-1) for bound in blocks.tensors())
+    found = chunk_means(key, starts, lengths.clamp_min(1), size=blocks.size)
+    seen = replace(found, counts=lengths.expand(len(query), -1).contiguous(), masked=True)
+    stats = RowStats(query=query, chunks=seen, own=own)
     if places is not None:
-        held = blocks.tensors()[1].view(-1) > 0
+        stats = RowStats(query=query, chunks=_by_place(seen, places), own=own % places)
+    bits, pairs = choose_rows(router, settings, stats)
+    if places is not None:
         num_slots = blocks.num // places
-        bits = pack_bits(bits_of(bits, places).repeat(1, 1, 1, num_slots) & held)
+        bits = pack_bits(bits_of(bits, places).repeat(1, 1, 1, num_slots) & (lengths > 0))
     call = _call_of_rows(query, key, value, layer)
     # What is seen of a cache lies as it is read: where keys come from is never asked.
     keys = TiledSequence(order=order, index=own, blocks=blocks, num_tiles=blocks.num, in_order=True)
-    lse = _empty_lse(query)
+    lse = query.new_empty(bits.shape[:3], dtype=torch.float32)
     pooled = pooled_visible(key, value, tiles) if layer.pools_tail else None
     out = _attend_bits(call, keys, bits, pooled=pooled, lse=lse)
     if context is not None:
         every = query.shape[0] * query.shape[2] * order.num_tokens * tiles.num_tokens
         layer.note(context, pairs.double() / every, query.shape[2])
     return out, lse
-
-
-def _seen_stats(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    tiles: VisibleTiles,
-    own: torch.Tensor,
-    places: int | None,
-) -> RowStats:
-    """Return what rows choose by among the blocks of a cache, or among so many places of them."""
-    blocks = tiles.plan.kv
-    starts, lengths = (bound.view(-1) for bound in blocks.tensors())
-    found = chunk_means(key, starts, lengths.clamp_min(1), size=blocks.size)
-    seen = replace(found, counts=lengths.expand(len(query), -1).contiguous(), masked=True)
-    if places is None:
-        return RowStats(query=query, chunks=seen, own=own)
-    return RowStats(query=query, chunks=_by_place(seen, places), own=own % places)
 
 
 def _by_place(seen: ChunkMeans, places: int) -> ChunkMeans:
@@ -307,7 +295,7 @@ def attend_shard_by_rows(
         num_tiles=len(theirs.shard.block_of),
         in_order=True,
     )
-    lse = _empty_lse(query)
+    lse = query.new_empty(bits.shape[:3], dtype=torch.float32)
     out = _attend_bits(call, keys, bits & held, lse=lse)
     if pooled is None or not theirs.is_own:
         return out, lse
@@ -340,12 +328,6 @@ def _call_of_rows(
     )
 
 
-def _empty_lse(query: torch.Tensor) -> torch.Tensor:
-    """Return room for the log-sum-exp of queries, fp32 [B, H, S]."""
-    batch, rows, heads, _ = query.shape
-    return query.new_empty((batch, heads, rows), dtype=torch.float32)
-
-
 def _attend_bits(
     call: SparseCall,
     chunks: TiledSequence,
@@ -375,8 +357,7 @@ def _attend_bits(
     rows = sort_rows(bits, groups, block=block, extra=chunks.num_text_blocks > 0)
     # Kernels with such blocks write the parts over the copies of the queries.
     passes = _passes(call, groups, overwritten=block == CHOICE_ROWS, copied=copied)
-    at_once = (passes[0].stop - passes[0].start) * group
-    keys = key_blocks(chunks, groups, at_once, call.keep)
+    keys = key_blocks(chunks, groups, (passes[0].stop - passes[0].start) * group, call.keep)
     order = _in_order(rows.counts.numel() // len(passes), key.device)
     attend_text(call, out)
 
@@ -397,14 +378,18 @@ def _attend_bits(
             kernel=call.kernel,
             overwrite_q=True,  # with the parts, if the kernel can
         )
-        if pooled is None:
-            merge_parts(parts, of_parts, chosen, target)
-            total = None if lse is None else lse_of_parts(of_parts, chosen)
-        else:
-            means = pooled.heads(part)
-            total = _merge_with_tail(
-                call, own, parts, of_parts, chosen, means, bits[:, heads], target
+        # Gradients of a tail need what was merged, which must not be written over.
+        apart = pooled is not None and torch.is_grad_enabled()
+        merged = torch.empty_like(target) if apart else target
+        merge_parts(parts, of_parts, chosen, merged)
+        total = None if pooled is None and lse is None else lse_of_parts(of_parts, chosen)
+        if pooled is not None and total is not None:
+            means, kept = pooled.heads(part), bits[:, heads]
+            merged, total = add_tail(
+                merged, total, own, means, kept, None, scale=call.scale, kernel=call.kernel
             )
+            if merged is not target:
+                target.copy_(merged)
         if lse is not None and total is not None:
             lse[:, heads] = total
 
@@ -422,67 +407,6 @@ def _plan_of_rows(rows: SortedRows, keys: Blocks, order: torch.Tensor) -> BlockP
         row_bits=rows.bits.unsqueeze(-1),
         order=order,
     )
-
-
-def _rows_of_bits(
-    bits: torch.Tensor,
-    chunks: RowChunks,
-    layout: SequenceLayout,
-    rows: torch.Tensor,
-    heads: slice,
-) -> torch.Tensor:
-    """Return what rows of the sequence keep; see `kept_pairs.OfRows`.
-
-    Args:
-        bits: int32 [B, H, V, words], which chunks every query of the video selects.
-        chunks: the chunks.
-        layout: where the video lies.
-        rows: int64 [R].
-        heads: which of the heads.
-    """
-    place = rows.to(bits.device) - layout.start
-    of_video = (place >= 0) & (place < layout.num_video)
-    words = bits[:, heads, place.clamp(0, layout.num_video - 1)]
-    chosen = bits_of(words, chunks.keys.num_tiles)[..., chunks.own.long()]
-    kept = chosen.new_ones((*chosen.shape[:3], layout.num_keys))
-    kept[..., layout.video] = chosen
-    return kept | ~of_video[:, None]
-
-
-def _merge_with_tail(
-    call: SparseCall,
-    query: torch.Tensor,
-    parts: torch.Tensor,
-    lse: torch.Tensor,
-    rows: SortedRows,
-    pooled: PooledBlocks,
-    bits: torch.Tensor,
-    out: torch.Tensor,
-) -> torch.Tensor:
-    """Write attention that also sees the means of the chunks that rows did not choose.
-
-    Returns the log-sum-exp over both, [B, H, V].
-
-    Args:
-        call: the call.
-        query: the video's queries of some heads, [B, V, H, D].
-        parts: see `merge_parts`.
-        lse: see `merge_parts`.
-        rows: see `merge_parts`.
-        pooled: means of all chunks.
-        bits: int32 [B, H, V, words], the chunks that each row chose.
-        out: [B, V, H, D], is written to.
-    """
-    # Gradients need what was merged, which must not be written over.
-    merged = torch.empty_like(out) if torch.is_grad_enabled() else out
-    merge_parts(parts, lse, rows, merged)
-    total = lse_of_parts(lse, rows)
-    found, total = add_tail(
-        merged, total, query, pooled, bits, None, scale=call.scale, kernel=call.kernel
-    )
-    if found is not out:
-        out.copy_(found)
-    return total
 
 
 @static_cache(maxsize=64)

@@ -24,6 +24,7 @@ from multimodal_gen.runtime.layers.attention.config import (
 from multimodal_gen.runtime.layers.attention.sparse.base import Tail, tail_option
 from multimodal_gen.runtime.layers.attention.sparse.method import SparseBackend
 from multimodal_gen.runtime.layers.attention.sparse.router import BlockStats, Budget, Cut, Router
+from multimodal_gen.runtime.layers.attention.sparse.windows import Window
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
@@ -85,7 +86,7 @@ class CubeRouter(Router[CubeConfig]):
 
     chooses = "map"
 
-    def cut(self, settings: CubeConfig, grid: tuple[int, int, int]) -> Cut:
+    def cut(self, settings: CubeConfig, grid: Window) -> Cut:
         """Return the cubes."""
         return Cut(settings.local_cube_size)
 

@@ -24,6 +24,7 @@ from multimodal_gen.runtime.layers.attention.sparse.router import (
     Limits,
     Router,
 )
+from multimodal_gen.runtime.layers.attention.sparse.windows import Window
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 _BLOCK = 64
@@ -51,7 +52,7 @@ class PisaConfig(SparseConfig):
 class PisaRouter(Router[PisaConfig]):
     """The blocks whose means match best."""
 
-    def cut(self, settings: PisaConfig, grid: tuple[int, int, int]) -> Cut:
+    def cut(self, settings: PisaConfig, grid: Window) -> Cut:
         """Return blocks in the order of the sequence."""
         return Cut.rows(_BLOCK)
 

@@ -20,7 +20,7 @@ from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.engine import QUANTIZED, TRITON
 from multimodal_gen.kernels.quantized_attention.api import quantized_attention
 from multimodal_gen.kernels.requirements import Capability
-from multimodal_gen.kernels.tile_order.api import TileOrder
+from multimodal_gen.kernels.tensors import place_of
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import DenseLimits
 from multimodal_gen.runtime.layers.attention.backends.common import refuse_grad
 from multimodal_gen.runtime.layers.attention.backends.declaration import HALF_DTYPES, Variant
@@ -66,6 +66,7 @@ from multimodal_gen.runtime.layers.attention.sparse.router import (
     SparseEngine,
 )
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SparseCall, lists_as_map
+from multimodal_gen.runtime.layers.attention.sparse.windows import Window
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 
@@ -170,7 +171,7 @@ class _BothRouter(Router[_SettingsT]):
 
     takes_projection: ClassVar[bool] = True
 
-    def cut(self, settings: _SettingsT, grid: tuple[int, int, int]) -> Cut:
+    def cut(self, settings: _SettingsT, grid: Window) -> Cut:
         """Return blocks of raster order."""
         return Cut.rows(settings.BLKQ, settings.BLKK)
 
@@ -237,7 +238,7 @@ class SLARouter(_BothRouter[SLAConfig]):
 
     @override
     def attend_upstream(
-        self, settings: SLAConfig, call: SparseCall, order: TileOrder
+        self, settings: SLAConfig, call: SparseCall, keys: Any, select: Any
     ) -> torch.Tensor | None:
         if self.layer.kernel.name != UPSTREAM:
             return None
@@ -288,8 +289,7 @@ class SageSLARouter(_BothRouter[SageSLAConfig]):
     def _attend_spas_sage(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: BlockPlan
     ) -> torch.Tensor:
-        on_cuda = query.device.type == "cuda"
-        wanted = mask_blocks(torch.cuda.get_device_capability(query.device) if on_cuda else None)
+        wanted = mask_blocks(place_of(query.device)[1])
         if (plan.q.size, plan.kv.size) != wanted:
             raise UnsupportedBackendError(
                 f"kernel {SPAS_SAGE} of {self.layer.label} needs BLKQ={wanted[0]} and "

@@ -31,6 +31,7 @@ from multimodal_gen.runtime.layers.attention.sparse.router import (
     Router,
 )
 from multimodal_gen.runtime.layers.attention.sparse.tiles import by_heads, shard_of
+from multimodal_gen.runtime.layers.attention.sparse.windows import Window
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 _CELLS = 4  # of a block, where they rank blocks
@@ -112,7 +113,7 @@ class SolRouter(Router[SolConfig]):
 
     chooses = "map"
 
-    def cut(self, settings: SolConfig, grid: tuple[int, int, int]) -> Cut:
+    def cut(self, settings: SolConfig, grid: Window) -> Cut:
         """Return blocks in the order of the sequence, or tiles."""
         return (
             Cut.rows(settings.block_size) if settings.tile_size is None else Cut(settings.tile_size)
@@ -140,11 +141,7 @@ class SolRouter(Router[SolConfig]):
         if budget is not None:
             chosen = stats.mark_best(budget.kept, near=settings.neighbours)
         else:
-            tau, kind = settings.tau, settings.thresh_type
-            chosen = outstanding(
-                stats.query, stats.key, stats.real[1], scale=stats.scale, tau=tau, kind=kind
-            )
-            chosen = stats.add_near(chosen, settings.neighbours)
+            chosen = stats.add_near(_outstanding(settings, stats), settings.neighbours)
         if settings.sink_tokens:
             sink = _sink(settings, stats)
             chosen |= sink
@@ -181,15 +178,7 @@ _SCORES_AT_ONCE = 2**25
 _LEAST_VARIANCE = 1e-6
 
 
-def outstanding(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    real: torch.Tensor | None,
-    *,
-    scale: float,
-    tau: float,
-    kind: Literal["diag", "exact"],
-) -> torch.Tensor:
+def _outstanding(config: SolConfig, stats: BlockStats) -> torch.Tensor:
     """Return the blocks that score above their row's threshold: bool [B, H, R, N].
 
     With s the scale, qbar and kc means of blocks, and mean and variance taken over the blocks of a
@@ -200,39 +189,27 @@ def outstanding(
     with var_i that of the row's scores (`exact`), or the sum of qbar_i^2 times the variance of
     every channel of kc (`diag`). A few heads are computed at a time; does not wait for the device.
     """
-    batch, heads, num, _ = query.shape
-    group = heads // key.shape[1]
+    batch, heads, num, _ = stats.query.shape
+    group, scale = heads // stats.key.shape[1], stats.scale
+    weight = stats.key.new_ones(1, 1, stats.num, 1, dtype=torch.float32)
+    if stats.real[1] is not None:  # the mean of nothing is zero
+        weight = stats.real[1][:, None, :, None].float()
+    count = weight.sum(2, keepdim=True).clamp_min(1)
 
     def above(some: slice) -> torch.Tensor:
-        used = torch.arange(some.start, some.stop, device=key.device) // group
-        keys = key[:, used].float()
-        return _above(query[:, some].float(), keys, real, scale, tau, kind)
+        used = torch.arange(some.start, some.stop, device=stats.key.device) // group
+        query, key = stats.query[:, some].float(), stats.key[:, used].float()
+        scores = (query @ key.mT) * scale
+        mean = (key * weight).sum(2, keepdim=True) / count
+        middle = (query @ mean.mT) * scale
+        if config.thresh_type == "exact":
+            variance = (scores - middle).square() @ weight / count
+        else:
+            of_channel = ((key - mean).square() * weight).sum(2, keepdim=True) / count
+            variance = (query.square() @ of_channel.mT) * scale**2
+        return scores > middle + config.tau * (variance + _LEAST_VARIANCE).sqrt()
 
-    return by_heads(heads, batch * num * key.shape[2], _SCORES_AT_ONCE, above)
-
-
-def _above(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    real: torch.Tensor | None,
-    scale: float,
-    tau: float,
-    kind: Literal["diag", "exact"],
-) -> torch.Tensor:
-    """Return where scores of [B, h, R, D] lie above what their row asks for."""
-    scores = (query @ key.mT) * scale
-    weight = key.new_ones(1, 1, key.shape[2], 1)
-    if real is not None:  # the mean of nothing is zero
-        weight = real[:, None, :, None].to(key.dtype)
-    count = weight.sum(2, keepdim=True).clamp_min(1)
-    mean = (key * weight).sum(2, keepdim=True) / count
-    middle = (query @ mean.mT) * scale
-    if kind == "exact":
-        variance = (scores - middle).square() @ weight / count
-    else:
-        of_channel = ((key - mean).square() * weight).sum(2, keepdim=True) / count
-        variance = (query.square() @ of_channel.mT) * scale**2
-    return scores > middle + tau * (variance + _LEAST_VARIANCE).sqrt()
+    return by_heads(heads, batch * num * stats.num, _SCORES_AT_ONCE, above)
 
 
 class SolBackend(SparseBackend):

@@ -11,9 +11,8 @@ attended to by everything, and attends to everything.
 Shapes: B batch, S tokens, H heads, D head size, N blocks of 64 tokens.
 """
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -49,9 +48,9 @@ from multimodal_gen.runtime.layers.attention.sparse.router import (
     Limits,
     Router,
     TokenMap,
-    UpstreamKernel,
 )
-from multimodal_gen.runtime.layers.attention.sparse.tiles import SparseCall, TiledSequence, by_heads
+from multimodal_gen.runtime.layers.attention.sparse.tiles import SparseCall, by_heads
+from multimodal_gen.runtime.layers.attention.sparse.windows import Window
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 _UNIT = 64  # tokens that are pooled; blocks are one or two of them
@@ -94,27 +93,13 @@ class SpargeConfig(SparseConfig):
             )
 
 
-def attend_upstream(
-    call: SparseCall,
-    keys: TiledSequence,
-    select: Callable[[], torch.Tensor],
-    kept: int,
-    backend: str,
-) -> torch.Tensor:
-    """Return attention by the authors' kernel, or refuse the call; see `UpstreamKernel`."""
-    masked = call.keep is not None or bool(call.layout.text)
-    parts = (call.query, call.key, call.value)
-    return attend_spas_sage(*parts, select(), scale=call.scale, label=backend, masked=masked)
-
-
 class SpargeRouter(Router[SpargeConfig]):
     """The best blocks among those that their means describe, and all others."""
 
     chooses = "map"
-    upstream: ClassVar[Mapping[str, UpstreamKernel]] = {SPAS_SAGE: attend_upstream}
 
     @override
-    def cut(self, settings: SpargeConfig, grid: tuple[int, int, int]) -> Cut:
+    def cut(self, settings: SpargeConfig, grid: Window) -> Cut:
         return Cut.rows(_UNIT)
 
     @override
@@ -168,11 +153,25 @@ class SpargeRouter(Router[SpargeConfig]):
         chosen = _chosen(settings, stats, budget, (rows, columns))
         return chosen.repeat_interleave(rows, dim=2)[:, :, : stats.query.shape[2]]
 
+    @override
+    def attend_upstream(
+        self, settings: SpargeConfig, call: SparseCall, keys: Any, select: Any
+    ) -> torch.Tensor | None:
+        if call.kernel.name != SPAS_SAGE:
+            return None
+        masked, label = call.keep is not None or bool(call.layout.text), self.layer.label
+        parts = (call.query, call.key, call.value)
+        return attend_spas_sage(*parts, select(), scale=call.scale, label=label, masked=masked)
+
 
 def _chosen(
     config: SpargeConfig, stats: BlockStats, budget: Budget | None, sizes: tuple[int, int]
 ) -> torch.Tensor:
-    """Return the chosen blocks of so many units each, bool [B, H, R', N']; some heads at a time."""
+    """Return the chosen blocks of so many units each, bool [B, H, R', N']; some heads at a time.
+
+    A block is alike where the mean cosine of the pairs of its tokens, which is the square of the
+    mean of its tokens, each of length 1, is above the threshold.
+    """
     sides = (stats.row_counts, sizes[0]), (stats.counts, sizes[1])
     query, _ = _merged(stats.query, *sides[0])
     key, counts = _merged(stats.key, *sides[1])
@@ -191,38 +190,23 @@ def _chosen(
         used = torch.arange(some.start, some.stop, device=key.device) // group
         scores = query[:, some].float() @ key[:, used].float().mT
         scores = (scores * stats.scale).masked_fill(counts[:, None, None] == 0, -torch.inf)
-        of_some = None if alike is None else (alike[0][:, some], alike[1][:, used])
-        return _best(config, budget, scores, of_some)
+        if alike is not None:
+            scores = scores.masked_fill(~alike[1][:, used, None], -torch.inf)
+        order = scores.argsort(dim=-1, descending=True, stable=True)
+        chosen = torch.zeros_like(scores, dtype=torch.bool)
+        if budget is not None:
+            chosen.scatter_(-1, order[..., : budget.kept], True)
+        else:
+            assert config.cdfthreshd is not None, "then there is a budget"
+            mass = scores.softmax(-1).nan_to_num(0.0).gather(-1, order).cumsum(-1)
+            held = mass <= config.cdfthreshd
+            held[..., 0] = True
+            chosen.scatter_(-1, order, held)
+        if alike is None:
+            return chosen
+        return chosen | ~alike[0][:, some].unsqueeze(3) | ~alike[1][:, used].unsqueeze(2)
 
     return by_heads(heads, query[:, 0, :, 0].numel() * key.shape[2], _SCORES_AT_ONCE, best)
-
-
-def _best(
-    config: SpargeConfig,
-    budget: Budget | None,
-    scores: torch.Tensor,
-    alike: tuple[torch.Tensor, torch.Tensor] | None,
-) -> torch.Tensor:
-    """Return what scores, [B, h, R, N], keep, where blocks of both sides may be alike inside.
-
-    A block is alike where the mean cosine of the pairs of its tokens, which is the square of the
-    mean of its tokens, each of length 1, is above the threshold.
-    """
-    if alike is not None:
-        scores = scores.masked_fill(~alike[1][:, :, None], -torch.inf)
-    order = scores.argsort(dim=-1, descending=True, stable=True)
-    if budget is not None:
-        chosen = torch.zeros_like(scores, dtype=torch.bool)
-        chosen.scatter_(-1, order[..., : budget.kept], True)
-    else:
-        assert config.cdfthreshd is not None, "then there is a budget"
-        mass = scores.softmax(-1).nan_to_num(0.0).gather(-1, order).cumsum(-1)
-        held = mass <= config.cdfthreshd
-        held[..., 0] = True
-        chosen = torch.zeros_like(held).scatter_(-1, order, held)
-    if alike is None:
-        return chosen
-    return chosen | ~alike[0].unsqueeze(3) | ~alike[1].unsqueeze(2)
 
 
 def _merged(

@@ -30,6 +30,7 @@ from multimodal_gen.runtime.layers.attention.sparse.base import Tail, tail_optio
 from multimodal_gen.runtime.layers.attention.sparse.method import SPARSE_FEATURES, SparseBackend
 from multimodal_gen.runtime.layers.attention.sparse.pattern import Pattern, Patterns
 from multimodal_gen.runtime.layers.attention.sparse.router import Cut, Limits, Router
+from multimodal_gen.runtime.layers.attention.sparse.windows import Window
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
@@ -100,7 +101,7 @@ class StaticRouter(Router[StaticConfig]):
 
     chooses = "pattern"
 
-    def cut(self, settings: StaticConfig, grid: tuple[int, int, int]) -> Cut:
+    def cut(self, settings: StaticConfig, grid: Window) -> Cut:
         """Return blocks in the order of the sequence, or frames."""
         return Cut.rows(_BLOCK) if settings.pattern == "radial" else Cut((1, *grid[1:]))
 
@@ -109,11 +110,7 @@ class StaticRouter(Router[StaticConfig]):
         return settings.pattern == "lvsa"
 
     def pattern(
-        self,
-        settings: StaticConfig,
-        grid: tuple[int, int, int],
-        heads: slice,
-        context: ForwardContext,
+        self, settings: StaticConfig, grid: Window, heads: slice, context: ForwardContext
     ) -> Patterns:
         """Return the pattern of a step, the same for all heads."""
         frames, height, width = grid

@@ -22,6 +22,7 @@ from multimodal_gen.runtime.layers.attention.config import (
 from multimodal_gen.runtime.layers.attention.sparse.base import Tail, tail_option
 from multimodal_gen.runtime.layers.attention.sparse.method import SparseBackend
 from multimodal_gen.runtime.layers.attention.sparse.router import Budget, Cut, Router
+from multimodal_gen.runtime.layers.attention.sparse.windows import Window
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 _BLOCK = 64
@@ -64,7 +65,7 @@ class SubblockConfig(SparseConfig):
 class SubblockRouter(Router[SubblockConfig]):
     """The blocks whose cells match best."""
 
-    def cut(self, settings: SubblockConfig, grid: tuple[int, int, int]) -> Cut:
+    def cut(self, settings: SubblockConfig, grid: Window) -> Cut:
         """Return blocks in the order of the sequence."""
         return Cut.rows(_BLOCK)
 

@@ -12,7 +12,7 @@ Shapes: B batch, S tokens, H query heads, Hkv key heads, D head size, Cq and Ck 
 """
 
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -58,15 +58,16 @@ from multimodal_gen.runtime.layers.attention.sparse.router import (
     BlockStats,
     Budget,
     Cut,
-    GroupKernel,
     Limits,
     Router,
     SparseLayer,
 )
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
+    SparseCall,
     record_on_current_stream,
     run_on_two_streams,
 )
+from multimodal_gen.runtime.layers.attention.sparse.windows import Window
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
@@ -234,9 +235,6 @@ class SVG2Router(Router[SVG2Config]):
 
     chooses = "map"
     keeps_state = True
-    group_kernels: ClassVar[Mapping[str, GroupKernel]] = {
-        UPSTREAM: lambda *call: attend_upstream(*call)
-    }
 
     def __init__(self, layer: SparseLayer | None = None) -> None:
         super().__init__(layer)
@@ -260,7 +258,7 @@ class SVG2Router(Router[SVG2Config]):
         )
 
     @override
-    def cut(self, settings: SVG2Config, grid: tuple[int, int, int]) -> Cut:
+    def cut(self, settings: SVG2Config, grid: Window) -> Cut:
         return Cut.groups()
 
     @override
@@ -346,6 +344,14 @@ class SVG2Router(Router[SVG2Config]):
             top_p=ratio_now(settings.svg2_top_p_kmeans),
             min_count=first_of(ratio_now(settings.svg2_min_kc_ratio), stats.num),
         )
+
+    @override
+    def attend_upstream(
+        self, settings: SVG2Config, call: SparseCall, keys: Any, select: Any
+    ) -> torch.Tensor | None:
+        if call.kernel.name != UPSTREAM:
+            return None
+        return attend_upstream(call, select(), self.layer.label)
 
     @override
     def observes(self, settings: SVG2Config) -> bool:

@@ -42,8 +42,8 @@ def refuse_layer(layer: SparseLayer, what: str, text: int = 0) -> None:
     refuse_upstream(reasons, kernel=UPSTREAM, backend=layer.label, what=what)
 
 
-def attend_upstream(call: SparseCall, groups: GroupMap, out: torch.Tensor, backend: str) -> None:
-    """Write the package's attention into `out`, [B, S, H, D]; it waits for the device.
+def attend_upstream(call: SparseCall, groups: GroupMap, backend: str) -> torch.Tensor:
+    """Return the package's attention, [B, S, H, D]; it waits for the device.
 
     It takes the clusters that were chosen here: queries and keys in cluster order, the sizes of the
     clusters and the map between them.
@@ -58,4 +58,6 @@ def attend_upstream(call: SparseCall, groups: GroupMap, out: torch.Tensor, backe
     heads_first = (x.transpose(1, 2).contiguous() for x in (q, k, v))
     sizes = groups.queries.counts, groups.keys.counts
     found = attend(*heads_first, groups.keep, *sizes, is_cpu=False)
+    out = torch.empty_like(call.query)
     scatter_tokens(found.transpose(1, 2), groups.queries.order, out)
+    return out

@@ -9,7 +9,7 @@ Shapes: B batch, S tokens, H heads, D head size.
 
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -18,7 +18,6 @@ from multimodal_gen.kernels.block_sparse.slots import CacheCut, KeptChunks
 from multimodal_gen.kernels.engine import BLOCK_SPARSE
 from multimodal_gen.kernels.select.row_reference import Rule
 from multimodal_gen.kernels.select.rows import select_chunks
-from multimodal_gen.kernels.tile_order.api import TileOrder
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import DenseLimits
 from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.backends.engine import (
@@ -54,6 +53,7 @@ from multimodal_gen.runtime.layers.attention.sparse.router import (
     RowStats,
 )
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SparseCall
+from multimodal_gen.runtime.layers.attention.sparse.windows import Window
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
@@ -177,7 +177,7 @@ class VMoBAConfig(SparseConfig):
             return "temporal"
         return "spatial" if place < cycle[0] + cycle[1] else "st"
 
-    def chunk(self, kind: _Kind, grid: tuple[int, int, int]) -> tuple[int, ...]:
+    def chunk(self, kind: _Kind, grid: Window) -> tuple[int, ...]:
         """Return the tokens of a chunk along time, height and width, which a grid may cut."""
         size = getattr(self, f"{kind}_chunk_size")
         if kind == "temporal":
@@ -197,7 +197,7 @@ class VMoBARouter(Router[VMoBAConfig]):
 
     chooses = "rows"
 
-    def cut(self, settings: VMoBAConfig, grid: tuple[int, int, int]) -> Cut:
+    def cut(self, settings: VMoBAConfig, grid: Window) -> Cut:
         """Return the layer's chunks; a `ConfigError` where the settings are for another grid."""
         _check_grid(settings, grid)
         return Cut(settings.chunk(self._kind(settings), grid))
@@ -222,14 +222,15 @@ class VMoBARouter(Router[VMoBAConfig]):
         return select_chunks(stats.query, stats.chunks, stats.own, rule, keep=stats.keep)
 
     def attend_upstream(
-        self, settings: VMoBAConfig, call: SparseCall, order: TileOrder
+        self, settings: VMoBAConfig, call: SparseCall, keys: Any, select: Any
     ) -> torch.Tensor | None:
         """Return what the authors' kernel computes, where it was asked for."""
         if call.kernel.name != UPSTREAM:
             return None
         rule, keeps_own = self._rule(settings), settings.only_own_chunk == "keep"
-        keeps_own = keeps_own and rule.keeps_own_only(len(order.starts))
-        return attend_upstream(call, order, rule, keeps_own=keeps_own, backend=self.layer.label)
+        keeps_own = keeps_own and rule.keeps_own_only(len(keys.order.starts))
+        label = self.layer.label
+        return attend_upstream(call, keys.order, rule, keeps_own=keeps_own, backend=label)
 
     def check_run(self, settings: VMoBAConfig, context: ForwardContext) -> None:
         """Refuse settings for another latent grid, as a call would."""
@@ -237,7 +238,7 @@ class VMoBARouter(Router[VMoBAConfig]):
             _check_grid(settings, context.latent_grid)
 
     def cut_of_cache(
-        self, settings: VMoBAConfig, kept: KeptChunks, grid: tuple[int, int, int] | None
+        self, settings: VMoBAConfig, kept: KeptChunks, grid: Window | None
     ) -> CacheCut | str:
         """Return frames for temporal chunks, and the cache's tiles for all others.
 
@@ -258,7 +259,7 @@ class VMoBARouter(Router[VMoBAConfig]):
     def limits(self, settings: VMoBAConfig) -> Limits:
         """What is ranked together must be in one place."""
         scope = settings.moba_threshold_type
-        ring = ulysses = cache = None
+        ring = ulysses = None
         if scope != "query_head":
             ring = (
                 f"`moba_threshold_type` {scope} ranks the chunks of all queries together, and a "
@@ -269,9 +270,7 @@ class VMoBARouter(Router[VMoBAConfig]):
                 f"`moba_threshold_type` {scope} ranks the chunks of all heads together, and a rank "
                 f"has some of the heads; query_head and head_global rank within a head"
             )
-        if self.layer.kernel.name == UPSTREAM:
-            cache = f"kernel {UPSTREAM} takes no lists of a cache"
-        return Limits(ring=ring, ulysses=ulysses, cache=cache)
+        return Limits(ring=ring, ulysses=ulysses)
 
     def _kind(self, settings: VMoBAConfig) -> _Kind:
         site = self.layer.site
@@ -281,7 +280,7 @@ class VMoBARouter(Router[VMoBAConfig]):
         return settings.rule(self._kind(settings))
 
 
-def _check_grid(config: VMoBAConfig, grid: tuple[int, int, int]) -> None:
+def _check_grid(config: VMoBAConfig, grid: Window) -> None:
     if config.patch_resolution not in (None, grid):
         raise ConfigError(
             f"`patch_resolution` of vmoba_attn must be the run's, {list(grid)} in latent "

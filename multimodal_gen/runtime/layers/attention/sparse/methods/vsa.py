@@ -8,15 +8,15 @@ Shapes: B batch, S tokens, H heads, D head size, N tiles; q/k suffix = query/key
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from types import MappingProxyType
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
+from typing_extensions import override
 
 from multimodal_gen.errors import ConfigError
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import DenseLimits
@@ -29,6 +29,7 @@ from multimodal_gen.runtime.layers.attention.config import (
     SparseConfig,
     option,
     ratio_now,
+    skip_option,
 )
 from multimodal_gen.runtime.layers.attention.sparse.base import (
     Tail,
@@ -45,8 +46,9 @@ from multimodal_gen.runtime.layers.attention.sparse.router import (
     Budget,
     Cut,
     Router,
-    UpstreamKernel,
 )
+from multimodal_gen.runtime.layers.attention.sparse.tiles import SparseCall
+from multimodal_gen.runtime.layers.attention.sparse.windows import Window
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 _CELLS = 4  # of a tile, where they rank tiles
@@ -93,20 +95,14 @@ class VideoSparseConfig(SparseConfig):
     tile_size: tuple[int, ...] = option(
         (4, 4, 4), "tokens per tile along time, height, width", ge=1, length=3
     )
-    skip_below: float | None = option(
-        None, "decibels below the largest weight so far at which products are left out", ge=1
-    )
+    skip_below: float | None = skip_option()
     tail: Tail = tail_option()  # noqa: RUF009 - it returns a field
     kernel: Literal[EngineKernel, "vsa", "fastvideo_kernel"] = option("auto", "kernel that runs")
 
     def check(self) -> None:
         """The budget is given once, and the tile is one the kernels have."""
-        refuse_foreign_tail("video_sparse_attn", self.tail, self.kernel, *UPSTREAM)
-        if self.skip_below is not None and self.kernel in UPSTREAM:
-            raise ConfigError(
-                f"`skip_below` of video_sparse_attn must not be given with kernel {self.kernel}, "
-                f"which leaves no products out, got {self.skip_below}; remove one"
-            )
+        kernel, skip = self.kernel, self.skip_below
+        refuse_foreign_tail("video_sparse_attn", self.tail, kernel, *UPSTREAM, skip_below=skip)
         if self.router == "subblock" and self.kernel in UPSTREAM:
             raise ConfigError(
                 f"`router` of video_sparse_attn must be mean with kernel {self.kernel}, which "
@@ -136,11 +132,8 @@ class VideoSparseRouter(Router[VideoSparseConfig]):
     """The tiles that score best in the coarse stage."""
 
     branch = staticmethod(coarse_stage)
-    upstream: ClassVar[Mapping[str, UpstreamKernel]] = dict.fromkeys(
-        UPSTREAM, lambda *call: attend_upstream(*call)
-    )
 
-    def cut(self, settings: VideoSparseConfig, grid: tuple[int, int, int]) -> Cut:
+    def cut(self, settings: VideoSparseConfig, grid: Window) -> Cut:
         """Return the tiles."""
         return Cut(settings.tile_size)
 
@@ -152,6 +145,15 @@ class VideoSparseRouter(Router[VideoSparseConfig]):
         """Return how many of the tiles are kept."""
         asked = None if settings.topk is not None else 1 - ratio_now(settings.sparsity)
         return Budget(kept_tiles(settings, blocks, tokens), blocks, asked)
+
+    @override
+    def attend_upstream(
+        self, settings: VideoSparseConfig, call: SparseCall, keys: Any, select: Any
+    ) -> torch.Tensor | None:
+        if call.kernel.name not in UPSTREAM:
+            return None
+        kept = self.budget(settings, len(keys.order.starts), keys.order.num_tokens).kept
+        return attend_upstream(call, keys, select, kept, self.layer.label)
 
 
 @lru_cache(maxsize=1024)

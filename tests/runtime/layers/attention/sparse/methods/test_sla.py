@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageError
 from multimodal_gen.runtime.layers.attention import warn_once
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
+from multimodal_gen.runtime.layers.attention.sparse import tiles
 from multimodal_gen.runtime.layers.attention.sparse.executors import linear as linear_executor
 from multimodal_gen.runtime.layers.attention.sparse.methods.sla import (
     SLABackend,
@@ -257,13 +258,13 @@ def test_half_precision_is_right(dtype, branch):
 )
 def test_use_bf16_names_the_dtype_of_16_bit_calls(dtype, use_bf16, computed, monkeypatch):
     seen = []
-    attend = linear_executor.block_sparse_attention
+    attend = tiles.block_sparse_attention
 
     def spy(query, key, value, *rest, **options):
         seen.extend(x.dtype for x in (query, key, value))
         return attend(query, key, value, *rest, **options)
 
-    monkeypatch.setattr(linear_executor, "block_sparse_attention", spy)
+    monkeypatch.setattr(tiles, "block_sparse_attention", spy)
     qkv = inputs(WHOLE, dtype=dtype)
     out = run(layer(dtype=dtype, use_bf16=use_bf16), qkv, WHOLE)
     assert seen == [computed] * 3

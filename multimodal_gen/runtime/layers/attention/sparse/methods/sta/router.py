@@ -4,11 +4,10 @@ Shapes: B batch, S tokens, H heads, D head size.
 """
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 
@@ -32,6 +31,7 @@ from multimodal_gen.runtime.layers.attention.config import (
     Tail,
     option,
     refuse_foreign_tail,
+    skip_option,
     tail_option,
 )
 from multimodal_gen.runtime.layers.attention.request import Feature
@@ -60,11 +60,9 @@ from multimodal_gen.runtime.layers.attention.sparse.router import (
     Cut,
     Limits,
     Router,
-    UpstreamKernel,
 )
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SparseCall,
-    TiledSequence,
     fit_tile,
 )
 from multimodal_gen.runtime.layers.attention.sparse.windows import (
@@ -129,9 +127,7 @@ class SlidingTileConfig(SparseConfig):
     target_density: float | None = option(
         None, "share of the attention matrix tuning aims at", ge=0, le=1
     )
-    skip_below: float | None = option(
-        None, "decibels below the largest weight so far at which products are left out", ge=1
-    )
+    skip_below: float | None = skip_option()
     tail: Tail = tail_option()  # noqa: RUF009 - it returns a field
     kernel: Literal[
         "auto", "gluon", "fa4", "triton", "reference", "st_attn", "fastvideo_kernel"
@@ -139,12 +135,8 @@ class SlidingTileConfig(SparseConfig):
 
     def check(self) -> None:
         """Each mode has exactly the sources it reads; only tuning has a target."""
-        refuse_foreign_tail("sliding_tile_attn", self.tail, self.kernel, *UPSTREAM)
-        if self.skip_below is not None and self.kernel in UPSTREAM:
-            raise ConfigError(
-                f"`skip_below` of sliding_tile_attn must not be given with kernel {self.kernel}, "
-                f"which leaves no products out, got {self.skip_below}; remove one"
-            )
+        kernel, skip = self.kernel, self.skip_below
+        refuse_foreign_tail("sliding_tile_attn", self.tail, kernel, *UPSTREAM, skip_below=skip)
         file, window, mode = self.mask_strategy_file_path, self.window, self.sta_mode
         inference, tuning = mode == "STA_inference", mode.startswith("STA_tuning")
         if inference and file is None and window is None:
@@ -211,22 +203,10 @@ def window_patterns(windows: tuple[Window, ...], tiles: Window) -> Patterns:
     return tuple(_pattern(effective_window(window, tiles), tiles) for window in windows)
 
 
-def _upstream(
-    call: SparseCall,
-    keys: TiledSequence,
-    select: Callable[[], tuple[WindowPattern, ...]],
-    kept: int,
-    backend: str,
-) -> torch.Tensor:
-    """See `UpstreamKernel`; the packages take windows."""
-    return attend_upstream(call, keys, [pattern.window for pattern in select()], backend)
-
-
 class SlidingTileRouter(Router[SlidingTileConfig]):
     """A window of tiles per step, layer and head."""
 
     chooses = "pattern"
-    upstream: ClassVar[Mapping[str, UpstreamKernel]] = dict.fromkeys(UPSTREAM, _upstream)
 
     _strategy: Strategy | None = None
     _layer: int = 0
@@ -252,7 +232,7 @@ class SlidingTileRouter(Router[SlidingTileConfig]):
                 num_heads=self.layer.num_heads, num_layers=site.num_layers, layer=site.layer
             )
 
-    def cut(self, settings: SlidingTileConfig, grid: tuple[int, int, int]) -> Cut:
+    def cut(self, settings: SlidingTileConfig, grid: Window) -> Cut:
         """Return the tiles."""
         return Cut(settings.tile_size)
 
@@ -261,11 +241,7 @@ class SlidingTileRouter(Router[SlidingTileConfig]):
         return settings.window is None
 
     def pattern(
-        self,
-        settings: SlidingTileConfig,
-        grid: tuple[int, int, int],
-        heads: slice,
-        context: ForwardContext,
+        self, settings: SlidingTileConfig, grid: Window, heads: slice, context: ForwardContext
     ) -> Patterns:
         """Return the windows of a step."""
         strategy, step = self._fitted(settings, grid, context), context.current_timestep
@@ -280,6 +256,15 @@ class SlidingTileRouter(Router[SlidingTileConfig]):
                 f"this is step {step}"
             )
         return window_patterns(windows, tiles_of(grid, fit_tile(settings.tile_size, grid)))
+
+    def attend_upstream(
+        self, settings: SlidingTileConfig, call: SparseCall, keys: Any, select: Any
+    ) -> torch.Tensor | None:
+        """Return what a package computes, which takes windows."""
+        if call.kernel.name not in UPSTREAM:
+            return None
+        windows = [pattern.window for pattern in select()]
+        return attend_upstream(call, keys, windows, self.layer.label)
 
     def check_run(self, settings: SlidingTileConfig, context: ForwardContext) -> None:
         """Refuse a strategy for other steps or another grid, as a call would."""
@@ -315,7 +300,7 @@ class SlidingTileRouter(Router[SlidingTileConfig]):
         return Limits(ring=ring, cache=cache)
 
     def cut_of_cache(
-        self, settings: SlidingTileConfig, kept: KeptChunks, grid: tuple[int, int, int] | None
+        self, settings: SlidingTileConfig, kept: KeptChunks, grid: Window | None
     ) -> CacheCut | str:
         """Return the window in space; the cache has its own window in time."""
         cut, window = kept.in_tiles(settings.tile_size), settings.window
@@ -330,11 +315,7 @@ class SlidingTileRouter(Router[SlidingTileConfig]):
         return pair_density((1, window[1], window[2]), (1, grid[1], grid[2]), (1, tile[1], tile[2]))
 
     def _search(
-        self,
-        settings: SlidingTileConfig,
-        call: SparseCall,
-        context: ForwardContext,
-        attend: Attend,
+        self, settings: SlidingTileConfig, call: SparseCall, context: ForwardContext, attend: Attend
     ) -> torch.Tensor:
         """Record how far each candidate takes every head from full attention, and return that."""
         heads, grid, site = call.query.shape[2], call.layout.grid, self.layer.site
