@@ -44,7 +44,6 @@ from multimodal_gen.kernels.block_sparse.gluon_step_kernel import (
 from multimodal_gen.kernels.block_sparse.gluon_work_kernel import (
     More,
     Outs,
-    Plan,
     Shape,
     block_ahead,
     block_of,
@@ -62,7 +61,7 @@ from multimodal_gen.kernels.block_sparse.gluon_work_kernel import (
 )
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.block_sparse.skip import Skip
-from multimodal_gen.kernels.block_sparse.steps_kernel import PLAN_NUMBERS, work_list
+from multimodal_gen.kernels.block_sparse.steps_kernel import PLAN_NUMBERS, Plan, work_list
 from multimodal_gen.kernels.block_sparse.tuning import GluonTile
 from multimodal_gen.kernels.hopper_kernel import (
     OVERFLOW,
