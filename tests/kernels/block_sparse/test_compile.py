@@ -476,7 +476,7 @@ def test_the_tail_in_gluon_compiles_without_spills_or_warnings(
     pooled = PooledBlocks(keys=means, values=means, counts=torch.ones(1, 1, 300).int())
     lse = torch.zeros(2, 4, queries.total)
     add_tail(TailCall(out, lse, out, pooled, kept, queries, 0.1), tile=gluon_tail_tile())
-    assert compiler.names == {"pack_kernel", "gluon_tail_kernel", "flagged_kernel"}
+    assert compiler.names == {"pack_kernel", "gluon_tail_kernel", "tail_kernel"}
     # Only what is read once per tile spills; the last kernel hardly ever has anything to do.
     assert_clean(compiler.kernels, most=320)
 
