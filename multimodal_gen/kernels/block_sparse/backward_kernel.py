@@ -221,12 +221,11 @@ def _key_gradients_kernel(
     first_tail = num_full
     if C.causal:
         earliest = tile.begin + q_total - total  # the first query that sees the first key
-        num_full = q_total // STEP
+        num_full = tl.where(tile.some, q_total // STEP, 0)
         first_tail = tl.minimum(tl.maximum(earliest, 0) // STEP, num_full)
         first = tl.minimum(tl.cdiv(tl.maximum(earliest + C.rows - 1, 0), STEP), num_full)
         num_tail = first - first_tail + (q_total % STEP > 0).to(tl.int32)
-    num_full = tl.where(tile.some, num_full, 0)
-    num_tail = tl.where(tile.some, num_tail, 0)
+        num_tail = tl.where(tile.some, num_tail, 0)
 
     d = tl.arange(0, C.width)[None, :]
     m = tl.arange(0, STEP)

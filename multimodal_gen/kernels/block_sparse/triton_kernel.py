@@ -257,9 +257,8 @@ def find_tile(plan, block_ptr, bits_ptr, bits_at, C: tl.constexpr):
     inside = sub * C.rows + tl.arange(0, C.rows)
     num_full, num_tail = _number_of_steps(list_ptr, at, plan, C)
     some = sub * C.rows < length
-    if C.lengths and not C.of_keys:
-        num_full = tl.where(some, num_full, 0)
-        num_tail = tl.where(some, num_tail, 0)
+    num_full = tl.where(some, num_full, 0)
+    num_tail = tl.where(some, num_tail, 0)
     last_key = 0
     if C.causal and not C.of_keys:
         num_full, num_tail, last_key = _causal_steps(num_full, begin, plan, C)
