@@ -127,9 +127,9 @@ class Case:
         dtype = torch.bfloat16 if self.fast else torch.float16
         q, k, v, out = tensors_for(plan, self.head_size, dtype)
         lse = torch.empty(2, 4, plan.q.total) if self.lse else None
-        tile = self.tile(skips=skip is not None)
-        prepared = prepare(q, k, v, plan, out, lse, tile=tile, skip=skip)
-        prepared(q, k, v, out, lse, skip, scale=0.1)
+        form = CallForm(request_for(q, k, v, plan, backward=False))
+        call = Call(q, k, v, plan, 0.1, self.lse, False, form, skip)
+        prepare(call, out, lse, tile=self.tile(skips=skip is not None))(call, out, lse)
 
 
 WIDE, SQUARE, SHORT, NARROW = (384, 384), (128, 128), (128, 64), (64, 64)
