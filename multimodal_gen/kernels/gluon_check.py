@@ -125,9 +125,9 @@ def _blocks(device: torch.device) -> str | None:
             skips=case.skips,
         )
         skip = Skip(below=_SKIPPED_BELOW) if case.skips else None
+        call = _call(q, k, v, plan)._replace(skip=skip)
         out, _ = empty_results(q, plan, False)
-        launch = prepare(q, k, v, plan, out, None, tile=tile, skip=skip)
-        launch(q, k, v, out, None, skip, scale=case.head_size**-0.5)
+        prepare(call, out, None, tile=tile)(call, out, None)
         fault = _fault(str(case), out, (q, k, v), plan, ROUNDED)
         if fault is not None:
             return fault
@@ -140,8 +140,7 @@ def _gradients(device: torch.device) -> str | None:
     for size in (384, 128, 64):
         plan, scale = _plan(size, size, device), HEAD_SIZE**-0.5
         q, k, v = _inputs(plan)
-        form = CallForm(request_for(q, k, v, plan, backward=True))
-        out, lse = BLOCK_SPARSE_KERNELS["gluon"](Call(q, k, v, plan, scale, True, False, form))
+        out, lse = BLOCK_SPARSE_KERNELS["gluon"](_call(q, k, v, plan, backward=True))
         assert lse is not None, "it was asked for"
         grad_out = out.flip(1).contiguous()  # as good as any
         tiles = (gluon_backward_tile(block=plan.q.size), gluon_backward_tile(block=plan.kv.size))
@@ -151,9 +150,8 @@ def _gradients(device: torch.device) -> str | None:
             found.append(gluon_fused_kernel.attend_backward(call))
         q, k, v, grad_out = (x.double() for x in (q, k, v, grad_out))
         exact_out, exact_lse = attention_reference(q, k, v, plan, scale=scale)
-        exact = attention_reference_backward(
-            grad_out, None, q, k, v, exact_out, exact_lse, plan, scale=scale
-        )
+        of_exact = Backward(q, k, v, plan, exact_out, exact_lse, grad_out, None, scale)
+        exact = attention_reference_backward(of_exact)
         for of_kernel in found:
             for name, x, wanted in zip("qkv", of_kernel, exact, strict=True):
                 fault = _off(f"gradients of {name} over blocks of {size}", x, wanted, ROUNDED)
@@ -218,9 +216,7 @@ def _means(device: torch.device) -> str | None:
     q, k, v = _inputs(plan)
     block = torch.arange(plan.kv.total, device=device) // 64
     k, v = k[:, block], v[:, block]
-    form = CallForm(request_for(q, k, v, plan, backward=False))
-    given = Call(q, k, v, plan, HEAD_SIZE**-0.5, True, False, form)
-    out, lse = BLOCK_SPARSE_KERNELS["gluon"](given)
+    out, lse = BLOCK_SPARSE_KERNELS["gluon"](_call(q, k, v, plan))
     assert lse is not None, "it was asked for"
     pooled, kept = pool_blocks(k, v, plan.kv, plan.kv.num), kept_map(plan, plan.kv.num)
     call = TailCall(out, lse, q, pooled, kept, plan.q, HEAD_SIZE**-0.5)
@@ -251,6 +247,13 @@ def _inputs(
         for total in (plan.q.total, plan.kv.total, plan.kv.total)
     )
     return q, k, v
+
+
+def _call(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: BlockPlan, *, backward: bool = False
+) -> Call:
+    form = CallForm(request_for(q, k, v, plan, backward=backward))
+    return Call(q, k, v, plan, q.shape[3] ** -0.5, True, False, form)
 
 
 def _fault(

@@ -5,25 +5,6 @@ import triton.language as tl
 
 
 @triton.jit
-def locate(order_ptr, rows, rep_h, num_q, plan_h, QSUB: tl.constexpr, ORDERED: tl.constexpr):
-    """Return batch, head, query block and tile within it of this program.
-
-    Rows of the plan run fastest, in `order`; heads and batches that share them slowest, so that
-    neighbours read the same keys.
-    """
-    pid = tl.program_id(0)
-    sub = pid % QSUB
-    position = pid // QSUB
-    outer = position // rows
-    row = position % rows
-    if ORDERED:
-        row = tl.load(order_ptr + row)
-    h = row // num_q % plan_h + outer % rep_h
-    b = row // num_q // plan_h + outer // rep_h
-    return b.to(tl.int64), h.to(tl.int64), (row % num_q).to(tl.int64), sub
-
-
-@triton.jit
 def bounds(
     b, h, i, size, total, start_ptr, length_ptr, start_b, start_h, length_b, length_h,
     STARTS: tl.constexpr, LENGTHS: tl.constexpr,
@@ -68,4 +49,4 @@ def next_power_of_2(number: int) -> int:
 
 def interpreted() -> bool:
     """Whether Triton's interpreter stands in for a GPU in this process."""
-    return not isinstance(locate, triton.runtime.JITFunction)
+    return not isinstance(bounds, triton.runtime.JITFunction)

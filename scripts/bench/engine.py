@@ -166,20 +166,20 @@ def runner(tile: GluonTile | TritonTile) -> Run:
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: BlockPlan, scale: float
     ) -> torch.Tensor:
         out = torch.full_like(q, math.nan)
+        form = CallForm(request_for(q, k, v, plan, backward=False))
+        call = Call(q, k, v, plan, scale, False, False, form)
         if isinstance(tile, GluonTile):
             from multimodal_gen.kernels.block_sparse.gluon_kernel import prepare
 
             key = (tile, q.shape)
             prepared = plan.cache.get(key)
             if prepared is None:
-                prepared = prepare(q, k, v, plan, out, None, tile=tile)
+                prepared = prepare(call, out, None, tile=tile)
                 plan.remember(key, prepared)
-            prepared(q, k, v, out, None, scale=scale)
+            prepared(call, out, None)
         else:
             from multimodal_gen.kernels.block_sparse.triton_kernel import attend
 
-            form = CallForm(request_for(q, k, v, plan, backward=False))
-            call = Call(q, k, v, plan, scale, False, False, form)
             attend(call, out, None, tile=tile, copy_engine=True)
         return out
 

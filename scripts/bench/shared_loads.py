@@ -23,6 +23,8 @@ from _harness import interleave, rows_of, version_of, write_rows
 from engine import HEAD_SIZE, HEADS, OWN, PAIR, WIDE, make_case, sampled_error
 
 from multimodal_gen.kernels.block_sparse import gluon_kernel
+from multimodal_gen.kernels.block_sparse.api import request_for
+from multimodal_gen.kernels.block_sparse.call import Call, CallForm
 from multimodal_gen.kernels.block_sparse.tuning import GluonTile
 
 TILES: dict[str, GluonTile] = {"dense": WIDE, "sta": WIDE, "r128": PAIR, "r64": OWN}
@@ -75,8 +77,9 @@ def main(arguments: argparse.Namespace) -> None:
             scale, runs = HEAD_SIZE**-0.5, {}
             for label, module in (("as ever", gluon_kernel), *kernels.items()):
                 out = torch.empty_like(q)
-                prepared = module.prepare(q, k, v, case.plan, out, None, tile=tile)
-                runs[label] = partial(prepared, q, k, v, out, None, scale=scale)
+                form = CallForm(request_for(q, k, v, case.plan, backward=False))
+                call = Call(q, k, v, case.plan, scale, False, False, form)
+                runs[label] = partial(module.prepare(call, out, None, tile=tile), call, out, None)
                 runs[label]()
                 if module is gluon_kernel:
                     error = sampled_error(out, (q, k, v), case.plan, scale)

@@ -13,7 +13,7 @@ import torch
 
 from multimodal_gen.kernels import gluon_check
 from multimodal_gen.kernels.block_sparse import tuning
-from multimodal_gen.kernels.block_sparse.call import Backward, PooledBlocks, TailCall
+from multimodal_gen.kernels.block_sparse.call import Backward, Call, PooledBlocks, TailCall
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.block_sparse.reference import (
     attention_reference,
@@ -56,13 +56,15 @@ class Kernels:
         self.launched.add(name)
         return (exact * (OFF if name in self.off else 1.0)).bfloat16()
 
-    def prepare(self, q, k, v, plan, out, lse, *, tile, skip=None):
+    def prepare(self, call: Call, out, lse, *, tile):
+        plan, skip = call.plan, call.skip
         self.tiles.add(replace(tile, sync=0))
         held = {"row bits": plan.row_bits is not None, "skipped steps": skip is not None}
         self.forms.update(name for name, there in held.items() if there)
 
-        def launch(q, k, v, out, lse, skip, *, scale):
-            q, k, v = (x.double() for x in (q, k, v))
+        def launch(call: Call, out, lse):
+            q, k, v = (x.double() for x in call[:3])
+            scale = call.scale
             exact, lse = attention_reference(q, k, v, plan, scale=scale)
             if tile.fast:
                 self.redone.append(must_redo(q, k, plan, lse, scale, tile.keys))
@@ -92,7 +94,8 @@ class Kernels:
             plan, scale = call.plan, call.scale
             q, k, v, out, grad = (x.double() for x in (*call[:3], call.out, call.grad_out))
             _, lse = attention_reference(q, k, v, plan, scale=scale)
-            found = attention_reference_backward(grad, None, q, k, v, out, lse, plan, scale=scale)
+            exact = Backward(q, k, v, plan, out, lse, grad, None, scale)
+            found = attention_reference_backward(exact)
             return tuple(self.given(name, x) for x in found)
 
         return attend_backward

@@ -284,7 +284,7 @@ def rows_for_choice(q: torch.Tensor, kernel: KernelChoice, given: tuple[torch.Te
 
 
 def _run_gluon(call: Call) -> _Results:
-    q, k, v, plan, scale, return_lse, deterministic, form, skip, overwrite_q = call
+    q, _, _, plan, _, return_lse, deterministic, form, skip, overwrite_q = call
     # Queries of a block are read before its rows are written, by the program that writes them.
     out, lse = empty_results(q, plan, return_lse, out=q if overwrite_q else None)
     below = 0.0 if skip is None else skip.octaves
@@ -292,7 +292,7 @@ def _run_gluon(call: Call) -> _Results:
     prepared = plan.cache.get(key)
     if prepared is None:
         prepared = plan.remember(key, _prepare_gluon(call, out, lse))
-    prepared(q, k, v, out, lse, skip, scale=scale)
+    prepared(call, out, lse)
     return out, lse
 
 
@@ -310,7 +310,7 @@ def _prepare_gluon(call: Call, out: torch.Tensor, lse: torch.Tensor | None) -> "
         deterministic=call.deterministic or small,
         skips=skip is not None,
     )
-    return prepare(q, call.k, call.v, plan, out, lse, tile=tile, skip=skip)
+    return prepare(call, out, lse, tile=tile)
 
 
 def _run_fa4(call: Call) -> _Results:
@@ -410,17 +410,12 @@ def _gradients_triton(call: Backward) -> _Gradients:
     )
 
 
-def _gradients_reference(call: Backward) -> _Gradients:
-    q, k, v, plan, out, lse, grad_out, grad_lse, scale = call
-    return attention_reference_backward(grad_out, grad_lse, q, k, v, out, lse, plan, scale=scale)
-
-
 _GRADIENTS: MappingProxyType[str, Callable[[Backward], _Gradients]] = MappingProxyType(
     {
         "gluon_fused": _gradients_fused,
         "gluon": _gradients_gluon,
         "triton": _gradients_triton,
-        "reference": _gradients_reference,
+        "reference": attention_reference_backward,
     }
 )
 """Kernel of a backward pass -> how it is run."""

@@ -31,7 +31,6 @@ from multimodal_gen.kernels.block_sparse.call import Backward
 from multimodal_gen.kernels.block_sparse.gluon_work_kernel import (
     More,
     Outs,
-    Plan,
     Shape,
     find_work,
     step_start,
@@ -39,7 +38,7 @@ from multimodal_gen.kernels.block_sparse.gluon_work_kernel import (
     tail_keys,
 )
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
-from multimodal_gen.kernels.block_sparse.steps_kernel import PLAN_NUMBERS, work_list
+from multimodal_gen.kernels.block_sparse.steps_kernel import PLAN_NUMBERS, Plan, work_list
 from multimodal_gen.kernels.block_sparse.tuning import GluonBackwardTile
 from multimodal_gen.kernels.hopper_kernel import (
     barriers,

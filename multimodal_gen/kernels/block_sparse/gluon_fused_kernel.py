@@ -26,12 +26,11 @@ from multimodal_gen.kernels.block_sparse.gluon_backward_kernel import GradientSh
 from multimodal_gen.kernels.block_sparse.gluon_work_kernel import (
     More,
     Outs,
-    Plan,
     find_work,
     step_start,
 )
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
-from multimodal_gen.kernels.block_sparse.steps_kernel import PLAN_NUMBERS, work_list
+from multimodal_gen.kernels.block_sparse.steps_kernel import PLAN_NUMBERS, Plan, work_list
 from multimodal_gen.kernels.hopper_kernel import barriers, specialize, wait_empty
 from multimodal_gen.kernels.launch.compat import async_add, async_load
 from multimodal_gen.kernels.launch.descriptors import describe_tokens

@@ -35,6 +35,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from multimodal_gen.kernels.block_sparse.call import Call
 from multimodal_gen.kernels.block_sparse.gluon_step_kernel import (
     LOWEST,
     advance_unless_needless,
@@ -44,7 +45,6 @@ from multimodal_gen.kernels.block_sparse.gluon_step_kernel import (
 from multimodal_gen.kernels.block_sparse.gluon_work_kernel import (
     More,
     Outs,
-    Plan,
     Shape,
     block_ahead,
     block_of,
@@ -60,9 +60,7 @@ from multimodal_gen.kernels.block_sparse.gluon_work_kernel import (
     tail_keys,
     whole_keys,
 )
-from multimodal_gen.kernels.block_sparse.plan import BlockPlan
-from multimodal_gen.kernels.block_sparse.skip import Skip
-from multimodal_gen.kernels.block_sparse.steps_kernel import PLAN_NUMBERS, work_list
+from multimodal_gen.kernels.block_sparse.steps_kernel import PLAN_NUMBERS, Plan, work_list
 from multimodal_gen.kernels.block_sparse.tuning import GluonTile
 from multimodal_gen.kernels.hopper_kernel import (
     OVERFLOW,
@@ -320,27 +318,13 @@ class Prepared:
     num_sweeps: int
     inputs: Callable[[int, int, int], tuple[TensorDescriptor, ...]]
 
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-        skip: Skip | None = None,
-        *,
-        scale: float,
-    ) -> None:
+    def __call__(self, call: Call, out: torch.Tensor, lse: torch.Tensor | None) -> None:
         """Launch the kernel, and the redo of the tiles it flags; writes `out` and `lse`.
 
         Args:
-            q: of the form of the one that was prepared for, as the other tensors.
-            k: likewise.
-            v: likewise.
-            out: only rows that belong to a query block are written.
+            call: of the form of the one that was prepared for.
+            out: likewise; only rows that belong to a query block are written.
             lse: only if it was prepared for.
-            skip: what steps are left out, of those it was prepared for.
-            scale: factor of the scores.
         """
         rows, marks = self.num_flags, self.counts  # where nothing is marked
         sweep = marks
@@ -349,39 +333,30 @@ class Prepared:
             marks = self.counts.new_zeros(rows + self.num_sweeps)
             sweep = marks[rows:] if self.num_sweeps else marks
         # Where steps are skipped nothing is flagged, and they are counted in that place.
-        flags = marks if skip is None else skip.counts_on(q.device)
-        inputs = self.inputs(q.data_ptr(), k.data_ptr(), v.data_ptr())
-        launched = (*inputs, out, out if lse is None else lse, flags, sweep, scale / math.log(2.0))
+        flags = marks if call.skip is None else call.skip.counts_on(out.device)
+        inputs = self.inputs(call.q.data_ptr(), call.k.data_ptr(), call.v.data_ptr())
+        scale = call.scale / math.log(2.0)
+        launched = (*inputs, out, out if lse is None else lse, flags, sweep, scale)
         for launch in self.launches:
             launch(launched)
 
 
 def prepare(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    plan: BlockPlan,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    *,
-    tile: GluonTile,
-    skip: Skip | None = None,
+    call: Call, out: torch.Tensor, lse: torch.Tensor | None, *, tile: GluonTile
 ) -> Prepared:
     """Return the launches on a plan for tensors of one form.
 
     Of one form are tensors of the same shapes, strides, dtypes, device and alignment to 16 bytes.
 
     Args:
-        q: [B, Sq, H, D], stride 1 along D, all other strides multiples of 16 bytes.
-        k: [B, Sk, Hkv, D], as q.
-        v: [B, Sk, Hkv, D], as q.
-        plan: the pairs, on the same device.
+        call: whose tensors have stride 1 along D, and all other strides multiples of 16 bytes; what
+            is skipped are steps of `tile.keys` keys.
         out: [B, Sq, H, D] with stride 1 along D, which may be `q`.
         lse: contiguous fp32 [B, H, Sq], or None.
         tile: shape of a program, as `gluon_tile` chooses it; not `fast` where steps are skipped.
-        skip: leaves out steps of `tile.keys` keys; see `Skip`.
     """
-    below = 0.0 if skip is None else skip.octaves
+    q, k, v, plan = call[:4]
+    below = 0.0 if call.skip is None else call.skip.octaves
     assert not (tile.fast and below), "the fast kernel knows no maxima"
     batch, _, heads, channels = q.shape
     # A plan with row bits is always cut in steps, none of which are merged.

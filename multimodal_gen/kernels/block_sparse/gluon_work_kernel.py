@@ -25,41 +25,6 @@ class Rings(NamedTuple):
     v_empty: Any
 
 
-class Plan(NamedTuple):
-    """A plan as kernels read it, in the order of `WorkList.arguments`; then what some add."""
-
-    list: Any
-    count: Any
-    tail_count: Any
-    tail_length: Any
-    order: Any
-    start: Any
-    length: Any
-    rows: Any
-    rep_h: Any
-    num: Any
-    plan_h: Any
-    group: Any
-    last: Any
-    tail: Any
-    room: Any
-    tail_room: Any
-    list_b: Any
-    list_h: Any
-    list_n: Any
-    count_b: Any
-    count_h: Any
-    count_n: Any
-    start_b: Any
-    start_h: Any
-    length_b: Any
-    length_h: Any
-    size: Any
-    total: Any
-    lists: Any
-    more: Any
-
-
 class More(NamedTuple):
     """Positions of key sweeps, the blocks of steps, and the blocks that rows choose."""
 

@@ -373,12 +373,12 @@ class BlockPlan:
             seen = torch.arange(self.q.total, device=self.device) + 1
             seen = (seen + (self.kv.total - self.q.total)).clamp(0, self.kv.total)
             return seen.sum().view(1, 1)
-        starts, q_lengths = self.q.bounds(self.device)
+        _, q_lengths = self.q.bounds(self.device)
         _, kv_lengths = self.kv.bounds(self.device)
         if full and self.row_bits is None and kv_lengths.shape[:2] == (1, 1):
             return (kv_lengths[0, 0][self.indices].sum(-1) * q_lengths).sum(-1)
         if self.row_bits is not None:
-            return self._pairs_by_row(self.row_bits, starts, q_lengths, kv_lengths)
+            return self._pairs_by_row(self.row_bits)
         valid = self.valid_slots()
         batch, heads = broadcast_leading(self.counts, kv_lengths)
         gathered = kv_lengths.expand(batch, heads, -1).gather(
@@ -399,13 +399,9 @@ class BlockPlan:
         mask.scatter_(-1, torch.where(kept, self.indices, num).long(), True)
         return mask[..., :num].contiguous()
 
-    def _pairs_by_row(
-        self,
-        row_bits: torch.Tensor,
-        starts: torch.Tensor,
-        q_lengths: torch.Tensor,
-        kv_lengths: torch.Tensor,
-    ) -> torch.Tensor:
+    def _pairs_by_row(self, row_bits: torch.Tensor) -> torch.Tensor:
+        starts, q_lengths = self.q.bounds(self.device)
+        _, kv_lengths = self.kv.bounds(self.device)
         mask = self.block_mask(self.kv.num)
         total = torch.zeros((), dtype=torch.int64, device=self.device)
         rows = torch.arange(self.q.total, device=self.device)

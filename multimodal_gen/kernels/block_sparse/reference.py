@@ -17,6 +17,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from multimodal_gen.kernels.block_sparse.call import Backward
 from multimodal_gen.kernels.block_sparse.plan import WORD_BITS, BlockPlan
 from multimodal_gen.kernels.block_sparse.skip import Skip
 
@@ -29,8 +30,10 @@ def _outside_autocast(function: Callable[_Inputs, _Result]) -> Callable[_Inputs,
 
     @wraps(function)
     def run(*args: _Inputs.args, **kwargs: _Inputs.kwargs) -> _Result:
-        assert isinstance(args[0], torch.Tensor)
-        with torch.autocast(args[0].device.type, enabled=False):
+        given = args[0]
+        assert isinstance(given, torch.Tensor | Backward)
+        tensor = given if isinstance(given, torch.Tensor) else given.q
+        with torch.autocast(tensor.device.type, enabled=False):
             return function(*args, **kwargs)
 
     return run
@@ -185,16 +188,7 @@ def attention_reference(
 
 @_outside_autocast
 def attention_reference_backward(
-    grad_out: torch.Tensor,
-    grad_lse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    plan: BlockPlan,
-    *,
-    scale: float,
+    call: Backward,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, k and v, from the results and one query block at a time.
 
@@ -207,19 +201,12 @@ def attention_reference_backward(
     and rows without keys have p = 0.
 
     Args:
-        grad_out: gradient of out, [B, Sq, H, D].
-        grad_lse: gradient of lse, [B, H, Sq], or None for zero.
-        q: [B, Sq, H, D].
-        k: [B, Sk, Hkv, D].
-        v: [B, Sk, Hkv, D].
-        out: what `attention_reference` gave, [B, Sq, H, D].
-        lse: likewise, [B, H, Sq].
-        plan: the pairs.
-        scale: factor of the scores.
+        call: with what `attention_reference` gave.
 
     Returns:
         Three tensors like q, k and v.
     """
+    q, k, v, plan, out, lse, grad_out, grad_lse, scale = call
     batch, _, heads, _ = q.shape
     compute = torch.promote_types(q.dtype, torch.float32)
     grads = [torch.zeros_like(t, dtype=compute) for t in (q, k, v)]

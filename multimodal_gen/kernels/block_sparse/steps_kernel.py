@@ -8,7 +8,7 @@ B batch, H heads, Nq query blocks; `steps` and `blocks` are [rows, room], `tail_
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -24,12 +24,46 @@ from multimodal_gen.kernels.block_sparse.plan import (
 from multimodal_gen.kernels.launch.launcher import Launcher
 from multimodal_gen.kernels.shared_kernel import maximum, next_power_of_2
 
-# Parameters of kernels that compilations do not depend on; see `WorkList.arguments`.
-PLAN_NUMBERS = (
-    "rows", "rep_h", "num", "plan_h", "last", "tail", "room", "tail_room",
-    "list_b", "list_h", "list_n", "count_b", "count_h", "count_n",
-    "start_b", "start_h", "length_b", "length_h", "size", "total",
-)  # fmt: skip
+
+class Plan(NamedTuple):
+    """A plan as kernels read it, in the order of `WorkList.arguments`; then what some add."""
+
+    list: Any
+    count: Any
+    tail_count: Any
+    tail_length: Any
+    order: Any
+    start: Any
+    length: Any
+    rows: Any
+    rep_h: Any
+    num: Any
+    plan_h: Any
+    group: Any
+    last: Any
+    tail: Any
+    room: Any
+    tail_room: Any
+    list_b: Any
+    list_h: Any
+    list_n: Any
+    count_b: Any
+    count_h: Any
+    count_n: Any
+    start_b: Any
+    start_h: Any
+    length_b: Any
+    length_h: Any
+    size: Any
+    total: Any
+    lists: Any
+    more: Any
+
+
+# Parameters of kernels that compilations do not depend on; some leave out `group`, too.
+PLAN_NUMBERS = tuple(
+    name for name in Plan._fields[Plan._fields.index("rows") : -2] if name != "group"
+)
 
 CHUNK = 128  # entries of a list that a program looks at together
 SHORT_ROW = 512  # entries of a row of a map, which one look is enough for
@@ -38,15 +72,14 @@ LONG_ROW_CHUNK = 256  # of longer rows, likewise
 
 @triton.jit(do_not_specialize=["num", "rows_h", "rows_q"])
 def _list_kernel(
-    map_ptr, index_ptr, count_ptr, map_b, map_h, map_q, rows_h, rows_q, num, room,
-    CHUNK: tl.constexpr,
-):  # fmt: skip
+    map_ptr, index_ptr, count_ptr, map_at, rows_h, rows_q, num, room, CHUNK: tl.constexpr
+):
     """Grid [rows]: list what a row of a map keeps, as far as there is room."""
     row = tl.program_id(0)
     i = (row % rows_q).to(tl.int64)
     h = (row // rows_q % rows_h).to(tl.int64)
     b = (row // rows_q // rows_h).to(tl.int64)
-    map_ptr += b * map_b + h * map_h + i * map_q
+    map_ptr += b * map_at[0] + h * map_at[1] + i * map_at[2]
     index_ptr += row.to(tl.int64) * room
     listed = 0
     for first in range(0, num, CHUNK):
@@ -102,17 +135,10 @@ def _steps_kernel(
     tail_length_ptr,
     num_full_ptr,
     num_tail_ptr,
-    index_b,
-    index_h,
-    index_q,
-    index_j,
-    count_b,
-    count_h,
-    count_q,
-    start_b,
-    start_h,
-    length_b,
-    length_h,
+    index_at,
+    count_at,
+    start_at,
+    length_at,
     size,
     total,
     num_q,
@@ -135,15 +161,15 @@ def _steps_kernel(
     i = (row % num_q).to(tl.int64)
     b = (row // num_q // heads).to(tl.int64)
     h = (row // num_q % heads).to(tl.int64)
-    index_ptr += b * index_b + h * index_h + i * index_q
+    index_ptr += b * index_at[0] + h * index_at[1] + i * index_at[2]
     if GIVEN_STARTS:
-        kv_start_ptr += b * start_b + h * start_h
+        kv_start_ptr += b * start_at[0] + h * start_at[1]
     if GIVEN_LENGTHS:
-        kv_length_ptr += b * length_b + h * length_h
+        kv_length_ptr += b * length_at[0] + h * length_at[1]
     step_ptr += row.to(tl.int64) * room
     block_ptr += row.to(tl.int64) * room
     tail_length_ptr += row.to(tl.int64) * tail_room
-    count = tl.load(count_ptr + b * count_b + h * count_h + i * count_q)
+    count = tl.load(count_ptr + b * count_at[0] + h * count_at[1] + i * count_at[2])
 
     kv = (kv_start_ptr, kv_length_ptr, size, total)
     num_full = 0
@@ -153,16 +179,16 @@ def _steps_kernel(
     for first in range(0, count, CHUNK):
         e = first + tl.arange(0, CHUNK)
         valid = e < count
-        at = index_ptr + e * index_j
+        at = index_ptr + e * index_at[3]
         block, start, length = _block_at(at, valid, kv, GIVEN_STARTS, GIVEN_LENGTHS)
         if MERGE:
             has_before = valid & (e > 0)
-            at = index_ptr + (e - 1) * index_j
+            at = index_ptr + (e - 1) * index_at[3]
             _, before_start, before_length = _block_at(
                 at, has_before, kv, GIVEN_STARTS, GIVEN_LENGTHS
             )
             has_after = e + 1 < count
-            at = index_ptr + (e + 1) * index_j
+            at = index_ptr + (e + 1) * index_at[3]
             _, after_start, _ = _block_at(at, has_after, kv, GIVEN_STARTS, GIVEN_LENGTHS)
             begins = valid & ((e == 0) | (start != before_start + before_length))
             ends = valid & ((e + 1 == count) | (after_start != start + length))
@@ -213,7 +239,7 @@ def make_lists(keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     counts = torch.empty(keep.shape[:3], dtype=torch.int32, device=keep.device)
     chunk = max(next_power_of_2(num), 16) if num <= SHORT_ROW else LONG_ROW_CHUNK
     _launch_list(
-        (batch * heads * num_q,), keep.view(torch.uint8), indices, counts, *keep.stride()[:3],
+        (batch * heads * num_q,), keep.view(torch.uint8), indices, counts, keep.stride()[:3],
         heads, num_q, num, num, CHUNK=chunk, num_warps=1,  # threads that hold much scan little
     )  # fmt: skip
     return indices, counts
@@ -345,10 +371,10 @@ def _make_steps(plan: BlockPlan, step: int, into: Steps | None = None) -> Steps:
         into.tail_lengths,
         into.num_full,
         into.num_tail,
-        *indices.stride(),
-        *counts.stride(),
-        *kv_starts.stride()[:2],
-        *kv_lengths.stride()[:2],
+        indices.stride(),
+        counts.stride(),
+        kv_starts.stride()[:2],
+        kv_lengths.stride()[:2],
         kv.size,
         kv.total,
         num_q,

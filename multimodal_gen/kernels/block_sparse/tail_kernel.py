@@ -47,8 +47,7 @@ def _row_bias(bits_ptr, size, rows, row_stride, first, num, real, BN: tl.constex
 @triton.jit
 def _tail_tile(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kept_ptr, size_ptr, slope_ptr,
-    q_b, q_s, q_h, q_d, k_b, k_h, k_n, v_b, v_h, v_n, out_b, out_s, out_h, lse_b, lse_h,
-    kept_b, kept_h, kept_q, size_b, size_h, slope_b, slope_h,
+    q_at, k_at, v_at, out_at, lse_at, kept_at, slope_at, size_b, size_h,
     b, h, block, first_row, length, num, num_q, group, scale, scale_log2,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAIR: tl.constexpr,
     ROWS: tl.constexpr, WORDS: tl.constexpr, SLOPE: tl.constexpr, STAGES: tl.constexpr,
@@ -64,16 +63,16 @@ def _tail_tile(
     n = tl.arange(0, BN)
     real_d = d < D
     mask = real[:, None] & real_d[None, :]
-    q_ptr += b * q_b + h * q_h + first_row * q_s
-    q = tl.load(q_ptr + in_tile[:, None] * q_s + d[None, :] * q_d, mask=mask, other=0.0)
-    lse_ptrs = lse_ptr + b * lse_b + h * lse_h + first_row + in_tile
+    q_ptr += b * q_at[0] + h * q_at[2] + first_row * q_at[1]
+    q = tl.load(q_ptr + in_tile[:, None] * q_at[1] + d[None, :] * q_at[3], mask=mask, other=0.0)
+    lse_ptrs = lse_ptr + b * lse_at[0] + h * lse_at[1] + first_row + in_tile
     m = tl.load(lse_ptrs, mask=real, other=float("-inf")) * 1.4426950408889634
     acc = tl.zeros([BM, DP], tl.float32)
     old = tl.full([BM], 1.0, tl.float32)
     new = tl.zeros([BM], tl.float32)
     kv_h = h // group
-    kept_ptr += b * kept_b + h * kept_h
-    kept_ptr += (first_row if ROWS else block.to(tl.int64)) * kept_q
+    kept_ptr += b * kept_at[0] + h * kept_at[1]
+    kept_ptr += (first_row if ROWS else block.to(tl.int64)) * kept_at[2]
     if WORDS:
         size_ptr += b * size_b + kv_h * size_h
         # Read one step ahead and used in the next, so that no step waits for it; likewise below.
@@ -81,13 +80,13 @@ def _tail_tile(
     else:
         bias_next = tl.load(kept_ptr + n)
     if PAIR:
-        other = kept_ptr + tl.where(block + 1 < num_q, kept_q, 0)
+        other = kept_ptr + tl.where(block + 1 < num_q, kept_at[2], 0)
         other_next = tl.load(other + n)
     for first in tl.range(0, num, BN, num_stages=STAGES):
         following = tl.where(first + BN < num, first + BN, 0)
         if WORDS:
             rows = in_tile if ROWS else in_tile * 0
-            bias = _row_bias(kept_ptr, size_next, rows, kept_q, first, num, real, BN)
+            bias = _row_bias(kept_ptr, size_next, rows, kept_at[2], first, num, real, BN)
             size_next = _sizes(size_ptr, first + BN, num, BN)
         else:
             bias = bias_next[None, :]
@@ -103,11 +102,11 @@ def _tail_tile(
             there = first + n < num
             at = (first + n).to(tl.int64)
             k_mask = there[None, :] & real_d[:, None]
-            k_base = k_ptr + b * k_b + kv_h * k_h
-            k_t = tl.load(k_base + (at * k_n)[None, :] + d[:, None], mask=k_mask, other=0.0)
+            k_base = k_ptr + b * k_at[0] + kv_h * k_at[1]
+            k_t = tl.load(k_base + (at * k_at[2])[None, :] + d[:, None], mask=k_mask, other=0.0)
             v_mask = there[:, None] & real_d[None, :]
-            v_base = v_ptr + b * v_b + kv_h * v_h
-            v = tl.load(v_base + (at * v_n)[:, None] + d[None, :], mask=v_mask, other=0.0)
+            v_base = v_ptr + b * v_at[0] + kv_h * v_at[1]
+            v = tl.load(v_base + (at * v_at[2])[:, None] + d[None, :], mask=v_mask, other=0.0)
         s = dot(q, k_t, UPCAST) * scale_log2 + bias
         m_new = tl.maximum(m, tl.max(s, 1))
         # A row that has seen no key yet has m = -inf, and -inf - -inf is a NaN.
@@ -119,11 +118,11 @@ def _tail_tile(
         acc = acc * alpha[:, None] + dot(p.to(v.dtype), v, UPCAST)
         m = m_new
     if SLOPE:
-        at = slope_ptr + b * slope_b + kv_h * slope_h + d[:, None] * D + d[None, :]
+        at = slope_ptr + b * slope_at[0] + kv_h * slope_at[1] + d[:, None] * D + d[None, :]
         slope = tl.load(at, mask=real_d[:, None] & real_d[None, :], other=0.0)
         acc += (new * scale)[:, None] * dot(q, slope.to(q.dtype), UPCAST)
-    out_ptr += b * out_b + h * out_h + first_row * out_s
-    out_ptrs = out_ptr + in_tile[:, None] * out_s + d[None, :]
+    out_ptr += b * out_at[0] + h * out_at[2] + first_row * out_at[1]
+    out_ptrs = out_ptr + in_tile[:, None] * out_at[1] + d[None, :]
     exact = tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32)
     total = old + new
     nothing = m == float("-inf")
@@ -137,114 +136,87 @@ def _tail_tile(
 
 @triton.jit(
     do_not_specialize=[
-        "num", "num_q", "group", "q_size", "q_total", "size_b", "size_h",
+        "num", "num_q", "group", "heads", "total", "q_size", "q_total", "size_b", "size_h",
         "q_start_b", "q_start_h", "q_length_b", "q_length_h",
     ]
 )  # fmt: skip
 def _tail_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kept_ptr, size_ptr, slope_ptr,
-    q_start_ptr, q_length_ptr,
-    q_b, q_s, q_h, q_d, k_b, k_h, k_n, v_b, v_h, v_n, out_b, out_s, out_h, lse_b, lse_h,
-    kept_b, kept_h, kept_q, size_b, size_h, slope_b, slope_h,
+    q_start_ptr, q_length_ptr, flag_ptr,
+    q_at, k_at, v_at, out_at, lse_at, kept_at, slope_at, size_b, size_h,
     q_start_b, q_start_h, q_length_b, q_length_h,
-    num, num_q, group, q_size, q_total, scale, scale_log2,
+    num, num_q, group, heads, total, q_size, q_total, scale, scale_log2,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, QSUB: tl.constexpr,
-    PAIR: tl.constexpr, ROWS: tl.constexpr, Q_STARTS: tl.constexpr, Q_LENGTHS: tl.constexpr,
-    SLOPE: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
+    PAIR: tl.constexpr, ROWS: tl.constexpr, FLAGS: tl.constexpr, Q_STARTS: tl.constexpr,
+    Q_LENGTHS: tl.constexpr, SLOPE: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """Grid [tiles, H, B]; QSUB tiles of BM rows per query block.
 
     PAIR: a tile holds two query blocks of BM / 2 rows. ROWS: every row chooses, and tiles are cut
-    from all rows; `kept` then holds words, otherwise what `_bias_of` returns.
+    from all rows; `kept` then holds words, otherwise what `_bias_of` returns. FLAGS: programs share
+    `total` tiles, of which those that are flagged are done, if any is; `flag` begins with how many
+    are, and `kept` holds words of query blocks.
     """
-    h = tl.program_id(1).to(tl.int64)
-    b = tl.program_id(2).to(tl.int64)
-    tile = tl.program_id(0)
-    if PAIR or ROWS:
-        block = tile * 2
-        inside = 0
-        begin = (tile * BM).to(tl.int32)
-        length = tl.minimum(q_total - begin, BM)
-    else:
-        block = tile // QSUB
-        inside = tile % QSUB * BM
-        begin, length = bounds(
-            b, h, block, q_size, q_total, q_start_ptr, q_length_ptr,
-            q_start_b, q_start_h, q_length_b, q_length_h, Q_STARTS, Q_LENGTHS,
-        )  # fmt: skip
-    if inside >= length:
-        return
-    _tail_tile(
-        q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kept_ptr, size_ptr, slope_ptr,
-        q_b, q_s, q_h, q_d, k_b, k_h, k_n, v_b, v_h, v_n, out_b, out_s, out_h, lse_b, lse_h,
-        kept_b, kept_h, kept_q, size_b, size_h, slope_b, slope_h,
-        b, h, block, begin.to(tl.int64) + inside, length - inside, num, num_q, group, scale,
-        scale_log2, BM, BN, D, DP, PAIR, ROWS, ROWS, SLOPE, STAGES, UPCAST, TMA,
-    )  # fmt: skip
-
-
-@triton.jit(
-    do_not_specialize=[
-        "num", "num_q", "group", "heads", "total", "q_size", "q_total", "size_b", "size_h",
-        "q_start_b", "q_start_h", "q_length_b", "q_length_h",
-    ]
-)  # fmt: skip
-def _flagged_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kept_ptr, size_ptr, slope_ptr,
-    q_start_ptr, q_length_ptr, flag_ptr,
-    q_b, q_s, q_h, q_d, k_b, k_h, k_n, v_b, v_h, v_n, out_b, out_s, out_h, lse_b, lse_h,
-    kept_b, kept_h, kept_q, size_b, size_h, slope_b, slope_h,
-    q_start_b, q_start_h, q_length_b, q_length_h,
-    num, num_q, group, heads, total, q_size, q_total, scale, scale_log2,
-    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, QSUB: tl.constexpr,
-    Q_STARTS: tl.constexpr, Q_LENGTHS: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
-    """Grid: programs that share `total` tiles of BM rows, QSUB per query block, if any is flagged.
-
-    `flag` begins with how many are; `kept` holds words of query blocks.
-    """
-    if tl.load(flag_ptr) == 0:
-        return
-    first = tl.program_id(0)
-    for turn in range(tl.cdiv(total - first, tl.num_programs(0))):
-        place = first + turn * tl.num_programs(0)
-        if tl.load(flag_ptr + 1 + place) != 0:
-            block = place // QSUB % num_q
-            inside = place % QSUB * BM
+    turns = 1
+    if FLAGS:
+        if tl.load(flag_ptr) == 0:
+            return
+        turns = tl.cdiv(total - tl.program_id(0), tl.num_programs(0))
+    for turn in range(turns):
+        if FLAGS:
+            place = tl.program_id(0) + turn * tl.num_programs(0)
+            wanted = tl.load(flag_ptr + 1 + place) != 0
+            tile = place // QSUB % num_q * QSUB + place % QSUB
             h = (place // QSUB // num_q % heads).to(tl.int64)
             b = (place // QSUB // num_q // heads).to(tl.int64)
+        else:
+            wanted = True
+            tile = tl.program_id(0)
+            h = tl.program_id(1).to(tl.int64)
+            b = tl.program_id(2).to(tl.int64)
+        if PAIR or ROWS:
+            block = tile * 2
+            inside = 0
+            begin = (tile * BM).to(tl.int32)
+            length = tl.minimum(q_total - begin, BM)
+        else:
+            block = tile // QSUB
+            inside = tile % QSUB * BM
             begin, length = bounds(
                 b, h, block, q_size, q_total, q_start_ptr, q_length_ptr,
                 q_start_b, q_start_h, q_length_b, q_length_h, Q_STARTS, Q_LENGTHS,
             )  # fmt: skip
+        if wanted & (inside < length):
             _tail_tile(
                 q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kept_ptr, size_ptr, slope_ptr,
-                q_b, q_s, q_h, q_d, k_b, k_h, k_n, v_b, v_h, v_n, out_b, out_s, out_h, lse_b, lse_h,
-                kept_b, kept_h, kept_q, size_b, size_h, slope_b, slope_h,
-                b, h, block, begin.to(tl.int64) + inside, length - inside, num, num_q, group, scale,
-                scale_log2, BM, BN, D, DP, False, False, True, False, STAGES, UPCAST, False,
+                q_at, k_at, v_at, out_at, lse_at, kept_at, slope_at, size_b, size_h,
+                b, h, block, begin.to(tl.int64) + inside, length - inside, num, num_q, group,
+                scale, scale_log2, BM, BN, D, DP, PAIR, ROWS, ROWS or FLAGS, SLOPE, STAGES, UPCAST,
+                TMA,
             )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["heads", "num"])
 def _pool_kernel(
-    x_ptr, out_ptr, start_ptr, length_ptr, x_b, x_s, x_h, x_d, start_b, start_h, length_b, length_h,
-    heads, num, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr,
+    x_ptr, out_ptr, start_ptr, length_ptr, x_at, start_at, length_at, heads, num,
+    D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Grid [B * H * N]: the mean of one block."""
     pid = tl.program_id(0)
     block = pid % num
     h = (pid // num % heads).to(tl.int64)
     b = (pid // num // heads).to(tl.int64)
-    start = tl.load(start_ptr + b * start_b + h * start_h + block).to(tl.int64)
-    length = tl.load(length_ptr + b * length_b + h * length_h + block)
+    start = tl.load(start_ptr + b * start_at[0] + h * start_at[1] + block).to(tl.int64)
+    length = tl.load(length_ptr + b * length_at[0] + h * length_at[1] + block)
     d = tl.arange(0, DP).to(tl.int64)
-    x_ptr += b * x_b + h * x_h + start * x_s
+    x_ptr += b * x_at[0] + h * x_at[2] + start * x_at[1]
     total = tl.zeros([DP], tl.float32)
     for first in range(0, length, T):
         i = first + tl.arange(0, T)
         mask = (i < length)[:, None] & (d < D)[None, :]
-        x = tl.load(x_ptr + i[:, None].to(tl.int64) * x_s + d[None, :] * x_d, mask=mask, other=0.0)
+        at = i[:, None].to(tl.int64) * x_at[1] + d[None, :] * x_at[3]
+        x = tl.load(x_ptr + at, mask=mask, other=0.0)
         total += tl.sum(x.to(tl.float32), 0)
     mean = total / tl.maximum(length, 1).to(tl.float32)
     tl.store(out_ptr + pid.to(tl.int64) * D + d, mean.to(out_ptr.dtype.element_ty), mask=d < D)
@@ -263,7 +235,7 @@ def _pack_kernel(kept_ptr, word_ptr, rows, num, words, R: tl.constexpr, W: tl.co
     tl.store(word_ptr + row[:, None] * words + w[None, :], bits, mask=there)
 
 
-_launch_tail, _launch_flagged = Launcher(_tail_kernel), Launcher(_flagged_kernel)
+_launch_tail = Launcher(_tail_kernel)
 _launch_pack = Launcher(_pack_kernel)
 _launch_pool = Launcher(_pool_kernel)
 
@@ -281,8 +253,8 @@ def pool_blocks(x: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor) ->
     starts, lengths = (unit_stride(t).expand(batch, heads, -1) for t in (starts, lengths))
     means = x.new_empty((batch, heads, num, size))
     _launch_pool(
-        (batch * heads * num,), x, means, starts, lengths, *x.stride(),
-        *starts.stride()[:2], *lengths.stride()[:2], heads, num,
+        (batch * heads * num,), x, means, starts, lengths, x.stride(),
+        starts.stride()[:2], lengths.stride()[:2], heads, num,
         D=size, DP=next_power_of_2(size), T=POOL_ROWS, num_warps=4,
     )  # fmt: skip
     return means
@@ -316,42 +288,12 @@ def add_tail(call: TailCall, *, tile: TritonTile, copy_engine: bool = False) -> 
     With `copy_engine` means are read through tensor descriptors, as SM90 and later can: all strides
     of `keys` and `values` but the last, which is 1, are then multiples of 16 bytes.
     """
-    out, lse, q, pooled, kept, queries, scale = call
-    counts, slope = pooled.counts, pooled.slope
-    batch, total, heads, size = q.shape
-    assert out.stride(3) == lse.stride(2) == 1, "engines write such tensors"
-    keys, values, kept = map(unit_stride, (pooled.keys, pooled.values, kept))
-    by_row = queries is None
-    q_size = total if queries is None else queries.size
-    starts, lengths = (None, None) if queries is None else (queries.starts, queries.lengths)
-    width = next_power_of_2(max(size, 16))
-    pair = not by_row and lengths is None and 2 * q_size == tile.rows
-    per_block = 1 if pair or by_row else -(-q_size // tile.rows)
-    num_q = 1 if queries is None else queries.num
-    tiles = -(-total // tile.rows) if pair or by_row else num_q * per_block
-    sizes = counts.float().log2()
-    kept = kept if by_row else _bias_of(kept, sizes, heads, multiple=tile.keys)
-    kept = kept.expand(batch, heads, -1, -1)
-    sizes = sizes.expand(batch, keys.shape[1], -1)
-    bounds, strides = [sizes, sizes], [0, 0, 0, 0]
-    if queries is not None:
-        bounds, strides = bounds_of(queries, batch, heads, sizes)
-    slope = None if slope is None else slope.contiguous()
-    inputs: tuple[object, ...] = (keys, values)
-    if copy_engine:
-        inputs = tuple(describe(x.transpose(1, 2), tile.keys, width) for x in (keys, values))
-    _launch_tail(
-        (tiles, heads, batch), q, *inputs, out, lse, kept, sizes,
-        keys if slope is None else slope, *bounds,
-        *q.stride(), *keys.stride()[:3], *values.stride()[:3], *out.stride()[:3],
-        *lse.stride()[:2], *kept.stride()[:3], *sizes.stride()[:2],
-        *((0, 0) if slope is None else slope.stride()[:2]), *strides,
-        keys.shape[2], num_q, heads // keys.shape[1], q_size, total, scale, scale * LOG2E,
-        BM=tile.rows, BN=tile.keys, D=size, DP=width, QSUB=per_block, PAIR=pair, ROWS=by_row,
-        Q_STARTS=starts is not None, Q_LENGTHS=lengths is not None, SLOPE=slope is not None,
-        STAGES=tile.stages, UPCAST=interpreted(), TMA=copy_engine,
-        num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+    kept, sizes = call.kept, call.pooled.counts.float().log2()
+    if call.queries is None:
+        kept = unit_stride(kept)
+    else:
+        kept = _bias_of(kept, sizes, call.q.shape[2], multiple=tile.keys)
+    _add(call, sizes, kept, tile, copy_engine=copy_engine)
 
 
 def add_flagged(
@@ -373,22 +315,52 @@ def add_flagged(
         tile: shape of a program.
         programs: how many there are.
     """
+    assert call.queries is not None, "rows that choose are not flagged"
+    _add(call, sizes, bits, tile, flags=flags, programs=programs)
+
+
+def _add(
+    call: TailCall,
+    sizes: torch.Tensor,
+    kept: torch.Tensor,
+    tile: TritonTile,
+    *,
+    copy_engine: bool = False,
+    flags: torch.Tensor | None = None,
+    programs: int = 0,
+) -> None:
     out, lse, q, pooled, _, queries, scale = call
-    assert queries is not None, "rows that choose are not flagged"
     batch, total, heads, size = q.shape
+    assert out.stride(3) == lse.stride(2) == 1, "engines write such tensors"
     keys, values = map(unit_stride, (pooled.keys, pooled.values))
+    slope = None if pooled.slope is None else pooled.slope.contiguous()
+    kept = kept.expand(batch, heads, -1, -1)
     sizes = unit_stride(sizes).expand(batch, keys.shape[1], -1)
-    bits = bits.expand(batch, heads, -1, -1)
-    bounds, strides = bounds_of(queries, batch, heads, sizes)
-    _launch_flagged(
-        (programs,), q, keys, values, out, lse, bits, sizes, keys, *bounds, flags,
-        *q.stride(), *keys.stride()[:3], *values.stride()[:3], *out.stride()[:3],
-        *lse.stride()[:2], *bits.stride()[:3], *sizes.stride()[:2], 0, 0, *strides,
-        keys.shape[2], queries.num, heads // keys.shape[1], heads, len(flags) - 1, queries.size,
-        total, scale, scale * LOG2E, BM=tile.rows, BN=tile.keys, D=size,
-        DP=next_power_of_2(max(size, 16)), QSUB=-(-queries.size // tile.rows),
-        Q_STARTS=queries.starts is not None, Q_LENGTHS=queries.lengths is not None,
-        STAGES=tile.stages, UPCAST=interpreted(), num_warps=tile.warps, num_stages=tile.stages,
+    num_q, q_size, starts, lengths = 1, total, None, None
+    bounds, strides = [sizes, sizes], [0, 0, 0, 0]
+    if queries is not None:
+        num_q, q_size, starts, lengths = queries.num, queries.size, queries.starts, queries.lengths
+        bounds, strides = bounds_of(queries, batch, heads, sizes)
+    width = next_power_of_2(max(size, 16))
+    by_row = queries is None
+    pair = flags is None and not by_row and lengths is None and 2 * q_size == tile.rows
+    per_block = 1 if pair or by_row else -(-q_size // tile.rows)
+    tiles = -(-total // tile.rows) if pair or by_row else num_q * per_block
+    inputs: tuple[object, ...] = (keys, values)
+    if copy_engine:
+        inputs = tuple(describe(x.transpose(1, 2), tile.keys, width) for x in (keys, values))
+    _launch_tail(
+        (tiles, heads, batch) if flags is None else (programs,),
+        q, *inputs, out, lse, kept, sizes, keys if slope is None else slope, *bounds,
+        sizes if flags is None else flags,
+        q.stride(), keys.stride()[:3], values.stride()[:3], out.stride(), lse.stride()[:2],
+        kept.stride()[:3], (0, 0) if slope is None else slope.stride()[:2], *sizes.stride()[:2],
+        *strides, keys.shape[2], num_q, heads // keys.shape[1], heads, batch * heads * tiles,
+        q_size, total, scale, scale * LOG2E,
+        BM=tile.rows, BN=tile.keys, D=size, DP=width, QSUB=per_block, PAIR=pair, ROWS=by_row,
+        FLAGS=flags is not None, Q_STARTS=starts is not None, Q_LENGTHS=lengths is not None,
+        SLOPE=slope is not None, STAGES=tile.stages, UPCAST=interpreted(), TMA=copy_engine,
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 

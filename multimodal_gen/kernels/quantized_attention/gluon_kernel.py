@@ -27,12 +27,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from multimodal_gen.kernels.block_sparse.gluon_work_kernel import (
     Outs,
-    Plan,
     store_lse,
     store_values,
 )
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
-from multimodal_gen.kernels.block_sparse.steps_kernel import PLAN_NUMBERS, work_list
+from multimodal_gen.kernels.block_sparse.steps_kernel import PLAN_NUMBERS, Plan, work_list
 from multimodal_gen.kernels.hopper_kernel import (
     OVERFLOW,
     barriers,

@@ -14,18 +14,21 @@ import triton
 import triton.language as tl
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
-from multimodal_gen.kernels.block_sparse.steps_kernel import PLAN_NUMBERS, work_list
+from multimodal_gen.kernels.block_sparse.steps_kernel import PLAN_NUMBERS, Plan, work_list
 from multimodal_gen.kernels.block_sparse.triton_kernel import (
-    causal_steps,
-    number_of_steps,
+    find_tile,
     partial_step,
     refuse_cut,
+    shape_of,
+    store_lse,
+    store_rows,
+    whole_step,
 )
 from multimodal_gen.kernels.block_sparse.tuning import TritonTile
 from multimodal_gen.kernels.launch.launcher import Launcher
 from multimodal_gen.kernels.quantized_attention.packed import Packed, in_slots
 from multimodal_gen.kernels.quantized_attention.quantise_kernel import to_e4m3
-from multimodal_gen.kernels.shared_kernel import bounds, dot, interpreted, locate
+from multimodal_gen.kernels.shared_kernel import dot
 
 
 @triton.jit
@@ -54,19 +57,19 @@ def _update(
 
 @triton.jit
 def _load_step(
-    k_ptr, v_ptr, start, n, d, keys, v_s, v_d,
-    D: tl.constexpr, DP: tl.constexpr, MASKED: tl.constexpr, E4M3: tl.constexpr,
+    k_ptr, v_ptr, start, n, d, real_n, v_at,
+    MASKED: tl.constexpr, E4M3: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Return k^T [DP, BN] and v [BN, DP] of the keys from `start` on.
+    """Return k^T [width, step] and v [step, width] of the keys from `start` on.
 
     K and e4m3 V are zero past the last key; 16-bit V may end there, and has D channels.
     """
-    k_t = tl.load(k_ptr + (start + n)[None, :] * DP + d[:, None])
-    ptrs = v_ptr + (start + n)[:, None] * v_s + d[None, :] * v_d
+    k_t = tl.load(k_ptr + (start + n)[None, :] * C.width + d[:, None])
+    ptrs = v_ptr + (start + n)[:, None] * v_at[2] + d[None, :] * v_at[3]
     if E4M3:
         v = tl.load(ptrs)
-    elif MASKED or D < DP:
-        v = tl.load(ptrs, mask=(n < keys)[:, None] & (d < D)[None, :], other=0.0)
+    elif MASKED or C.channels < C.width:
+        v = tl.load(ptrs, mask=real_n & (d < C.channels)[None, :], other=0.0)
     else:
         v = tl.load(ptrs)
     return k_t, v
@@ -91,109 +94,67 @@ def _attention_kernel(
     rows, rep_h, num, plan_h, group, last, tail, room, tail_room,
     list_b, list_h, list_n, count_b, count_h, count_n,
     start_b, start_h, length_b, length_h, size, total,
-    v_b, v_h, v_s, v_d, out_b, out_s, out_h, lse_b, lse_h, q_slots, q_rows, kv_rows,
-    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    QSUB: tl.constexpr, SUB: tl.constexpr, RAGGED_END: tl.constexpr,
-    Q_STARTS: tl.constexpr, Q_LENGTHS: tl.constexpr,
-    ORDERED: tl.constexpr, LSE: tl.constexpr, STAGES: tl.constexpr,
-    UPCAST: tl.constexpr, CAUSAL: tl.constexpr, E4M3: tl.constexpr,
+    v_at, out_at, lse_at, q_slots, q_rows, kv_rows, E4M3: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Grid [B * H * Nq * QSUB]; QSUB tiles of BM rows per query block.
-
-    SUB > 0: `list_ptr` holds blocks of SUB steps, the last of all blocks being `tail` keys long.
-    SUB = 0: it holds the steps of `make_steps`. CAUSAL: the list holds every block, and the steps
-    that cross the diagonal are taken as partial ones.
-    """
-    b, h, i, sub = locate(order_ptr, rows, rep_h, num, plan_h, QSUB, ORDERED)
-    list_ptr += b * list_b + h * list_h + i * list_n
-    at = b * count_b + h * count_h + i * count_n
-    count = tl.load(count_ptr + at)
-    begin, length = bounds(
-        b, h, i, size, total, start_ptr, length_ptr, start_b, start_h, length_b, length_h,
-        Q_STARTS, Q_LENGTHS,
+    """Grid [B * H * Nq * tiles]; see the kernel of block-sparse attention."""
+    plan = Plan(
+        list_ptr, count_ptr, tail_count_ptr, tail_length_ptr, order_ptr, start_ptr, length_ptr,
+        rows, rep_h, num, plan_h, group, last, tail, room, tail_room,
+        list_b, list_h, list_n, count_b, count_h, count_n,
+        start_b, start_h, length_b, length_h, size, total, 0, 0,
     )  # fmt: skip
-    count = tl.where(sub * BM < length, count, 0)
-    in_tile = tl.arange(0, BM)
-    inside = sub * BM + in_tile
-    real = inside < length
-
+    tile = find_tile(plan, list_ptr, list_ptr, v_at, C)
+    b = tile.b
+    h = tile.h
+    BM: tl.constexpr = C.rows
+    BN: tl.constexpr = C.step
+    DP: tl.constexpr = C.width
     heads = plan_h * rep_h
     kv_head = b * (heads // group) + h // group
     d = tl.arange(0, DP)
     n = tl.arange(0, BN)
-    q_row = (b * heads + h) * q_rows + i * q_slots + inside
-    q = tl.load(q_ptr + q_row[:, None] * DP + d[None, :], mask=real[:, None], other=0)
-    q_scale = tl.load(q_scale_ptr + q_row, mask=real, other=0.0)
+    q_row = (b * heads + h) * q_rows + tile.i * q_slots + tile.inside
+    q = tl.load(q_ptr + q_row[:, None] * DP + d[None, :], mask=tile.real[:, None], other=0)
+    q_scale = tl.load(q_scale_ptr + q_row, mask=tile.real, other=0.0)
     k_ptr += kv_head * kv_rows * DP
-    v_ptr += b * v_b + (h // group) * v_h
+    v_ptr += b * v_at[0] + (h // group) * v_at[1]
     k_scale_ptr += kv_head * (kv_rows // BN)
     v_scale_ptr += kv_head * (kv_rows // BN)
 
-    num_full, num_tail = number_of_steps(
-        list_ptr, count, tail_count_ptr, at, last, tail, SUB, BN, RAGGED_END
-    )
-    num_tail = tl.where(sub * BM < length, num_tail, 0)
-    if CAUSAL:
-        num_full, num_tail, last_key = causal_steps(
-            num_full, begin + sub * BM, total, last, tail, BM, BN, SUB
-        )
     acc = tl.zeros([BM, DP], tl.float32)
     weight = tl.zeros([BM], tl.float32)
     m = tl.full([BM], float("-inf"), tl.float32)
     v_scale = 1.0
-    entry = tl.load(list_ptr, mask=num_full > 0, other=0)
-    for step in tl.range(0, num_full, num_stages=STAGES):
-        if SUB > 0:
-            start = (entry * SUB + step % SUB) * BN
-            at_next = (step + 1) // SUB
-        else:
-            start = entry
-            at_next = step + 1
-        entry = tl.load(list_ptr + at_next, mask=step + 1 < num_full, other=0)
+    entry = tl.load(tile.list, mask=tile.num_full > 0, other=0)
+    for step in tl.range(0, tile.num_full, num_stages=C.stages):
+        start, _, entry = whole_step(step, entry, tile, C)
         k_scale, v_scale, v_ratio = _load_scales(
             k_scale_ptr, v_scale_ptr, start // BN, v_scale, E4M3
         )
-        k_t, v = _load_step(
-            k_ptr, v_ptr, start.to(tl.int64), n, d, BN, v_s, v_d, D, DP, False, E4M3
-        )
+        k_t, v = _load_step(k_ptr, v_ptr, start, n, d, True, v_at, False, E4M3, C)
         acc, weight, m = _update(
-            q, k_t, v, acc, weight, m, q_scale, k_scale, v_ratio, True, False, E4M3, UPCAST
+            q, k_t, v, acc, weight, m, q_scale, k_scale, v_ratio, True, False, E4M3, C.upcast
         )
 
-    for step in tl.range(0, num_tail, num_stages=1):
-        start, keys, _ = partial_step(
-            step, list_ptr, list_ptr, tail_length_ptr + at * tail_room, room, num_full, last, tail,
-            SUB, BN, False, CAUSAL,
-        )  # fmt: skip
-        keep = (n < keys)[None, :]
-        if CAUSAL:
-            keep = keep & (start + n[None, :] <= (last_key + in_tile)[:, None])
+    for step in tl.range(0, tile.num_tail, num_stages=1):
+        start, real_n, keep = partial_step(step, tile, plan, C)
         k_scale, v_scale, v_ratio = _load_scales(
             k_scale_ptr, v_scale_ptr, start // BN, v_scale, E4M3
         )
-        k_t, v = _load_step(
-            k_ptr, v_ptr, start.to(tl.int64), n, d, keys, v_s, v_d, D, DP, True, E4M3
-        )
+        k_t, v = _load_step(k_ptr, v_ptr, start, n, d, real_n[:, None], v_at, True, E4M3, C)
         acc, weight, m = _update(
-            q, k_t, v, acc, weight, m, q_scale, k_scale, v_ratio, keep, True, E4M3, UPCAST
+            q, k_t, v, acc, weight, m, q_scale, k_scale, v_ratio, keep, True, E4M3, C.upcast
         )
 
-    nothing = (weight == 0.0) | (inside >= length)
+    nothing = (weight == 0.0) | ~tile.real
     weight = tl.where(nothing, 1.0, weight)
     out = tl.where(nothing[:, None], 0.0, acc * (v_scale / weight)[:, None])
-    owned = real
-    if Q_LENGTHS and not Q_STARTS:
-        owned = inside < size  # the padding of a block is its own, and is set to zero
-    first_row = begin.to(tl.int64) + sub * BM
-    out_ptrs = out_ptr + b * out_b + h * out_h + first_row * out_s
-    out_ptrs += in_tile[:, None] * out_s + d[None, :]
-    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=owned[:, None] & (d < D)[None, :])
-    if LSE:
+    store_rows(out_ptr, out_at, out, tile, plan, C)
+    if C.lse:
         lift = 8.807354922057604 if E4M3 else 0.0
         lse = 0.6931471805599453 * (m + tl.log2(weight) - lift)
-        lse += tl.load(shift_ptr + q_row, mask=real, other=0.0)
-        lse = tl.where(nothing, float("-inf"), lse)
-        tl.store(lse_ptr + b * lse_b + h * lse_h + first_row + in_tile, lse, mask=owned)
+        lse += tl.load(shift_ptr + q_row, mask=tile.real, other=0.0)
+        store_lse(lse_ptr, lse_at, tl.where(nothing, float("-inf"), lse), tile, plan, C)
 
 
 _launch_attention = Launcher(_attention_kernel)
@@ -221,19 +182,15 @@ def attend(
     slotted = in_slots(plan, tile.keys)
     work = work_list(slotted, tile.keys, batch, heads, packed.k.shape[1])
     refuse_cut(plan, work, tile.keys)
-    q_sub = -(-plan.q.size // tile.rows)
     e4m3 = packed.v.dtype == torch.float8_e4m3fn
+    width = packed.q.shape[3]
+    shape = shape_of(plan, work, tile, head_size, width=width, lse=lse is not None)
     v = packed.v.permute(0, 1, 3, 2) if e4m3 else packed.v.permute(0, 2, 1, 3)
     _launch_attention(
-        (work.num * q_sub,),
+        (work.num * shape.tiles,),
         packed.q, packed.k, v, out, out if lse is None else lse,
         packed.q_scale, packed.k_scale, packed.v_scale, packed.shift, *work.arguments,
-        *v.stride(), *out.stride()[:3], *((0, 0) if lse is None else lse.stride()[:2]),
+        v.stride(), out.stride(), (0, 0) if lse is None else lse.stride()[:2],
         packed.q_slots, packed.q.shape[2], packed.k.shape[2],
-        BM=tile.rows, BN=tile.keys, D=head_size, DP=packed.q.shape[3],
-        QSUB=q_sub, SUB=work.sub, RAGGED_END=work.ragged,
-        Q_STARTS=plan.q.starts is not None, Q_LENGTHS=plan.q.lengths is not None,
-        ORDERED=work.ordered, LSE=lse is not None, STAGES=tile.stages,
-        UPCAST=interpreted(), CAUSAL=plan.causal, E4M3=e4m3,
-        num_warps=tile.warps, num_stages=tile.stages,
+        E4M3=e4m3, C=shape, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -127,9 +127,9 @@ class Case:
         dtype = torch.bfloat16 if self.fast else torch.float16
         q, k, v, out = tensors_for(plan, self.head_size, dtype)
         lse = torch.empty(2, 4, plan.q.total) if self.lse else None
-        tile = self.tile(skips=skip is not None)
-        prepared = prepare(q, k, v, plan, out, lse, tile=tile, skip=skip)
-        prepared(q, k, v, out, lse, skip, scale=0.1)
+        form = CallForm(request_for(q, k, v, plan, backward=False))
+        call = Call(q, k, v, plan, 0.1, self.lse, False, form, skip)
+        prepare(call, out, lse, tile=self.tile(skips=skip is not None))(call, out, lse)
 
 
 WIDE, SQUARE, SHORT, NARROW = (384, 384), (128, 128), (128, 64), (64, 64)
@@ -476,7 +476,7 @@ def test_the_tail_in_gluon_compiles_without_spills_or_warnings(
     pooled = PooledBlocks(keys=means, values=means, counts=torch.ones(1, 1, 300).int())
     lse = torch.zeros(2, 4, queries.total)
     add_tail(TailCall(out, lse, out, pooled, kept, queries, 0.1), tile=gluon_tail_tile())
-    assert compiler.names == {"pack_kernel", "gluon_tail_kernel", "flagged_kernel"}
+    assert compiler.names == {"pack_kernel", "gluon_tail_kernel", "tail_kernel"}
     # Only what is read once per tile spills; the last kernel hardly ever has anything to do.
     assert_clean(compiler.kernels, most=320)
 
