@@ -120,7 +120,10 @@ RUN = ("generate", "--model-path", "m", "--prompt", "x")
         ((*RUN, "--height", "0"), "--height must be an integer >= 1, got 0; see .*"),
         ((*RUN, "--height", "70000"), "--height must be at most 65536, got 70000; see .*"),
         ((*RUN, "--seed=-1"), "--seed must be .*0, got -1; see .*"),
-        ((*RUN, "--fps", "24", "--fps", "fast"), "--fps must be an integer >= 1, got 'fast'; see .*"),
+        (
+            (*RUN, "--fps", "24", "--fps", "fast"),
+            "--fps must be an integer >= 1, got 'fast'; see .*",
+        ),
         ((*RUN, "--guidance-scale", ""), "--guidance-scale must be .*, got ''; see .*"),
         (
             (*RUN, "--backend", "other"),

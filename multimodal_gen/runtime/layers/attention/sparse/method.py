@@ -45,6 +45,7 @@ from multimodal_gen.runtime.layers.attention.sparse.executors.ring import (
 from multimodal_gen.runtime.layers.attention.sparse.pattern import mean_share
 from multimodal_gen.runtime.layers.attention.sparse.router import ANY_GRID, Router, SparseLayer
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
+    ENGINE,
     SparseCall,
     fit_tile,
     layout_of,
@@ -108,7 +109,7 @@ def _limits(router: Router[Any], config: SparseConfig, kernel: SelectedKernel) -
         ring = ring or "its groups are of all tokens of a head"
         cache = cache or "its groups are of the keys of one call"
     ring = ring or _whole_tiles_only(kernel)
-    if kernel.name not in (AUTO, *BLOCK_SPARSE.names):
+    if kernel.name not in ENGINE:
         cache = cache or f"kernel {kernel.name} takes no lists of a cache"
     if getattr(config, "skip_below", None) is not None:
         ring = "skip_below compares the scores of a row over all keys in one pass"
@@ -118,7 +119,7 @@ def _limits(router: Router[Any], config: SparseConfig, kernel: SelectedKernel) -
 
 def _whole_tiles_only(kernel: SelectedKernel) -> str | None:
     """Return why a kernel that a user named cannot serve shards, or None."""
-    if not kernel.named or kernel.name not in BLOCK_SPARSE.names:
+    if not kernel.named or kernel.name not in ENGINE:
         return None
     if "ragged" in BLOCK_SPARSE.kernel(kernel.name).serves:
         return None

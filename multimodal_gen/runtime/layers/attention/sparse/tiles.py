@@ -24,7 +24,7 @@ from multimodal_gen.kernels.block_sparse.call import PooledBlocks
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.skip import Skip
 from multimodal_gen.kernels.block_sparse.tail import PooledTail
-from multimodal_gen.kernels.engine import AUTO, SelectedKernel, records_gradient
+from multimodal_gen.kernels.engine import AUTO, BLOCK_SPARSE, SelectedKernel, records_gradient
 from multimodal_gen.kernels.select.api import pool_tiles
 from multimodal_gen.kernels.static_cache import static_cache
 from multimodal_gen.kernels.tile_order.api import (
@@ -94,6 +94,10 @@ class SequenceLayout:
         return of_video * share + (1 - share)
 
 
+ENGINE = frozenset((AUTO, *BLOCK_SPARSE.names))
+"""Kernels of the block-sparse engine, of which a call names one where no package computes it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SparseCall:
     """One call of a sparse method.
@@ -129,6 +133,11 @@ class SparseCall:
     first_order: bool = False
     pooled: PooledBlocks | None = None
     skip: Skip | None = None
+
+    @property
+    def on_package(self) -> bool:
+        """Whether a package computes it, and no kernel of the engine."""
+        return self.kernel.name not in ENGINE
 
     @property
     def sides(self) -> tuple[torch.Tensor, torch.Tensor]:

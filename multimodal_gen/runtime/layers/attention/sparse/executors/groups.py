@@ -48,7 +48,7 @@ def attend_groups(
     if call.first_head == 0:  # the first heads of a call stand for all of it
         layer.dense_above.learn(share, 0, context)
     layer.note(context, share, heads)
-    out = router.attend_upstream(settings, call, None, lambda: groups)
+    out = router.attend_upstream(settings, call, None, lambda: groups) if call.on_package else None
     if out is None:
         out = query.new_empty((*query.shape[:3], call.value.shape[3]))
         attend_text(call, out)

@@ -60,7 +60,7 @@ def attend_in_place(
     assert budget is not None, "only lists of equal length lie in place"
     layer.warn_of(layout, budget)
     router.check_call(settings, budget, projected=call.projection is not None)
-    out = router.attend_upstream(settings, call, None, None)
+    out = router.attend_upstream(settings, call, None, None) if call.on_package else None
     density: float | torch.Tensor = layout.density(budget.share)
     if out is None:
         out, plan = _attend_both(router, settings, call, blocks, budget)

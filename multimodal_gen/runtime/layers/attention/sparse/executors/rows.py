@@ -140,7 +140,7 @@ def attend_by_rows(
     num = chunks.keys.num_tiles
     share: float | torch.Tensor = 1.0
     layer.warn_of(whole, router.budget(settings, num, whole.num_video))
-    out = router.attend_upstream(settings, call, chunks.keys, None)
+    out = router.attend_upstream(settings, call, chunks.keys, None) if call.on_package else None
     if router.density(settings, num, whole.num_video) == 1:
         out = attend_densely(call) if out is None else out
     else:

@@ -240,8 +240,6 @@ class SLARouter(_BothRouter[SLAConfig]):
     def attend_upstream(
         self, settings: SLAConfig, call: SparseCall, keys: Any, select: Any
     ) -> torch.Tensor | None:
-        if self.layer.kernel.name != UPSTREAM:
-            return None
         return attend_upstream(
             call,
             self.layer.label,

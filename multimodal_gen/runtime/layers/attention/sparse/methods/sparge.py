@@ -157,8 +157,6 @@ class SpargeRouter(Router[SpargeConfig]):
     def attend_upstream(
         self, settings: SpargeConfig, call: SparseCall, keys: Any, select: Any
     ) -> torch.Tensor | None:
-        if call.kernel.name != SPAS_SAGE:
-            return None
         masked, label = call.keep is not None or bool(call.layout.text), self.layer.label
         parts = (call.query, call.key, call.value)
         return attend_spas_sage(*parts, select(), scale=call.scale, label=label, masked=masked)

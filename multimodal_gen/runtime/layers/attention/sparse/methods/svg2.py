@@ -349,8 +349,6 @@ class SVG2Router(Router[SVG2Config]):
     def attend_upstream(
         self, settings: SVG2Config, call: SparseCall, keys: Any, select: Any
     ) -> torch.Tensor | None:
-        if call.kernel.name != UPSTREAM:
-            return None
         return attend_upstream(call, select(), self.layer.label)
 
     @override

@@ -225,8 +225,6 @@ class VMoBARouter(Router[VMoBAConfig]):
         self, settings: VMoBAConfig, call: SparseCall, keys: Any, select: Any
     ) -> torch.Tensor | None:
         """Return what the authors' kernel computes, where it was asked for."""
-        if call.kernel.name != UPSTREAM:
-            return None
         rule, keeps_own = self._rule(settings), settings.only_own_chunk == "keep"
         keeps_own = keeps_own and rule.keeps_own_only(len(keys.order.starts))
         label = self.layer.label

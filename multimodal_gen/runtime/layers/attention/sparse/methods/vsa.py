@@ -150,8 +150,6 @@ class VideoSparseRouter(Router[VideoSparseConfig]):
     def attend_upstream(
         self, settings: VideoSparseConfig, call: SparseCall, keys: Any, select: Any
     ) -> torch.Tensor | None:
-        if call.kernel.name not in UPSTREAM:
-            return None
         kept = self.budget(settings, len(keys.order.starts), keys.order.num_tokens).kept
         return attend_upstream(call, keys, select, kept, self.layer.label)
 

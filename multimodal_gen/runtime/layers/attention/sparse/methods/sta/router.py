@@ -261,8 +261,6 @@ class SlidingTileRouter(Router[SlidingTileConfig]):
         self, settings: SlidingTileConfig, call: SparseCall, keys: Any, select: Any
     ) -> torch.Tensor | None:
         """Return what a package computes, which takes windows."""
-        if call.kernel.name not in UPSTREAM:
-            return None
         windows = [pattern.window for pattern in select()]
         return attend_upstream(call, keys, windows, self.layer.label)
 
