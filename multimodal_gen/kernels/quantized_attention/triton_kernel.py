@@ -23,7 +23,7 @@ from multimodal_gen.kernels.block_sparse.triton_kernel import (
 )
 from multimodal_gen.kernels.block_sparse.tuning import TritonTile
 from multimodal_gen.kernels.launch.launcher import Launcher
-from multimodal_gen.kernels.quantized_attention.packed import Packed, in_slots
+from multimodal_gen.kernels.quantized_attention.packed import Packed, Results, in_slots
 from multimodal_gen.kernels.quantized_attention.quantise_kernel import to_e4m3
 from multimodal_gen.kernels.shared_kernel import bounds, dot, interpreted, locate
 
@@ -199,24 +199,17 @@ def _attention_kernel(
 _launch_attention = Launcher(_attention_kernel)
 
 
-def attend(
-    packed: Packed,
-    plan: BlockPlan,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    *,
-    tile: TritonTile,
-) -> None:
-    """Launch the kernel; writes `out` [B, Sq, H, D] and `lse` [B, H, Sq].
+def attend(packed: Packed, plan: BlockPlan, results: Results, tile: TritonTile) -> Results:
+    """Launch the kernel; returns the results, which it writes.
 
     Args:
         packed: quantised tensors, made for tiles of `tile.rows` and `tile.keys`; keys of V in
             their own order.
         plan: the pairs, without row bits, on the same device.
-        out: contiguous; only rows that belong to a query block are written.
-        lse: contiguous fp32, or None.
+        results: out, of which only rows that belong to a query block are written, and lse.
         tile: shape of a program, as `triton_tile` chooses it.
     """
+    out, lse = results
     batch, _, heads, head_size = out.shape
     slotted = in_slots(plan, tile.keys)
     work = work_list(slotted, tile.keys, batch, heads, packed.k.shape[1])
@@ -237,3 +230,4 @@ def attend(
         UPCAST=interpreted(), CAUSAL=plan.causal, E4M3=e4m3,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+    return results
