@@ -66,6 +66,11 @@ def next_power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
+def padded_channels(head_size: int) -> int:
+    """Return the least power of two channels that tensor cores take, and that hold so many."""
+    return next_power_of_2(max(head_size, 16))
+
+
 def interpreted() -> bool:
     """Whether Triton's interpreter stands in for a GPU in this process."""
     return not isinstance(locate, triton.runtime.JITFunction)

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from multimodal_gen.kernels.launch.launcher import Launcher
 from multimodal_gen.kernels.select.row_reference import Rule
-from multimodal_gen.kernels.shared_kernel import interpreted, next_power_of_2
+from multimodal_gen.kernels.shared_kernel import interpreted, next_power_of_2, padded_channels
 
 ROWS = 64
 SCORES = 8192  # held by a program
@@ -236,7 +236,7 @@ def select_chunks(
     )  # fmt: skip
     padded = next_power_of_2(max(num_chunks, 32))
     rows = ROWS if padded <= 128 else max(SCORES // padded, 16)
-    width = next_power_of_2(max(head_size, 16))
+    width = padded_channels(head_size)
     programs = batch * -(-tokens // rows) * heads
     pairs = torch.empty((programs,), dtype=torch.int64, device=query.device)
     counts = counts.expand(batch, -1)
