@@ -47,6 +47,22 @@ def dot(a, b, UPCAST: tl.constexpr):
 
 
 @triton.jit
+def scan_counts(
+    count_ptr, total_ptr, rows, bins, BINS: tl.constexpr, B: tl.constexpr, N: tl.constexpr
+):  # fmt: skip
+    """Turn counts [rows, BINS] of B bins into those of the rows before, and write their sums."""
+    before = tl.zeros([B], tl.int32)
+    for first in range(0, rows, N):
+        row = first + tl.arange(0, N)
+        at = row[:, None] * BINS + bins[None, :]
+        count = tl.load(count_ptr + at, mask=(row < rows)[:, None], other=0)
+        end = before[None, :] + tl.cumsum(count, 0)
+        tl.store(count_ptr + at, end - count, mask=(row < rows)[:, None])
+        before += tl.sum(count, 0)
+    tl.store(total_ptr + bins, before)
+
+
+@triton.jit
 def maximum(a, b):
     """The larger one; for scans."""
     return tl.maximum(a, b)

@@ -18,7 +18,7 @@ from multimodal_gen.kernels.launch.launcher import (
     vector_of,
 )
 from multimodal_gen.kernels.select.row_reference import ChunkGroups, SortedRows
-from multimodal_gen.kernels.shared_kernel import next_power_of_2
+from multimodal_gen.kernels.shared_kernel import next_power_of_2, scan_counts
 
 TILE = 64  # rows of a program
 COUNTS = 4096  # counts that a program holds
@@ -77,16 +77,7 @@ def _offset_kernel(
     pid = tl.program_id(0)
     part = (pid // (BINS // B)).to(tl.int64)
     bins = pid % (BINS // B) * B + tl.arange(0, B)
-    count_ptr += part * tiles * BINS
-    before = tl.zeros([B], tl.int32)
-    for first in range(0, tiles, N):
-        tile = first + tl.arange(0, N)
-        at = tile[:, None] * BINS + bins[None, :]
-        count = tl.load(count_ptr + at, mask=(tile < tiles)[:, None], other=0)
-        end = before[None, :] + tl.cumsum(count, 0)
-        tl.store(count_ptr + at, end - count, mask=(tile < tiles)[:, None])
-        before += tl.sum(count, 0)
-    tl.store(total_ptr + part * BINS + bins, before)
+    scan_counts(count_ptr + part * tiles * BINS, total_ptr + part * BINS, tiles, bins, BINS, B, N)
 
 
 @triton.jit(do_not_specialize=["tokens", "groups", "extra"])
