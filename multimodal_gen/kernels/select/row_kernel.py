@@ -182,10 +182,9 @@ def _list_kernel(
 
 
 @triton.jit
-def _part_lse(
-    lse_ptr, position_ptr, used_ptr, parts, group, groups, row, real, tokens, lse_h, lse_s
-):  # fmt: skip
+def _part_lse(given, group):
     """Return the lse of rows in a group, in powers of two, -inf if not in use; and their places."""
+    lse_ptr, position_ptr, used_ptr, parts, groups, row, real, tokens, lse_h, lse_s = given
     part = parts + group
     real = real & (row * 0 + group < groups)
     position = tl.load(position_ptr + part * tokens + row, mask=real, other=0)
@@ -217,20 +216,19 @@ def _merge_kernel(
     parts = (b * heads + h) * groups
     part_ptr += (b * part_b + h * groups * part_h) * VEC
     lse_ptr += b * lse_b + h * groups * lse_h
+    given = (lse_ptr, position_ptr, used_ptr, parts, groups, row, real, tokens, lse_h, lse_s)
     # Unrolled, and in two passes, so that many loads are in flight.
     m = tl.full([T], float("-inf"), tl.float32)
     for first in range(0, groups, U):
         for u in tl.static_range(U):
-            lse, _ = _part_lse(lse_ptr, position_ptr, used_ptr, parts, first + u, groups, row,
-                               real, tokens, lse_h, lse_s)  # fmt: skip
+            lse, _ = _part_lse(given, first + u)
             m = tl.maximum(m, lse)
     m = tl.where(m == float("-inf"), 0.0, m)
     total = tl.zeros([T], tl.float32)
     acc = tl.zeros([T, DP], tl.float32)
     for first in range(0, groups, U):
         for u in tl.static_range(U):
-            lse, position = _part_lse(lse_ptr, position_ptr, used_ptr, parts, first + u, groups,
-                                      row, real, tokens, lse_h, lse_s)  # fmt: skip
+            lse, position = _part_lse(given, first + u)
             taken = lse > float("-inf")
             from_ = ((first + u) * part_h + position.to(tl.int64) * part_s) * VEC
             x = tl.load(
