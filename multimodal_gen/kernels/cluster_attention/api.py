@@ -70,7 +70,18 @@ def cluster_attention(
     _validate(q, k, queries, keys, keep)
     (sorted_q,) = gather_tokens((q,), queries.order)
     sorted_k, sorted_v = gather_tokens((k, v), keys.order)
-    request = _request(sorted_q, sorted_k, sorted_v, keep, backward=records_gradient(q, k, v))
+    request = Request(
+        *place_of(q.device),
+        q.dtype,
+        q.shape[3],
+        q_size=ROWS,
+        kv_size=ROWS,
+        ragged=True,
+        unaligned=not loadable(sorted_q, sorted_k, sorted_v),
+        backward=records_gradient(q, k, v),
+        num_kv=keep.shape[3],
+        device=q.device.index,
+    )
     kernel = choose(BLOCK_SPARSE, kernel, request)
     as_clusters = serves(CLUSTERS, kernel, request)
     with_tail = num_pooled > 0
@@ -113,23 +124,6 @@ def _plan_for(kernel: str, queries: Groups, keys: Groups, keep: torch.Tensor) ->
 def query_pieces(queries: Groups) -> Pieces:
     """Return what the kernel for clusters on SM90 takes as tiles."""
     return cut(queries, TILE_ROWS, multiple=TILE_ROWS // 3)
-
-
-def _request(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor, *, backward: bool
-) -> Request:
-    return Request(
-        *place_of(q.device),
-        q.dtype,
-        q.shape[3],
-        q_size=ROWS,
-        kv_size=ROWS,
-        ragged=True,
-        unaligned=not loadable(q, k, v),
-        backward=backward,
-        num_kv=keep.shape[3],
-        device=q.device.index,
-    )
 
 
 def _validate(

@@ -99,17 +99,9 @@ def quantized_attention(
         raise UsageError(
             f"`mean` must be float32 {list(wanted)}, got {mean.dtype} {list(mean.shape)}"
         )
-    call = Call(
-        q=q,
-        k=k,
-        v=v,
-        plan=plan,
-        scale=1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale),
-        return_lse=return_lse,
-        e4m3=values == "e4m3",
-        mean=None if mean is None else mean.contiguous(),
-        forms=forms,
-    )
+    scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
+    mean = None if mean is None else mean.contiguous()
+    call = Call(q, k, v, plan, scale, return_lse, values == "e4m3", mean, forms)
     out, lse = RUN[choose(QUANTIZED, kernel, request)](call)
     return out if lse is None else (out, lse)
 
@@ -259,7 +251,7 @@ def _run_reference(call: Call) -> Results:
         e4m3=call.e4m3,
         permuted=False,
     )
-    out, lse = quantized_reference(packed, call.plan, q_slots, kv_slots, call.q.shape[3])
+    out, lse = quantized_reference(packed, call.plan, q_slots, call.q.shape[3])
     return out.to(call.q.dtype), lse if call.return_lse else None
 
 

@@ -29,11 +29,31 @@ from multimodal_gen.kernels.shared_kernel import bounds, dot, interpreted, locat
 
 
 @triton.jit
-def _update(
-    q, k_t, v, acc, total, m, q_scale, k_scale, v_ratio, keep,
+def _step(
+    state, given, start, keys, keep, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
     MASKED: tl.constexpr, E4M3: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax."""
+    """One step of the online softmax: over BN keys from `start` on, of which `keys` are real.
+
+    K and e4m3 V are zero past the last key; 16-bit V may end there, and has D channels.
+    """
+    acc, total, m, v_scale = state
+    q, q_scale, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, v_s, v_d = given
+    k_scale = tl.load(k_scale_ptr + start // BN)
+    v_ratio = 1.0
+    if E4M3:
+        v_new = tl.load(v_scale_ptr + start // BN)
+        v_ratio = v_scale / v_new
+        v_scale = v_new
+    n = tl.arange(0, BN)
+    d = tl.arange(0, DP)
+    row = start.to(tl.int64) + n
+    k_t = tl.load(k_ptr + row[None, :] * DP + d[:, None])
+    ptrs = v_ptr + row[:, None] * v_s + d[None, :] * v_d
+    if not E4M3 and (MASKED or D < DP):
+        v = tl.load(ptrs, mask=(n < keys)[:, None] & (d < D)[None, :], other=0.0)
+    else:
+        v = tl.load(ptrs)
     # The interpreter's own products of 8 bits overflow, or are not there.
     s = dot(q, k_t, UPCAST).to(tl.float32)
     s = s * (q_scale * k_scale)[:, None]
@@ -49,39 +69,8 @@ def _update(
     alpha = tl.exp2(m - reference)
     total = total * alpha + tl.sum(p, 1)
     p = to_e4m3(p, UPCAST) if E4M3 else p.to(v.dtype)
-    return acc * (alpha * v_ratio)[:, None] + dot(p, v, UPCAST), total, m_new
-
-
-@triton.jit
-def _load_step(
-    k_ptr, v_ptr, start, n, d, keys, v_s, v_d,
-    D: tl.constexpr, DP: tl.constexpr, MASKED: tl.constexpr, E4M3: tl.constexpr,
-):  # fmt: skip
-    """Return k^T [DP, BN] and v [BN, DP] of the keys from `start` on.
-
-    K and e4m3 V are zero past the last key; 16-bit V may end there, and has D channels.
-    """
-    k_t = tl.load(k_ptr + (start + n)[None, :] * DP + d[:, None])
-    ptrs = v_ptr + (start + n)[:, None] * v_s + d[None, :] * v_d
-    if E4M3:
-        v = tl.load(ptrs)
-    elif MASKED or D < DP:
-        v = tl.load(ptrs, mask=(n < keys)[:, None] & (d < D)[None, :], other=0.0)
-    else:
-        v = tl.load(ptrs)
-    return k_t, v
-
-
-@triton.jit
-def _load_scales(k_scale_ptr, v_scale_ptr, step, v_scale, E4M3: tl.constexpr):
-    """Return a step's scales of keys and values, and `v_scale` by the latter."""
-    k_scale = tl.load(k_scale_ptr + step)
-    v_ratio = 1.0
-    if E4M3:
-        v_new = tl.load(v_scale_ptr + step)
-        v_ratio = v_scale / v_new
-        v_scale = v_new
-    return k_scale, v_scale, v_ratio
+    acc = acc * (alpha * v_ratio)[:, None] + dot(p, v, UPCAST)
+    return acc, total, m_new, v_scale
 
 
 @triton.jit(do_not_specialize=[*PLAN_NUMBERS, "q_slots", "q_rows", "kv_rows"])
@@ -128,6 +117,7 @@ def _attention_kernel(
     v_ptr += b * v_b + (h // group) * v_h
     k_scale_ptr += kv_head * (kv_rows // BN)
     v_scale_ptr += kv_head * (kv_rows // BN)
+    given = (q, q_scale, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, v_s, v_d)
 
     num_full, num_tail = number_of_steps(
         list_ptr, count, tail_count_ptr, at, last, tail, SUB, BN, RAGGED_END
@@ -150,14 +140,8 @@ def _attention_kernel(
             start = entry
             at_next = step + 1
         entry = tl.load(list_ptr + at_next, mask=step + 1 < num_full, other=0)
-        k_scale, v_scale, v_ratio = _load_scales(
-            k_scale_ptr, v_scale_ptr, start // BN, v_scale, E4M3
-        )
-        k_t, v = _load_step(
-            k_ptr, v_ptr, start.to(tl.int64), n, d, BN, v_s, v_d, D, DP, False, E4M3
-        )
-        acc, weight, m = _update(
-            q, k_t, v, acc, weight, m, q_scale, k_scale, v_ratio, True, False, E4M3, UPCAST
+        acc, weight, m, v_scale = _step(
+            (acc, weight, m, v_scale), given, start, BN, True, D, DP, BN, False, E4M3, UPCAST
         )
 
     for step in tl.range(0, num_tail, num_stages=1):
@@ -168,14 +152,8 @@ def _attention_kernel(
         keep = (n < keys)[None, :]
         if CAUSAL:
             keep = keep & (start + n[None, :] <= (last_key + in_tile)[:, None])
-        k_scale, v_scale, v_ratio = _load_scales(
-            k_scale_ptr, v_scale_ptr, start // BN, v_scale, E4M3
-        )
-        k_t, v = _load_step(
-            k_ptr, v_ptr, start.to(tl.int64), n, d, keys, v_s, v_d, D, DP, True, E4M3
-        )
-        acc, weight, m = _update(
-            q, k_t, v, acc, weight, m, q_scale, k_scale, v_ratio, keep, True, E4M3, UPCAST
+        acc, weight, m, v_scale = _step(
+            (acc, weight, m, v_scale), given, start, keys, keep, D, DP, BN, True, E4M3, UPCAST
         )
 
     nothing = (weight == 0.0) | (inside >= length)
