@@ -47,6 +47,14 @@ def dot(a, b, UPCAST: tl.constexpr):
 
 
 @triton.jit
+def add_product(a, b, acc, UPCAST: tl.constexpr):
+    """Return acc + a @ b; the interpreter knows no products of bfloat16."""
+    if UPCAST:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    return tl.dot(a, b, acc)
+
+
+@triton.jit
 def scan_counts(
     count_ptr, total_ptr, rows, bins, BINS: tl.constexpr, B: tl.constexpr, N: tl.constexpr
 ):  # fmt: skip

@@ -18,7 +18,7 @@ from multimodal_gen.kernels.linear_attention.reference import (
     KeyState,
     Projection,
 )
-from multimodal_gen.kernels.shared_kernel import interpreted, padded_channels
+from multimodal_gen.kernels.shared_kernel import add_product, interpreted, padded_channels
 
 
 @triton.jit
@@ -36,14 +36,6 @@ def _phi(x, real_t, real_d, MAP: tl.constexpr, PADDED: tl.constexpr):
             phi = tl.where(real_d[None, :], phi, 0.0)
         return phi
     return tl.maximum(x, 0.0)
-
-
-@triton.jit
-def _product(a, b, acc, UPCAST: tl.constexpr):
-    """Return acc + a @ b; the interpreter knows no products of bfloat16."""
-    if UPCAST:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    return tl.dot(a, b, acc)
 
 
 @triton.jit
@@ -120,7 +112,7 @@ def key_kernel(
             phi = _phi(x, real, real_d, MAP, D < DP).to(k.dtype)
             # Rows that one thread holds: the others are added up at the end.
             sums += tl.sum(tl.reshape(phi.to(tl.float32), [T // LANES, LANES, DP]), 0)
-            moments = _product(tl.trans(v), phi, moments, UPCAST)
+            moments = add_product(tl.trans(v), phi, moments, UPCAST)
     if STATE:
         at = (b * heads + h) * splits + split
         state_ptr += at * (D + 1) * D
@@ -131,7 +123,7 @@ def key_kernel(
             real_w = (o < D)[:, None] & (e < D)[None, :]
             weight = tl.load(weight_ptr + o[:, None] * D + e[None, :], mask=real_w, other=0.0)
             zero = tl.zeros([DV, DP], tl.float32)
-            moments = _product(weight, moments.to(weight.dtype), zero, UPCAST)
+            moments = add_product(weight, moments.to(weight.dtype), zero, UPCAST)
         dtype = state_ptr.dtype.element_ty
         tl.store(state_ptr + e[:, None] * D + d[None, :], moments.to(dtype), mask=mask)
         tl.store(state_ptr + D * D + d, (tl.sum(sums, 0) * SHARE).to(dtype), mask=alone)
@@ -190,7 +182,7 @@ def add_kernel(
         out = tl.load(outs, mask=mask, other=0.0).to(tl.float32)
         if BIAS:
             out += tl.load(bias_ptr + e, mask=real_e, other=0.0).to(tl.float32)[None, :]
-        out = _product(_weights(q, sums, real, real_d, MAP, EPS, D < DP), folded, out, UPCAST)
+        out = add_product(_weights(q, sums, real, real_d, MAP, EPS, D < DP), folded, out, UPCAST)
         tl.store(outs, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -228,7 +220,7 @@ def add_blocks_kernel(
         if BIAS:
             out += tl.load(bias_ptr + d, mask=real_d, other=0.0).to(tl.float32)[None, :]
         weights = _weights(q, sums, real, real_d, MAP, epsilon, D < DP)
-        out = _product(weights, tl.trans(means), out, UPCAST)
+        out = add_product(weights, tl.trans(means), out, UPCAST)
         tl.store(outs, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -273,7 +265,7 @@ def key_means(key: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     """Launch the means of the blocks alone; see `api.key_means`."""
     batch, _, heads, head_size = key.shape
     means = key.new_empty((batch, heads, blocks.num, head_size), dtype=torch.float32)
-    _summarise(key, None, blocks, FEATURE_MAPS[0], means, None)
+    _summarise(key, key, blocks, FEATURE_MAPS[0], means, None)
     return means
 
 
@@ -307,7 +299,7 @@ def key_state(
 
 def _summarise(
     key: torch.Tensor,
-    value: torch.Tensor | None,
+    value: torch.Tensor,
     blocks: Blocks,
     feature_map: str,
     means: torch.Tensor | None,
@@ -327,9 +319,9 @@ def _summarise(
     splits = blocks.num if states is None else states.shape[2]
     _launch_keys(
         (batch * splits * heads, 1 if states is None else -(-head_size // columns)),
-        key, key if value is None else value, key if means is None else means,
+        key, value, key if means is None else means,
         key if states is None else states, key if weight is None else weight, starts, lengths,
-        *key.stride()[:3], *(key if value is None else value).stride()[:3], bound_b,
+        *key.stride()[:3], *value.stride()[:3], bound_b,
         heads, splits, -(-blocks.num // splits), blocks.num, blocks.total,
         D=head_size, DP=padded, DV=columns, T=piece, SIZE=blocks.size, MAP=feature_map,
         SHARE=share, STATE=states is not None, MEANS=means is not None, FOLD=weight is not None,
