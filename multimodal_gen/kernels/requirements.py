@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 from dataclasses import KW_ONLY, dataclass
 from functools import cache
-from pathlib import Path
+from importlib.machinery import PathFinder
 
 import torch
 
@@ -185,23 +185,12 @@ def _module_exists(dotted: str) -> bool:
         spec = importlib.util.find_spec(top)
     except (ImportError, ValueError):
         return False
-    if spec is None:
-        return False
-    folders = list(spec.submodule_search_locations or ())
     for part in rest:
-        # A namespace may span several folders; each may hold the next part.
-        folders = [str(Path(f) / part) for f in folders if _holds(Path(f), part)]
-        if not folders:
+        if spec is None:
             return False
-    return True
-
-
-def _holds(folder: Path, part: str) -> bool:
-    return (
-        (folder / part).is_dir()
-        or any(folder.glob(f"{part}.py"))
-        or any(folder.glob(f"{part}.*.so"))
-    )
+        # Not by its dotted name, for which the parents would have to be imported.
+        spec = PathFinder.find_spec(part, list(spec.submodule_search_locations or ()))
+    return spec is not None
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -28,6 +28,30 @@ def dot(a, b, UPCAST: tl.constexpr):
 
 
 @triton.jit
+def add_product(a, b, acc, UPCAST: tl.constexpr):
+    """Return acc + a @ b; the interpreter knows no products of bfloat16."""
+    if UPCAST:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    return tl.dot(a, b, acc)
+
+
+@triton.jit
+def scan_counts(
+    count_ptr, total_ptr, rows, bins, BINS: tl.constexpr, B: tl.constexpr, N: tl.constexpr
+):  # fmt: skip
+    """Turn counts [rows, BINS] of B bins into those of the rows before, and write their sums."""
+    before = tl.zeros([B], tl.int32)
+    for first in range(0, rows, N):
+        row = first + tl.arange(0, N)
+        at = row[:, None] * BINS + bins[None, :]
+        count = tl.load(count_ptr + at, mask=(row < rows)[:, None], other=0)
+        end = before[None, :] + tl.cumsum(count, 0)
+        tl.store(count_ptr + at, end - count, mask=(row < rows)[:, None])
+        before += tl.sum(count, 0)
+    tl.store(total_ptr + bins, before)
+
+
+@triton.jit
 def maximum(a, b):
     """The larger one; for scans."""
     return tl.maximum(a, b)
@@ -45,6 +69,11 @@ def next_power_of_2(number: int) -> int:
     Triton's own is a function of its language, and takes as long as a small launch.
     """
     return 1 << (number - 1).bit_length()
+
+
+def padded_channels(head_size: int) -> int:
+    """Return the least power of two channels that tensor cores take, and that hold so many."""
+    return next_power_of_2(max(head_size, 16))
 
 
 def interpreted() -> bool:

@@ -70,66 +70,44 @@ def cluster_attention(
     _validate(q, k, queries, keys, keep)
     (sorted_q,) = gather_tokens((q,), queries.order)
     sorted_k, sorted_v = gather_tokens((k, v), keys.order)
-    request = _request(sorted_q, sorted_k, sorted_v, keep, backward=records_gradient(q, k, v))
+    request = Request(
+        *place_of(q.device),
+        q.dtype,
+        q.shape[3],
+        q_size=ROWS,
+        kv_size=ROWS,
+        ragged=True,
+        unaligned=not loadable(sorted_q, sorted_k, sorted_v),
+        backward=records_gradient(q, k, v),
+        num_kv=keep.shape[3],
+        device=q.device.index,
+    )
     kernel = choose(BLOCK_SPARSE, kernel, request)
     as_clusters = serves(CLUSTERS, kernel, request)
-    if num_pooled:
-        found = _with_tail(
-            sorted_q, sorted_k, sorted_v, queries, keys, keep, num_pooled,
-            scale=scale, kernel=kernel, pieces=pieces, as_clusters=as_clusters,
-        )  # fmt: skip
-    elif as_clusters:
-        from multimodal_gen.kernels.cluster_attention.cluster_attention_kernel import attend
-
-        pieces = pieces or query_pieces(queries)
-        found, _ = attend(sorted_q, sorted_k, sorted_v, pieces, keys, keep, scale=scale)
-    else:
-        plan = _plan_for(kernel, queries, keys, keep)
-        result = block_sparse_attention(
-            sorted_q, sorted_k, sorted_v, plan, scale=scale, kernel=kernel
-        )
-        assert isinstance(result, torch.Tensor)
-        found = result
-    scatter_tokens(found, queries.order, out)
-
-
-def _with_tail(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    queries: Groups,
-    keys: Groups,
-    keep: torch.Tensor,
-    num_pooled: int,
-    *,
-    scale: float,
-    kernel: str,
-    pieces: Pieces | None,
-    as_clusters: bool,
-) -> torch.Tensor:
-    """Return attention to clusters that are kept and to the means of others; all in cluster order.
-
-    Arguments are those of `cluster_attention`, in cluster order; `as_clusters` says whether the
-    kernel for clusters runs.
-    """
+    with_tail = num_pooled > 0
     if as_clusters:
         from multimodal_gen.kernels.cluster_attention.cluster_attention_kernel import attend
 
         size, pieces = TILE_ROWS, pieces or query_pieces(queries)
-        out, lse = attend(q, k, v, pieces, keys, keep, scale=scale, return_lse=True)
-        assert lse is not None, "it was asked for"
-    else:
-        size, pieces = ROWS, cut(queries, ROWS)
-        plan = _plan_for(kernel, queries, keys, keep)
-        out, lse = block_sparse_attention(
-            q, k, v, plan, scale=scale, kernel=kernel, return_lse=True
+        found, lse = attend(
+            sorted_q, sorted_k, sorted_v, pieces, keys, keep, scale=scale, return_lse=with_tail
         )
-    rows = Blocks.ragged(pieces.starts, pieces.lengths, total=q.shape[1], size=size)
-    of = pieces.cluster.long().unsqueeze(3).expand(-1, -1, -1, num_pooled)
-    kept = keep[..., :num_pooled].gather(2, of)
-    clusters = Blocks.ragged(keys.starts, keys.counts, total=k.shape[1], size=k.shape[1])
-    pooled = pool_blocks(k, v, clusters, num_pooled)
-    return add_tail(out, lse, q, pooled, kept, rows, scale=scale, kernel=kernel)[0]
+    else:
+        size, pieces = ROWS, cut(queries, ROWS) if with_tail else None
+        plan = _plan_for(kernel, queries, keys, keep)
+        result = block_sparse_attention(
+            sorted_q, sorted_k, sorted_v, plan, scale=scale, kernel=kernel, return_lse=with_tail
+        )
+        found, lse = (result, None) if isinstance(result, torch.Tensor) else result
+    if pieces is not None and lse is not None:
+        rows = Blocks.ragged(pieces.starts, pieces.lengths, total=sorted_q.shape[1], size=size)
+        of = pieces.cluster.long().unsqueeze(3).expand(-1, -1, -1, num_pooled)
+        kept = keep[..., :num_pooled].gather(2, of)
+        num_keys = sorted_k.shape[1]
+        clusters = Blocks.ragged(keys.starts, keys.counts, total=num_keys, size=num_keys)
+        pooled = pool_blocks(sorted_k, sorted_v, clusters, num_pooled)
+        found, _ = add_tail(found, lse, sorted_q, pooled, kept, rows, scale=scale, kernel=kernel)
+    scatter_tokens(found, queries.order, out)
 
 
 def _plan_for(kernel: str, queries: Groups, keys: Groups, keep: torch.Tensor) -> BlockPlan:
@@ -146,23 +124,6 @@ def _plan_for(kernel: str, queries: Groups, keys: Groups, keep: torch.Tensor) ->
 def query_pieces(queries: Groups) -> Pieces:
     """Return what the kernel for clusters on SM90 takes as tiles."""
     return cut(queries, TILE_ROWS, multiple=TILE_ROWS // 3)
-
-
-def _request(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor, *, backward: bool
-) -> Request:
-    return Request(
-        *place_of(q.device),
-        q.dtype,
-        q.shape[3],
-        q_size=ROWS,
-        kv_size=ROWS,
-        ragged=True,
-        unaligned=not loadable(q, k, v),
-        backward=backward,
-        num_kv=keep.shape[3],
-        device=q.device.index,
-    )
 
 
 def _validate(

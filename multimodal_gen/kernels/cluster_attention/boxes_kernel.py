@@ -5,7 +5,7 @@ remains of it is cut into boxes of BOX_KEYS keys, of which the last may be parti
 first, then partial ones, so a step of boxes needs a mask only where those begin.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,8 +20,7 @@ BOX_KEYS = 8
 _BOXES = STEP // BOX_KEYS
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Boxes:
+class Boxes(NamedTuple):
     """The keys of every cluster of queries, in cluster order of the keys.
 
     Attributes:
@@ -125,9 +124,11 @@ def make_boxes(keys: Groups, keep: torch.Tensor) -> Boxes:
     # Each run leaves 7 full boxes and a partial one at most; a step of boxes is filled up.
     room = min(_BOXES * num_k, total) + _BOXES
     shape = (batch, heads, num_q)
-    whole, starts, lengths, counts = (
-        torch.empty((*shape, n), dtype=torch.int32, device=keep.device)
-        for n in (whole_room, room, room, 3)
+    boxes = Boxes(
+        *(
+            torch.empty((*shape, n), dtype=torch.int32, device=keep.device)
+            for n in (whole_room, room, room, 3)
+        )
     )
     if keep.stride(3) != 1:
         keep = keep.contiguous()
@@ -135,9 +136,9 @@ def make_boxes(keys: Groups, keep: torch.Tensor) -> Boxes:
     block = max(next_power_of_2(num_k), 32)
     _launch_boxes(
         (batch * heads * num_q,),
-        keep.view(torch.uint8), begin, count, whole, starts, lengths, counts,
+        keep.view(torch.uint8), begin, count, *boxes,
         *keep.stride()[:3], *begin.stride()[:2], *count.stride()[:2],
         heads, heads // count.shape[1], num_q, num_k, whole_room, room,
         BLOCK=block, STEP=STEP, BOX=BOX_KEYS, num_warps=4,
     )  # fmt: skip
-    return Boxes(whole=whole, starts=starts, lengths=lengths, counts=counts)
+    return boxes

@@ -243,9 +243,6 @@ def attend(
     width = 64 if channels <= 64 else 128
     assert tile.consumers * 64 == TILE_ROWS, "pieces are cut for these tiles"
     boxes = make_boxes(keys, keep)
-    starts, lengths, cluster = (
-        x.contiguous() for x in (pieces.starts, pieces.lengths, pieces.cluster)
-    )
     num = pieces.starts.shape[2]
     total = batch * heads * num
     out, lse = torch.empty_like(q), None
@@ -256,17 +253,14 @@ def attend(
         describe_tokens(q, 64, width),
         *(describe_tokens(x, rows, width) for rows in (tile.keys, BOX_KEYS) for x in (k, v)),
         out, out if lse is None else lse, flags,
-        starts, lengths, cluster,
-        boxes.whole, boxes.starts, boxes.lengths, boxes.counts,
+        *(x.contiguous() for x in pieces), *boxes,
         num, heads, heads // k.shape[2], keep.shape[2],
         boxes.whole.shape[3], boxes.starts.shape[3],
         *out.stride()[:3], heads * q.shape[1], q.shape[1],
         scale / math.log(2.0),
     )  # fmt: skip
-    redone = (False, True) if tile.fast else (False,)
-    variants = [
-        {"C": _shape(tile, channels, redo=redo, lse=return_lse), "num_warps": 4} for redo in redone
-    ]
+    shapes = [_shape(tile, channels, redo=redo, lse=return_lse) for redo in range(1 + tile.fast)]
+    variants = [{"C": shape, "num_warps": 4} for shape in shapes]
     _launcher().each((total,), *arguments, variants=variants)
     return out, lse
 
@@ -277,7 +271,7 @@ def _launcher() -> Launcher:
 
 
 @cache
-def _shape(tile: GluonTile, channels: int, *, redo: bool, lse: bool) -> Shape:
+def _shape(tile: GluonTile, channels: int, *, redo: int, lse: bool) -> Shape:
     """Return the compile-time shape of the kernel, of which the consumers use a part."""
     if redo:
         tile = replace(tile, fast=False, lazy=True)
@@ -288,5 +282,5 @@ def _shape(tile: GluonTile, channels: int, *, redo: bool, lse: bool) -> Shape:
         lse=lse,
         box=BOX_KEYS,
         q_starts=True,
-        redo=int(redo),
+        redo=redo,
     )

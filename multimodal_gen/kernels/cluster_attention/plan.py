@@ -4,7 +4,7 @@ Shapes: B batch, N tokens, H query heads, Hkv key heads, C, Cq and Ck clusters, 
 clusters, D head size.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -17,8 +17,7 @@ ROWS = 128
 TILE_ROWS = 192
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Groups:
+class Groups(NamedTuple):
     """One side of the attention, cluster by cluster.
 
     Attributes:
@@ -33,12 +32,10 @@ class Groups:
 
     def heads(self, heads: slice) -> "Groups":
         """Return the same for some of the heads."""
-        order, starts, counts = (x[:, heads] for x in (self.order, self.starts, self.counts))
-        return Groups(order=order, starts=starts, counts=counts)
+        return Groups(*(x[:, heads] for x in self))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Pieces:
+class Pieces(NamedTuple):
     """Clusters cut into pieces of at most so many tokens; those that are not needed are empty.
 
     Attributes:
@@ -53,8 +50,7 @@ class Pieces:
 
     def heads(self, heads: slice) -> "Pieces":
         """Return the same for some of the heads."""
-        starts, lengths, cluster = (x[:, heads] for x in (self.starts, self.lengths, self.cluster))
-        return Pieces(starts=starts, lengths=lengths, cluster=cluster)
+        return Pieces(*(x[:, heads] for x in self))
 
 
 def cut(groups: Groups, size: int, *, multiple: int | None = None) -> Pieces:
@@ -105,9 +101,7 @@ def cluster_plan(
     """
     q, kv = cut(queries, q_size), cut(keys, kv_size)
     group = keep.shape[1] // keys.counts.shape[1]
-    kv_starts, kv_lengths, kv_cluster = (
-        x.repeat_interleave(group, dim=1) for x in (kv.starts, kv.lengths, kv.cluster)
-    )
+    kv_starts, kv_lengths, kv_cluster = (x.repeat_interleave(group, dim=1) for x in kv)
     kept = keep.gather(2, q.cluster.long().unsqueeze(3).expand(-1, -1, -1, keep.shape[3]))
     pieces = kept.gather(3, kv_cluster.long().unsqueeze(2).expand(-1, -1, kept.shape[2], -1))
     pieces &= (q.lengths > 0).unsqueeze(3) & (kv_lengths > 0).unsqueeze(2)

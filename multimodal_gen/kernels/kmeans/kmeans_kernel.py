@@ -16,7 +16,12 @@ import triton
 import triton.language as tl
 
 from multimodal_gen.kernels.launch.launcher import Launch, Launcher
-from multimodal_gen.kernels.shared_kernel import interpreted, next_power_of_2
+from multimodal_gen.kernels.shared_kernel import (
+    interpreted,
+    next_power_of_2,
+    padded_channels,
+    scan_counts,
+)
 
 CHUNK = 1024
 COMPARED = 64  # as many as a program has threads
@@ -113,16 +118,7 @@ def _scan_kernel(
     if tl.load(active_ptr + n) != 0:
         bins = tl.program_id(1) * BB + tl.arange(0, BB)
         count_ptr += n * num_chunks * BINS
-        before = tl.zeros([BB], tl.int32)
-        for first in range(0, num_chunks, ROWS):
-            chunk = first + tl.arange(0, ROWS)
-            at = chunk[:, None] * BINS + bins[None, :]
-            mask = (chunk < num_chunks)[:, None]
-            counts = tl.load(count_ptr + at, mask=mask, other=0)
-            scanned = tl.cumsum(counts, 0)
-            tl.store(count_ptr + at, before[None, :] + scanned - counts, mask=mask)
-            before += tl.sum(counts, 0)
-        tl.store(total_ptr + n * BINS + bins, before)
+        scan_counts(count_ptr, total_ptr + n * BINS, num_chunks, bins, BINS, BB, ROWS)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_chunks"])
@@ -230,6 +226,8 @@ class _Sorter:
     """The counting sort of [N, S] labels, which may be others in every run.
 
     Attributes:
+        labels: int32 [N, S].
+        active: int32 [N], 0 for problems that keep what they have.
         order: int32 [N, S], the tokens by label.
         starts: int32 [N, bins], where in `order` each label begins.
         totals: int32 [N, bins], the tokens of each label.
@@ -238,6 +236,7 @@ class _Sorter:
 
     def __init__(self, labels: torch.Tensor, active: torch.Tensor, num: int) -> None:
         problems, tokens = labels.shape
+        self.labels, self.active = labels, active
         self.bins = max(next_power_of_2(num + 2), BIN_BLOCK)
         chunks = -(-tokens // CHUNK)
         counts = labels.new_empty((problems, chunks, self.bins))
@@ -260,17 +259,21 @@ class _Sorter:
         )
 
     def run(self) -> None:
-        """Sort; problems that are not active keep what they have."""
+        """Sort what is active."""
         self._count()
         self._scan()
         self._place()
+
+    def found(self, num: int) -> tuple[torch.Tensor, ...]:
+        """Return the order, and starts and totals of the first labels."""
+        return self.order, self.starts[:, :num], self.totals[:, :num]
 
 
 def sort_labels(labels: torch.Tensor, num: int) -> tuple[torch.Tensor, ...]:
     """Sort tokens by label; see `sort_reference`."""
     sorter = _Sorter(labels.contiguous(), labels.new_ones(labels.shape[0]), num)
     sorter.run()
-    return sorter.order, sorter.starts[:, :num], sorter.totals[:, :num]
+    return sorter.found(num)
 
 
 def kmeans_triton(
@@ -297,13 +300,12 @@ def kmeans_triton(
     rounded = _Rounded(centroids, x.dtype)
     kept = keep if keep is None or keep.stride(1) == 1 else keep.contiguous()
     labels = torch.empty((problems, tokens), dtype=torch.int32, device=x.device)
-    active = labels.new_ones(problems)
     shift = centroids.new_zeros((problems, num))
     with torch.cuda.device_of(x):  # once, and not for each of many launches
-        sorter = _Sorter(labels, active, num)
+        sorter = _Sorter(labels, labels.new_ones(problems), num)
         # Made once: tens of rounds would take the host longer than the GPU.
-        assign = _assignment(x, rounded, num, kept, active, labels)
-        update = _updating(x, sorter, active, centroids, rounded, shift)
+        assign = _assignment(x, rounded, sorter, kept)
+        update = _updating(x, rounded, sorter, shift)
         stop = Launch(_stop, (problems,), (num, tolerance**2), ({"BINS": sorter.bins},))
         update()  # of no tokens, which rounds
         for i in range(max(iterations, 1)):
@@ -313,14 +315,15 @@ def kmeans_triton(
                 break
             update()
             if i + 1 < iterations:
-                stop((shift, active))
-    return centroids, sorter.order, sorter.starts[:, :num], sorter.totals[:, :num]
+                stop((shift, sorter.active))
+    return centroids, *sorter.found(num)
 
 
 class _Rounded:
     """Centroids in the dtype of the tokens, padded with some that are nearest to nothing.
 
     Attributes:
+        exact: fp32 [N, C, D], what is rounded.
         points: [N, padded, D].
         halves: -|c|^2 / 2, in fp32 [N, padded], or as parts in bfloat16 [N, parts, padded].
         padded: C, rounded up to whole blocks.
@@ -331,6 +334,7 @@ class _Rounded:
 
     def __init__(self, centroids: torch.Tensor, dtype: torch.dtype) -> None:
         problems, num, size = centroids.shape
+        self.exact = centroids
         self.padded = -(-num // MOST_COLUMNS) * MOST_COLUMNS
         self.parts = PARTS if dtype in WEIGHTS else 0
         self.weight, lowest = WEIGHTS.get(dtype, (1.0, -torch.inf))
@@ -344,23 +348,18 @@ class _Rounded:
 
 
 def _assignment(
-    x: torch.Tensor,
-    rounded: _Rounded,
-    num: int,
-    keep: torch.Tensor | None,
-    active: torch.Tensor,
-    labels: torch.Tensor,
+    x: torch.Tensor, rounded: _Rounded, sorter: _Sorter, keep: torch.Tensor | None
 ) -> Callable[[], None]:
-    """Return what writes to `labels` the centroid that is nearest to every token now."""
+    """Return what writes to the labels the centroid that is nearest to every token now."""
     batch, tokens, heads, size = x.shape
-    width = max(next_power_of_2(size), 16)
+    width, num, labels = padded_channels(size), rounded.exact.shape[1], sorter.labels
     wide = x.dtype == torch.float32 or width > 128
     # float32 has no tensor cores here: small tiles keep it in the registers.
     rows, columns = (32 if width * x.element_size() > 512 else 64, 32) if wide else (64, 64)
     num_blocks = -(-tokens // rows)
     tensors = (
         x, rounded.points, rounded.halves, rounded.factors,
-        labels if keep is None else keep, active, labels,
+        labels if keep is None else keep, sorter.active, labels,
     )  # fmt: skip
     keep_b = 0 if keep is None else keep.stride(0)
     fixed = (*x.stride(), keep_b, heads, tokens, num, rounded.padded, num_blocks)
@@ -373,19 +372,14 @@ def _assignment(
 
 
 def _updating(
-    x: torch.Tensor,
-    sorter: _Sorter,
-    active: torch.Tensor,
-    centroids: torch.Tensor,
-    rounded: _Rounded,
-    shift: torch.Tensor,
+    x: torch.Tensor, rounded: _Rounded, sorter: _Sorter, shift: torch.Tensor
 ) -> Callable[[], None]:
     """Return what moves the centroids to the means of the tokens as they are sorted now."""
     batch, tokens, heads, size = x.shape
-    num = centroids.shape[1]
+    num = rounded.exact.shape[1]
     rows, warps = next(rest for most, *rest in UPDATES if tokens <= most * num)
     tensors = (
-        x, sorter.order, sorter.starts, sorter.totals, active, centroids,
+        x, sorter.order, sorter.starts, sorter.totals, sorter.active, rounded.exact,
         rounded.points, rounded.halves, shift,
     )  # fmt: skip
     fixed = (*x.stride(), heads, tokens, num, rounded.padded)

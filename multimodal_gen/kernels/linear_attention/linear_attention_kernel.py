@@ -18,7 +18,7 @@ from multimodal_gen.kernels.linear_attention.reference import (
     KeyState,
     Projection,
 )
-from multimodal_gen.kernels.shared_kernel import interpreted, next_power_of_2
+from multimodal_gen.kernels.shared_kernel import add_product, interpreted, padded_channels
 
 
 @triton.jit
@@ -39,14 +39,6 @@ def _phi(x, real_t, real_d, MAP: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
-def _product(a, b, acc, UPCAST: tl.constexpr):
-    """Return acc + a @ b; the interpreter knows no products of bfloat16."""
-    if UPCAST:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    return tl.dot(a, b, acc)
-
-
-@triton.jit
 def _bounds(block, start_ptr, length_ptr, total, SIZE: tl.constexpr, GIVEN: tl.constexpr):
     """First token and length of a block."""
     if GIVEN:
@@ -56,6 +48,12 @@ def _bounds(block, start_ptr, length_ptr, total, SIZE: tl.constexpr, GIVEN: tl.c
         start = block * SIZE
         length = tl.minimum(total - start, SIZE)
     return start, length
+
+
+@triton.jit
+def _at(ptr, first, t, columns, stride):
+    """Return where the columns of rows [T, D] from the first one on lie."""
+    return ptr + first * stride + (t[:, None] * stride + columns[None, :])
 
 
 @triton.jit(do_not_specialize=["bound_b", "heads", "splits", "per_split", "num_blocks", "total"])
@@ -99,10 +97,8 @@ def key_kernel(
         skipped = piece % PIECES * T
         real = t < length - skipped
         token = (start + skipped).to(tl.int64)
-        k = tl.load(
-            k_ptr + token * k_s + (t[:, None] * k_s + d[None, :]),
-            mask=real[:, None] & real_d[None, :], other=0.0,
-        )  # fmt: skip
+        mask = real[:, None] & real_d[None, :]
+        k = tl.load(_at(k_ptr, token, t, d, k_s), mask=mask, other=0.0)
         x = k.to(tl.float32)
         if MEANS:
             mean += tl.sum(x, 0)
@@ -111,14 +107,12 @@ def key_kernel(
                 tl.store(mean_ptr + block * D + d, share, mask=alone)
                 mean = tl.zeros([DP], tl.float32)
         if STATE:
-            v = tl.load(
-                v_ptr + token * v_s + (t[:, None] * v_s + e[None, :]),
-                mask=real[:, None] & (e < D)[None, :], other=0.0,
-            )  # fmt: skip
+            mask = real[:, None] & (e < D)[None, :]
+            v = tl.load(_at(v_ptr, token, t, e, v_s), mask=mask, other=0.0)
             phi = _phi(x, real, real_d, MAP, D < DP).to(k.dtype)
             # Rows that one thread holds: the others are added up at the end.
             sums += tl.sum(tl.reshape(phi.to(tl.float32), [T // LANES, LANES, DP]), 0)
-            moments = _product(tl.trans(v), phi, moments, UPCAST)
+            moments = add_product(tl.trans(v), phi, moments, UPCAST)
     if STATE:
         at = (b * heads + h) * splits + split
         state_ptr += at * (D + 1) * D
@@ -129,7 +123,7 @@ def key_kernel(
             real_w = (o < D)[:, None] & (e < D)[None, :]
             weight = tl.load(weight_ptr + o[:, None] * D + e[None, :], mask=real_w, other=0.0)
             zero = tl.zeros([DV, DP], tl.float32)
-            moments = _product(weight, moments.to(weight.dtype), zero, UPCAST)
+            moments = add_product(weight, moments.to(weight.dtype), zero, UPCAST)
         dtype = state_ptr.dtype.element_ty
         tl.store(state_ptr + e[:, None] * D + d[None, :], moments.to(dtype), mask=mask)
         tl.store(state_ptr + D * D + d, (tl.sum(sums, 0) * SHARE).to(dtype), mask=alone)
@@ -181,16 +175,14 @@ def add_kernel(
         start = first_row + (tile * TILES + i) * T
         real = t < last_row - start
         row = start.to(tl.int64)
-        q = tl.load(
-            q_ptr + row * q_s + (t[:, None] * q_s + d[None, :]),
-            mask=real[:, None] & real_d[None, :], other=0.0,
-        )  # fmt: skip
-        outs = out_ptr + row * out_s + (t[:, None] * out_s + e[None, :])
+        mask = real[:, None] & real_d[None, :]
+        q = tl.load(_at(q_ptr, row, t, d, q_s), mask=mask, other=0.0)
+        outs = _at(out_ptr, row, t, e, out_s)
         mask = real[:, None] & real_e[None, :]
         out = tl.load(outs, mask=mask, other=0.0).to(tl.float32)
         if BIAS:
             out += tl.load(bias_ptr + e, mask=real_e, other=0.0).to(tl.float32)[None, :]
-        out = _product(_weights(q, sums, real, real_d, MAP, EPS, D < DP), folded, out, UPCAST)
+        out = add_product(_weights(q, sums, real, real_d, MAP, EPS, D < DP), folded, out, UPCAST)
         tl.store(outs, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -228,7 +220,7 @@ def add_blocks_kernel(
         if BIAS:
             out += tl.load(bias_ptr + d, mask=real_d, other=0.0).to(tl.float32)[None, :]
         weights = _weights(q, sums, real, real_d, MAP, epsilon, D < DP)
-        out = _product(weights, tl.trans(means), out, UPCAST)
+        out = add_product(weights, tl.trans(means), out, UPCAST)
         tl.store(outs, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -249,10 +241,6 @@ STATE_SHARE = 0.04
 
 _launch_keys, _launch_add = Launcher(key_kernel), Launcher(add_kernel)
 _launch_add_blocks = Launcher(add_blocks_kernel)
-
-
-def _channels(head_size: int) -> int:
-    return next_power_of_2(max(head_size, 16))
 
 
 def _columns(padded: int) -> int:
@@ -277,7 +265,7 @@ def key_means(key: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     """Launch the means of the blocks alone; see `api.key_means`."""
     batch, _, heads, head_size = key.shape
     means = key.new_empty((batch, heads, blocks.num, head_size), dtype=torch.float32)
-    _summarise(key, None, blocks, FEATURE_MAPS[0], means, None)
+    _summarise(key, key, blocks, FEATURE_MAPS[0], means, None)
     return means
 
 
@@ -311,7 +299,7 @@ def key_state(
 
 def _summarise(
     key: torch.Tensor,
-    value: torch.Tensor | None,
+    value: torch.Tensor,
     blocks: Blocks,
     feature_map: str,
     means: torch.Tensor | None,
@@ -324,29 +312,22 @@ def _summarise(
     States are taken times `share`, and go through the projection of `weight`.
     """
     batch, _, heads, head_size = key.shape
-    padded = _channels(head_size)
+    padded = padded_channels(head_size)
     columns = _columns(padded)
     piece = min(PIECE if padded <= 128 else PIECE // 2, blocks.size)
     given, starts, lengths, bound_b = _bounds_of(blocks, key.device)
     splits = blocks.num if states is None else states.shape[2]
     _launch_keys(
         (batch * splits * heads, 1 if states is None else -(-head_size // columns)),
-        key, key if value is None else value, key if means is None else means,
+        key, value, key if means is None else means,
         key if states is None else states, key if weight is None else weight, starts, lengths,
-        *key.stride()[:3], *(key if value is None else value).stride()[:3], bound_b,
+        *key.stride()[:3], *value.stride()[:3], bound_b,
         heads, splits, -(-blocks.num // splits), blocks.num, blocks.total,
         D=head_size, DP=padded, DV=columns, T=piece, SIZE=blocks.size, MAP=feature_map,
         SHARE=share, STATE=states is not None, MEANS=means is not None, FOLD=weight is not None,
         GIVEN=given, UPCAST=interpreted(), num_warps=KEY_WARPS,
         num_stages=KEY_STAGES if padded <= 128 else 2,
     )  # fmt: skip
-
-
-def _fold(state: KeyState, projection: Projection, dtype: torch.dtype) -> torch.Tensor:
-    """Return (H / z) W^T per head, [B, Hkv, D, D]: the projection of what H / z stands for."""
-    sums = state.sums.unsqueeze(-1)
-    means = torch.where(sums > 0, state.moments / sums, 0.0)
-    return (means @ projection.weight.float().mT).to(dtype)
 
 
 def add_linear(
@@ -359,14 +340,16 @@ def add_linear(
 ) -> None:
     """Launch the pass over the queries, which changes `out`; see `api.add_linear`."""
     batch, _, heads, head_size = query.shape
-    padded = _channels(head_size)
+    padded = padded_channels(head_size)
     columns = _columns(padded)
     tile = ROWS if padded <= 128 else 32
     tiles = -(-(rows.stop - rows.start) // (tile * ROW_TILES))
-    bias = projection.bias
+    bias, sums = projection.bias, state.sums.unsqueeze(-1)
+    # (H / z) W^T per head, [B, Hkv, D, D]: the projection of what H / z stands for.
+    folded = torch.where(sums > 0, state.moments / sums, 0.0) @ projection.weight.float().mT
     _launch_add(
-    (batch * tiles * heads, -(-head_size // columns)),
-        out, query, _fold(state, projection, query.dtype), state.sums.contiguous(),
+        (batch * tiles * heads, -(-head_size // columns)),
+        out, query, folded.to(query.dtype), state.sums.contiguous(),
         state.sums if bias is None else bias, *out.stride()[:3], *query.stride()[:3],
         heads, heads // state.sums.shape[1], tiles, rows.start, rows.stop,
         D=head_size, DP=padded, DV=columns, T=tile, TILES=ROW_TILES, MAP=feature_map,
@@ -391,18 +374,40 @@ def add_unselected(
     batch, _, heads, head_size = query.shape
     kv_heads = key.shape[2]
     group = heads // kv_heads
-    states = batch * (plan.kv.num + group * plan.q.num)
-    bytes_per_head = states * (head_size + 1) * head_size * query.element_size()
+    held = batch * (plan.kv.num + group * plan.q.num)
+    bytes_per_head = held * (head_size + 1) * head_size * query.element_size()
     inputs = (query.numel() + key.numel()) * 2 * query.element_size()
     at_once = max(1, int(max(STATE_BYTES, STATE_SHARE * inputs)) // bytes_per_head)
-    weight = projection.weight.to(query.dtype).contiguous()
+    weight, bias = projection.weight.to(query.dtype).contiguous(), projection.bias
     left = _left_out(plan, batch, heads, query.dtype)
+    given, starts, lengths, _ = _bounds_of(plan.q, query.device)
     for first in range(0, kv_heads, at_once):
-        kv = slice(first, min(first + at_once, kv_heads))
-        q = slice(kv.start * group, kv.stop * group)
-        k, v = key[:, :, kv], value[:, :, kv]
-        rows = _row_states(k, v, left[:, q], plan.kv, weight, feature_map)
-        _add_blocks(out[:, :, q], query[:, :, q], rows, plan, projection.bias, feature_map)
+        num = min(first + at_once, kv_heads) - first
+        kv, q = slice(first, first + num), slice(first * group, (first + num) * group)
+        # Scaled to means over as many tokens as there are, so that 16 bits do not overflow.
+        states = key.new_empty((batch, num, plan.kv.num, head_size + 1, head_size))
+        share = 1 / plan.kv.size
+        _summarise(
+            key[:, :, kv], value[:, :, kv], plan.kv, feature_map, None, states, share, weight
+        )
+        # Query heads that share a key head share its states.
+        pairs = batch * num
+        states = torch.baddbmm(
+            states.new_zeros(()),
+            left[:, q].reshape(pairs, -1, plan.kv.num),
+            states.view(pairs, plan.kv.num, -1),
+            beta=0,
+            alpha=1 / plan.kv.num,
+        )
+        added, queries = out[:, :, q], query[:, :, q]
+        _launch_add_blocks(
+            (batch * num * group * plan.q.num,),
+            added, queries, states, states if bias is None else bias, starts, lengths,
+            *added.stride()[:3], *queries.stride()[:3], num * group, plan.q.num, plan.q.total,
+            EPSILON / (plan.kv.size * plan.kv.num),
+            D=head_size, DP=padded_channels(head_size), T=PIECE, SIZE=plan.q.size, MAP=feature_map,
+            BIAS=bias is not None, GIVEN=given, UPCAST=interpreted(), num_warps=8, num_stages=2,
+        )  # fmt: skip
 
 
 def _left_out(plan: BlockPlan, batch: int, heads: int, dtype: torch.dtype) -> torch.Tensor:
@@ -415,52 +420,3 @@ def _left_out(plan: BlockPlan, batch: int, heads: int, dtype: torch.dtype) -> to
     kept = torch.where(plan.counts.unsqueeze(-1) > 0, 0.0, 1.0).to(dtype)
     left = every.scatter_(-1, chosen, kept.expand(chosen.shape))
     return left.expand(batch, heads, -1, -1)
-
-
-def _row_states(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    left: torch.Tensor,
-    blocks: Blocks,
-    weight: torch.Tensor,
-    feature_map: str,
-) -> torch.Tensor:
-    """Return the projected states of all query blocks, [B * Hkv, H / Hkv * Nq, (D + 1) * D].
-
-    They are scaled to means over as many tokens as there are, so that 16 bits do not overflow.
-    """
-    batch, _, kv_heads, head_size = key.shape
-    shape = (batch, kv_heads, blocks.num, head_size + 1, head_size)
-    states = key.new_empty(shape)
-    _summarise(key, value, blocks, feature_map, None, states, 1 / blocks.size, weight)
-    # Query heads that share a key head share its states.
-    pairs = batch * kv_heads
-    chosen = left.reshape(pairs, -1, blocks.num)
-    return torch.baddbmm(
-        states.new_zeros(()),
-        chosen,
-        states.view(pairs, blocks.num, -1),
-        beta=0,
-        alpha=1 / blocks.num,
-    )
-
-
-def _add_blocks(
-    out: torch.Tensor,
-    query: torch.Tensor,
-    states: torch.Tensor,
-    plan: BlockPlan,
-    bias: torch.Tensor | None,
-    feature_map: str,
-) -> None:
-    """Launch the pass over query blocks with states of their own."""
-    batch, _, heads, head_size = query.shape
-    given, starts, lengths, _ = _bounds_of(plan.q, query.device)
-    _launch_add_blocks(
-        (batch * heads * plan.q.num,),
-        out, query, states, states if bias is None else bias, starts, lengths,
-        *out.stride()[:3], *query.stride()[:3], heads, plan.q.num, plan.q.total,
-        EPSILON / (plan.kv.size * plan.kv.num),
-        D=head_size, DP=_channels(head_size), T=PIECE, SIZE=plan.q.size, MAP=feature_map,
-        BIAS=bias is not None, GIVEN=given, UPCAST=interpreted(), num_warps=8, num_stages=2,
-    )  # fmt: skip

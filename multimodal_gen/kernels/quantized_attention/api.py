@@ -6,7 +6,7 @@ Shapes: B batch, Sq and Sk tokens, H query heads, Hkv key heads, D head size.
 import math
 from collections.abc import Callable
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import torch
 
@@ -14,7 +14,7 @@ from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, check_arguments, empty_results
 from multimodal_gen.kernels.engine import AUTO, QUANTIZED, KernelChoice, Request, choose
 from multimodal_gen.kernels.launch.launcher import Form, form_of
-from multimodal_gen.kernels.quantized_attention.packed import Packed, slots_of
+from multimodal_gen.kernels.quantized_attention.packed import Kind, Packed, Results, slots_of
 from multimodal_gen.kernels.quantized_attention.reference import (
     key_mean_reference,
     quantise_reference,
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 Values = Literal["16-bit", "e4m3"]
 _VALUES = get_args(Values)
-_Results: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 
 # What the reference takes for a tile of rows or keys.
 _REFERENCE_TILE = 64
@@ -100,17 +99,9 @@ def quantized_attention(
         raise UsageError(
             f"`mean` must be float32 {list(wanted)}, got {mean.dtype} {list(mean.shape)}"
         )
-    call = Call(
-        q=q,
-        k=k,
-        v=v,
-        plan=plan,
-        scale=1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale),
-        return_lse=return_lse,
-        e4m3=values == "e4m3",
-        mean=None if mean is None else mean.contiguous(),
-        forms=forms,
-    )
+    scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
+    mean = None if mean is None else mean.contiguous()
+    call = Call(q, k, v, plan, scale, return_lse, values == "e4m3", mean, forms)
     out, lse = RUN[choose(QUANTIZED, kernel, request)](call)
     return out if lse is None else (out, lse)
 
@@ -202,7 +193,7 @@ def _validate(k: torch.Tensor, plan: BlockPlan, values: Values) -> None:
             )
 
 
-def _run_gluon(call: Call) -> _Results:
+def _run_gluon(call: Call) -> Results:
     from multimodal_gen.kernels.quantized_attention.gluon_kernel import attend
 
     plan, blocks = call.plan, call.plan.kv
@@ -210,19 +201,15 @@ def _run_gluon(call: Call) -> _Results:
         q_size=plan.q.size, kv_size=blocks.size, regular=blocks.is_regular, e4m3=call.e4m3
     )
     packed = _quantised(call, 64 * tile.consumers, tile.unit, permuted=call.e4m3, bfloat16=True)
-    out, lse = empty_results(call.q, plan, call.return_lse)
-    attend(packed, plan, out, lse, tile=tile)
-    return out, lse
+    return attend(packed, plan, empty_results(call.q, plan, call.return_lse), tile)
 
 
-def _run_triton(call: Call) -> _Results:
+def _run_triton(call: Call) -> Results:
     from multimodal_gen.kernels.quantized_attention.triton_kernel import attend
 
     tile = triton_tile(q_size=call.plan.q.size)
     packed = _quantised(call, tile.rows, tile.keys)
-    out, lse = empty_results(call.q, call.plan, call.return_lse)
-    attend(packed, call.plan, out, lse, tile=tile)
-    return out, lse
+    return attend(packed, call.plan, empty_results(call.q, call.plan, call.return_lse), tile)
 
 
 def _quantised(
@@ -238,31 +225,20 @@ def _quantised(
         bfloat16: whether the kernel loads 16-bit values with the copy engine, and in bfloat16.
     """
     plan, forms = call.plan, call.forms or tuple(map(form_of, call[:3]))
-    own_mean = call.mean is None
-    key = ("8-bit", *forms, rows, keys, own_mean, call.return_lse, call.e4m3, permuted, bfloat16)
+    kind = Kind(call.mean is None, call.return_lse, call.e4m3, permuted)
+    key = ("8-bit", *forms, rows, keys, *kind, bfloat16)
     quantiser: Quantiser | None = plan.cache.get(key)
     if quantiser is None:
         from multimodal_gen.kernels.quantized_attention.quantise_kernel import prepare
 
-        as_they_are = not bfloat16 or (call.v.dtype == torch.bfloat16 and loadable(call.v))
-        q, k, v = forms
-        found = prepare(
-            q,
-            k,
-            v,
-            slots_of(plan.q, rows),
-            slots_of(plan.kv, keys),
-            own_mean=own_mean,
-            shift=call.return_lse,
-            e4m3=call.e4m3,
-            permuted=permuted,
-            copied=None if as_they_are else torch.bfloat16,
-        )
+        if bfloat16 and not (call.v.dtype == torch.bfloat16 and loadable(call.v)):
+            kind = kind._replace(copied=torch.bfloat16)
+        found = prepare(forms, slots_of(plan.q, rows), slots_of(plan.kv, keys), kind)
         quantiser = plan.remember(key, found)
-    return quantiser(call.q, call.k, call.v, scale=call.scale, mean=call.mean)
+    return quantiser(*call[:3], scale=call.scale, mean=call.mean)
 
 
-def _run_reference(call: Call) -> _Results:
+def _run_reference(call: Call) -> Results:
     q_slots, kv_slots = (
         slots_of(blocks, _REFERENCE_TILE) for blocks in (call.plan.q, call.plan.kv)
     )
@@ -275,11 +251,11 @@ def _run_reference(call: Call) -> _Results:
         e4m3=call.e4m3,
         permuted=False,
     )
-    out, lse = quantized_reference(packed, call.plan, q_slots, kv_slots, call.q.shape[3])
+    out, lse = quantized_reference(packed, call.plan, q_slots, call.q.shape[3])
     return out.to(call.q.dtype), lse if call.return_lse else None
 
 
-RUN: MappingProxyType[str, Callable[[Call], _Results]] = MappingProxyType(
+RUN: MappingProxyType[str, Callable[[Call], Results]] = MappingProxyType(
     {"gluon": _run_gluon, "triton": _run_triton, "reference": _run_reference}
 )
 """Kernel -> how it is run."""

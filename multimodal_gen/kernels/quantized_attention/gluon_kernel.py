@@ -15,11 +15,9 @@ scores of the next one are computed. Three things differ from 16 bits:
 """
 
 import dataclasses
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
@@ -50,7 +48,7 @@ from multimodal_gen.kernels.quantized_attention.gluon_work_kernel import (
     step_keys,
     step_starts,
 )
-from multimodal_gen.kernels.quantized_attention.packed import Packed, in_slots
+from multimodal_gen.kernels.quantized_attention.packed import Packed, Results, in_slots
 from multimodal_gen.kernels.quantized_attention.tuning import GluonTile
 
 MAGIC = gl.constexpr(0x4B400000)
@@ -415,59 +413,37 @@ def attention_kernel(
         _run(dq, dk, dv, plan, scales, outs, flag, C)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Prepared:
-    """What launches on one plan have in common, whatever the tensors.
-
-    Attributes:
-        launch: the kernel, and the one that redoes flagged tiles, if any.
-        head_size: D, padded.
-        counts: a tensor of the plan.
-        num_flags: int32 flags to make room for; 0 where no tile is flagged.
-    """
-
-    launch: Launch
-    head_size: int
-    counts: torch.Tensor
-    num_flags: int
-
-
-def attend(
-    packed: Packed,
-    plan: BlockPlan,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    *,
-    tile: GluonTile,
-) -> None:
-    """Launch the kernel, and the redo of the tiles it flags; writes `out` and `lse`.
+def attend(packed: Packed, plan: BlockPlan, results: Results, tile: GluonTile) -> Results:
+    """Launch the kernel, and the redo of the tiles it flags; returns the results, which it writes.
 
     Args:
         packed: quantised tensors, made for tiles of 64 * `tile.consumers` rows and `tile.unit`
             keys: V in 8 bits with its keys permuted, or in bfloat16, as the tile says.
         plan: the pairs, without row bits and not causal, on the same device.
-        out: contiguous [B, Sq, H, D]; only rows that belong to a query block are written.
-        lse: contiguous fp32 [B, H, Sq], or None.
+        results: out, of which only rows that belong to a query block are written, and lse.
         tile: shape of a program, as `hopper_tile` chooses it.
     """
+    out, lse = results
     key = ("8-bit hopper", tile, out.shape, packed.k.shape[1], out.dtype, lse is None)
     prepared = plan.cache.get(key)
     if prepared is None:
-        prepared = plan.remember(key, _prepare(packed, plan, out, lse, tile))
-    size, flags = prepared.head_size, prepared.counts  # where nothing is flagged
-    if prepared.num_flags:
-        flags = prepared.counts.new_zeros(prepared.num_flags)
+        prepared = plan.remember(key, _prepare(packed, plan, results, tile))
+    launch, num_flags = prepared
+    size, flags = packed.q.shape[3], plan.counts  # where nothing is flagged
+    if num_flags:
+        flags = plan.counts.new_zeros(num_flags)
     if tile.e4m3:
         values = describe(packed.v, size, tile.keys)
     else:
         values = describe_tokens(packed.v, tile.unit, size)
-    prepared.launch(
+    launch(
         (
             describe(packed.q, 64, size), describe(packed.k, tile.unit, size), values,
             out, out if lse is None else lse, flags,
             packed.q_scale, packed.k_scale, packed.v_scale, packed.shift,
         ),
     )  # fmt: skip
+    return results
 
 
 @cache
@@ -476,12 +452,10 @@ def _launcher() -> Launcher:
 
 
 def _prepare(
-    packed: Packed,
-    plan: BlockPlan,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    tile: GluonTile,
-) -> _Prepared:
+    packed: Packed, plan: BlockPlan, results: Results, tile: GluonTile
+) -> tuple[Launch, int]:
+    """Return launches on a plan, whatever the tensors, and how many tiles they may flag."""
+    out, lse = results
     batch, _, heads, channels = out.shape
     slotted = in_slots(plan, tile.unit)
     work = work_list(slotted, tile.unit, batch, heads, packed.k.shape[1])
@@ -504,9 +478,5 @@ def _prepare(
     redo = dataclasses.replace(shape, fast=False, redo=1)
     num_tiles = work.num * shape.q_tiles
     variants = [{"C": c, "num_warps": 4} for c in ((shape, redo) if tile.fast else (shape,))]
-    return _Prepared(
-        launch=Launch(_launcher(), (num_tiles,), arguments, variants),
-        head_size=shape.head_size,
-        counts=work.counts,
-        num_flags=num_tiles if tile.fast else 0,
-    )
+    launch = Launch(_launcher(), (num_tiles,), arguments, variants)
+    return launch, num_tiles if tile.fast else 0

@@ -7,10 +7,14 @@ Regular blocks of whole tiles are in slots already: slot and row are one.
 
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+
+Results: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
+"""Out [B, Sq, H, D] and lse [B, H, Sq], contiguous, or None where no lse is wanted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -84,6 +88,25 @@ class Packed:
     v_scale: torch.Tensor
     q_slots: int
     keys: int
+
+
+class Kind(NamedTuple):
+    """What is made of queries, keys and values.
+
+    Attributes:
+        own_mean: whether the mean of the keys is to be computed, or will be said.
+        shift: whether the lse will be wanted.
+        e4m3: whether values become 8 bits.
+        permuted: whether the keys of e4m3 values are stored in the order of a thread's scores.
+        copied: dtype to which 16-bit values are copied into slots; None leaves them as they are
+            where their blocks lie in slots already.
+    """
+
+    own_mean: bool
+    shift: bool
+    e4m3: bool
+    permuted: bool
+    copied: torch.dtype | None = None
 
 
 @cache

@@ -17,13 +17,9 @@ import triton.language as tl
 
 from multimodal_gen.kernels.block_sparse.plan import bounds_of
 from multimodal_gen.kernels.launch.launcher import Form, Launch, Launcher
-from multimodal_gen.kernels.quantized_attention.packed import (
-    Packed,
-    Slots,
-    rotation,
-)
+from multimodal_gen.kernels.quantized_attention.packed import Kind, Packed, Slots, rotation
 from multimodal_gen.kernels.quantized_attention.tuning import quantise_tile
-from multimodal_gen.kernels.shared_kernel import dot, interpreted, next_power_of_2
+from multimodal_gen.kernels.shared_kernel import bounds, dot, interpreted, next_power_of_2
 
 MEAN_CHUNKS = 64
 MEAN_ROWS = 64
@@ -32,37 +28,32 @@ Q_ROWS = 64
 
 
 @triton.jit
-def _rows(
-    slot, b, h, start_ptr, length_ptr, start_b, start_h, length_b, length_h, size, slots, total,
-    num, STARTS: tl.constexpr, LENGTHS: tl.constexpr,
-):  # fmt: skip
+def _rows(slot, b, h, blocks, STARTS: tl.constexpr, LENGTHS: tl.constexpr):
     """Return the rows of slots, which all belong to one block, and which of them are real."""
+    start_ptr, length_ptr, start_b, start_h, length_b, length_h, size, slots, total, num = blocks
     block = tl.minimum(tl.min(slot, 0) // slots, num - 1)
     inside = slot - block * slots
-    start = block * size
-    if STARTS:
-        start = tl.load(start_ptr + b * start_b + h * start_h + block)
-    length = tl.minimum(total - start, size)
-    if LENGTHS:
-        length = tl.load(length_ptr + b * length_b + h * length_h + block)
+    start, length = bounds(
+        b, h, block, size, total, start_ptr, length_ptr, start_b, start_h, length_b, length_h,
+        STARTS, LENGTHS,
+    )  # fmt: skip
     real = inside < length
     return tl.where(real, start + inside, 0).to(tl.int64), real
 
 
+@triton.jit
+def _load(ptr, row, real, stride_s, stride_d, D: tl.constexpr, DP: tl.constexpr):
+    """Return rows [.., DP] of [S, D], with zeros for what is not there."""
+    d = tl.arange(0, DP)
+    mask = real[:, None] & (d < D)[None, :]
+    return tl.load(ptr + row[:, None] * stride_s + d[None, :] * stride_d, mask=mask, other=0.0)
+
+
 @triton.jit(
     do_not_specialize=[
-        "heads",
-        "tiles",
-        "size",
-        "slots",
-        "total",
-        "num",
-        "s_b",
-        "s_h",
-        "l_b",
-        "l_h",
+        "heads", "tiles", "size", "slots", "total", "num", "s_b", "s_h", "l_b", "l_h",
     ]
-)
+)  # fmt: skip
 def _mean_kernel(
     k_ptr, sum_ptr, start_ptr, length_ptr, k_b, k_s, k_h, k_d, s_b, s_h, l_b, l_h,
     heads, tiles, size, slots, total, num,
@@ -75,15 +66,11 @@ def _mean_kernel(
     h = head % heads
     d = tl.arange(0, DP)
     k_ptr += b * k_b + h * k_h
+    blocks = (start_ptr, length_ptr, s_b, s_h, l_b, l_h, size, slots, total, num)
     sums = tl.zeros([ROWS, DP], tl.float32)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        row, real = _rows(
-            tile * ROWS + tl.arange(0, ROWS), b, h, start_ptr, length_ptr, s_b, s_h, l_b, l_h,
-            size, slots, total, num, STARTS, LENGTHS,
-        )  # fmt: skip
-        mask = real[:, None] & (d < D)[None, :]
-        ptrs = k_ptr + row[:, None] * k_s + d[None, :] * k_d
-        sums += tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+        row, real = _rows(tile * ROWS + tl.arange(0, ROWS), b, h, blocks, STARTS, LENGTHS)
+        sums += _load(k_ptr, row, real, k_s, k_d, D, DP).to(tl.float32)
     out = sum_ptr + (head * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * D + d
     tl.store(out, tl.sum(sums, 0), mask=d < D)
 
@@ -130,59 +117,6 @@ def to_e4m3(x, UPCAST: tl.constexpr):
     return x.to(tl.float8e4nv)
 
 
-@triton.jit
-def _tile_of_keys(
-    ptr, row, real, stride_s, stride_d, mean_ptr, matrix, place, out_ptr, scale_ptr, factor,
-    D: tl.constexpr, DP: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
-    """Quantise a tile of keys; the mean [DP] is rotated already."""
-    d = tl.arange(0, DP)
-    mask = real[:, None] & (d < D)[None, :]
-    x = tl.load(ptr + row[:, None] * stride_s + d[None, :] * stride_d, mask=mask, other=0.0)
-    x = dot(x, matrix, UPCAST) - tl.load(mean_ptr + d)[None, :]
-    x = tl.where(real[:, None], x, 0.0)
-    most = tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), 1e-20)
-    tl.store(out_ptr + place[:, None] * DP + d[None, :], _int8(x * (127.0 / most)))
-    tl.store(scale_ptr, most * (factor / 127.0))
-
-
-@triton.jit
-def _tile_of_values(
-    ptr, row, real, stride_s, stride_d, slot, slots, out_ptr, scale_ptr,
-    D: tl.constexpr, DP: tl.constexpr, COPY: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
-    """Quantise and transpose a tile of values, or copy it."""
-    d = tl.arange(0, DP)
-    mask = real[:, None] & (d < D)[None, :]
-    x = tl.load(ptr + row[:, None] * stride_s + d[None, :] * stride_d, mask=mask, other=0.0)
-    if COPY:
-        tl.store(out_ptr + slot.to(tl.int64)[:, None] * DP + d[None, :], x)
-    else:
-        x = x.to(tl.float32)
-        most = tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), 1e-12)
-        x = to_e4m3(x * (448.0 / most), UPCAST)
-        tl.store(out_ptr + d.to(tl.int64)[:, None] * slots + slot[None, :], tl.trans(x))
-        tl.store(scale_ptr, most / 448.0)
-
-
-@triton.jit
-def _tile_of_queries(
-    ptr, row, real, stride_s, stride_d, mean_ptr, matrix, place, out_ptr, scale_ptr, shift_ptr,
-    scale, factor, D: tl.constexpr, DP: tl.constexpr, SHIFT: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
-    """Quantise a tile of queries; the mean [DP] of their keys is rotated already."""
-    d = tl.arange(0, DP)
-    mask = real[:, None] & (d < D)[None, :]
-    x = tl.load(ptr + row[:, None] * stride_s + d[None, :] * stride_d, mask=mask, other=0.0)
-    x = dot(x, matrix, UPCAST)
-    most = tl.maximum(tl.max(tl.abs(x), 1), 1e-20)
-    tl.store(out_ptr + place[:, None] * DP + d[None, :], _int8(x * (127.0 / most)[:, None]))
-    tl.store(scale_ptr + place, most * (factor * scale * (1.4426950408889634 / 127.0)))
-    if SHIFT:
-        mean = tl.load(mean_ptr + d)
-        tl.store(shift_ptr + place, factor * factor * scale * tl.sum(x * mean[None, :], 1))
-
-
 @triton.jit(
     do_not_specialize=[
         "heads", "kv_heads", "batch", "q_tiles", "kv_tiles", "q_size", "q_slots", "q_total",
@@ -205,7 +139,10 @@ def _quantise_kernel(
     SHIFT: tl.constexpr, E4M3: tl.constexpr, PERMUTED: tl.constexpr, COPY: tl.constexpr,
     STEPS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Grid: groups of STEPS tiles of one head; those of keys and values first, then of queries."""
+    """Grid: groups of STEPS tiles of one head; those of keys and values first, then of queries.
+
+    The means of keys, [B, Hkv, DP], are rotated already.
+    """
     pid = tl.program_id(0)
     kv_groups, q_groups = tl.cdiv(kv_tiles, STEPS), tl.cdiv(q_tiles, STEPS)
     kv_programs = batch * kv_heads * kv_groups
@@ -217,52 +154,63 @@ def _quantise_kernel(
         h = pid // kv_groups % kv_heads
         b = (pid // kv_groups // kv_heads).to(tl.int64)
         head = b * kv_heads + h
+        blocks = (
+            kv_start_ptr, kv_length_ptr, ks_b, ks_h, kl_b, kl_h, kv_size, kv_slots, kv_total, kv_num
+        )  # fmt: skip
+        slots = kv_tiles * BN
         for step in range(STEPS):
             # The last group may do the last tile again.
             tile = tl.minimum(group * STEPS + step, kv_tiles - 1)
             slot = tile * BN + tl.arange(0, BN)
-            row, real = _rows(
-                slot, b, h, kv_start_ptr, kv_length_ptr, ks_b, ks_h, kl_b, kl_h, kv_size, kv_slots,
-                kv_total, kv_num, KV_STARTS, KV_LENGTHS,
-            )  # fmt: skip
-            _tile_of_keys(
-                k_ptr + b * k_b + h * k_h, row, real, k_s, k_d, mean_ptr + head * DP, matrix,
-                head * kv_tiles * BN + slot, k8_ptr, k_scale_ptr + head * kv_tiles + tile, factor,
-                D, DP, UPCAST,
-            )  # fmt: skip
+            row, real = _rows(slot, b, h, blocks, KV_STARTS, KV_LENGTHS)
+            x = _load(k_ptr + b * k_b + h * k_h, row, real, k_s, k_d, D, DP)
+            x = dot(x, matrix, UPCAST) - tl.load(mean_ptr + head * DP + d)[None, :]
+            x = tl.where(real[:, None], x, 0.0)
+            most = tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), 1e-20)
+            place = head * slots + slot
+            tl.store(k8_ptr + place[:, None] * DP + d[None, :], _int8(x * (127.0 / most)))
+            tl.store(k_scale_ptr + head * kv_tiles + tile, most * (factor / 127.0))
             if E4M3 or COPY:
                 key = tl.arange(0, BN)
                 if PERMUTED:
                     # Positions 4t to 4t + 3 of 16 hold the keys 2t, 2t + 1, 2t + 8 and 2t + 9.
                     key = key // 16 * 16 + key % 16 // 4 * 2 + key % 2 + key % 4 // 2 * 8
-                row, real = _rows(
-                    tile * BN + key, b, h, kv_start_ptr, kv_length_ptr, ks_b, ks_h, kl_b, kl_h,
-                    kv_size, kv_slots, kv_total, kv_num, KV_STARTS, KV_LENGTHS,
-                )  # fmt: skip
-                _tile_of_values(
-                    v_ptr + b * v_b + h * v_h, row, real, v_s, v_d, slot, kv_tiles * BN,
-                    v8_ptr + head * DP * (kv_tiles * BN), v_scale_ptr + head * kv_tiles + tile,
-                    D, DP, COPY, UPCAST,
-                )  # fmt: skip
+                row, real = _rows(tile * BN + key, b, h, blocks, KV_STARTS, KV_LENGTHS)
+                v = _load(v_ptr + b * v_b + h * v_h, row, real, v_s, v_d, D, DP)
+                out_ptr = v8_ptr + head * DP * slots
+                if COPY:
+                    tl.store(out_ptr + slot.to(tl.int64)[:, None] * DP + d[None, :], v)
+                else:
+                    v = v.to(tl.float32)
+                    most = tl.maximum(tl.max(tl.max(tl.abs(v), 1), 0), 1e-12)
+                    v = to_e4m3(v * (448.0 / most), UPCAST)
+                    transposed = out_ptr + d.to(tl.int64)[:, None] * slots + slot[None, :]
+                    tl.store(transposed, tl.trans(v))
+                    tl.store(v_scale_ptr + head * kv_tiles + tile, most / 448.0)
     else:
         pid -= kv_programs
         group = pid % q_groups
         h = pid // q_groups % heads
         b = (pid // q_groups // heads).to(tl.int64)
         head = b * heads + h
-        kv_head = b * kv_heads + h // (heads // kv_heads)
+        mean_ptr += (b * kv_heads + h // (heads // kv_heads)) * DP
+        blocks = (
+            q_start_ptr, q_length_ptr, qs_b, qs_h, ql_b, ql_h, q_size, q_slots, q_total, q_num
+        )  # fmt: skip
         for step in range(STEPS):
             tile = tl.minimum(group * STEPS + step, q_tiles - 1)
             slot = tile * Q_ROWS + tl.arange(0, Q_ROWS)
-            row, real = _rows(
-                slot, b, h, q_start_ptr, q_length_ptr, qs_b, qs_h, ql_b, ql_h, q_size, q_slots,
-                q_total, q_num, Q_STARTS, Q_LENGTHS,
-            )  # fmt: skip
-            _tile_of_queries(
-                q_ptr + b * q_b + h * q_h, row, real, q_s, q_d, mean_ptr + kv_head * DP, matrix,
-                head * q_tiles * Q_ROWS + slot, q8_ptr, q_scale_ptr, shift_ptr, scale, factor,
-                D, DP, SHIFT, UPCAST,
-            )  # fmt: skip
+            row, real = _rows(slot, b, h, blocks, Q_STARTS, Q_LENGTHS)
+            x = _load(q_ptr + b * q_b + h * q_h, row, real, q_s, q_d, D, DP)
+            x = dot(x, matrix, UPCAST)
+            most = tl.maximum(tl.max(tl.abs(x), 1), 1e-20)
+            place = head * q_tiles * Q_ROWS + slot
+            scaled = _int8(x * (127.0 / most)[:, None])
+            tl.store(q8_ptr + place[:, None] * DP + d[None, :], scaled)
+            tl.store(q_scale_ptr + place, most * (factor * scale * (1.4426950408889634 / 127.0)))
+            if SHIFT:
+                mean = tl.load(mean_ptr + d)
+                tl.store(shift_ptr + place, factor * factor * scale * tl.sum(x * mean[None, :], 1))
 
 
 _mean, _rotated_mean = Launcher(_mean_kernel), Launcher(_rotated_mean_kernel)
@@ -306,11 +254,11 @@ def prepare_mean(k: Form, slots: Slots) -> RotatedMean:
     tiles = slots.total // MEAN_ROWS
     chunks = min(MEAN_CHUNKS, tiles)
     matrix = rotation(width, torch.float32, k.device)
-    bounds, strides = bounds_of(blocks, batch, heads, matrix)
+    limits, strides = bounds_of(blocks, batch, heads, matrix)
     add = Launch(
         _mean,
         (chunks, batch * heads),
-        (*bounds, *k.strides, *strides, heads, tiles, blocks.size, slots.size, blocks.total,
+        (*limits, *k.strides, *strides, heads, tiles, blocks.size, slots.size, blocks.total,
          blocks.num),
         [{
             "ROWS": MEAN_ROWS, "D": head_size, "DP": width, "STARTS": blocks.starts is not None,
@@ -320,7 +268,7 @@ def prepare_mean(k: Form, slots: Slots) -> RotatedMean:
     finish = Launch(
         _rotated_mean,
         (batch * heads,),
-        (matrix, bounds[1], *strides[2:], heads, chunks, blocks.total, blocks.num),
+        (matrix, limits[1], *strides[2:], heads, chunks, blocks.total, blocks.num),
         [{
             "C": next_power_of_2(chunks), "D": head_size, "DP": width,
             "LENGTHS": blocks.lengths is not None, "N": MEAN_LENGTHS, "num_warps": 8,
@@ -399,45 +347,27 @@ class Quantiser:
         )  # fmt: skip
 
 
-def prepare(
-    q: Form,
-    k: Form,
-    v: Form,
-    q_slots: Slots,
-    kv_slots: Slots,
-    *,
-    own_mean: bool,
-    shift: bool,
-    e4m3: bool,
-    permuted: bool,
-    copied: torch.dtype | None = None,
-) -> Quantiser:
+def prepare(forms: tuple[Form, ...], q_slots: Slots, kv_slots: Slots, kind: Kind) -> Quantiser:
     """Return what quantises tensors of one form; only a process's first call waits.
 
     Args:
-        q: [B, Sq, H, D], any strides.
-        k: [B, Sk, Hkv, D], any strides.
-        v: [B, Sk, Hkv, D], any strides.
+        forms: of q [B, Sq, H, D], and of k and v [B, Sk, Hkv, D], any strides.
         q_slots: slots of the queries.
         kv_slots: slots of keys and values; their tile is the tile of the scales.
-        own_mean: whether the mean of the keys is to be computed, or will be said.
-        shift: whether the lse will be wanted.
-        e4m3: whether values become 8 bits.
-        permuted: whether the keys of e4m3 values are stored in the order of a thread's scores.
-        copied: dtype to which 16-bit values are copied into slots; None leaves them as they are
-            where their blocks lie in slots already.
+        kind: what is made of them.
     """
+    q, k, v = forms
     batch, _, heads, head_size = q.shape
     kv_heads, width = k.shape[2], _width(head_size)
     tile = quantise_tile(kv_slots.tile)
     q_tiles, kv_tiles = q_slots.total // Q_ROWS, kv_slots.total // kv_slots.tile
-    copy = not e4m3 and (copied is not None or not kv_slots.in_place)
+    copy = not kind.e4m3 and (kind.copied is not None or not kv_slots.in_place)
     matrix = rotation(width, q.dtype, q.device)
-    bounds, strides = bounds_of(q_slots.blocks, batch, heads, matrix)
-    kv_bounds, kv_strides = bounds_of(kv_slots.blocks, batch, kv_heads, matrix)
+    limits, strides = bounds_of(q_slots.blocks, batch, heads, matrix)
+    kv_limits, kv_strides = bounds_of(kv_slots.blocks, batch, kv_heads, matrix)
     groups = kv_heads * -(-kv_tiles // tile.steps) + heads * -(-q_tiles // tile.steps)
     fixed = (
-        matrix, *bounds, *kv_bounds,
+        matrix, *limits, *kv_limits,
         *q.strides, *k.strides, *v.strides, *strides, *kv_strides,
         batch, heads, kv_heads, q_tiles, kv_tiles,
         q_slots.blocks.size, q_slots.size, q_slots.blocks.total, q_slots.blocks.num,
@@ -450,18 +380,18 @@ def prepare(
         "Q_LENGTHS": q_slots.blocks.lengths is not None,
         "KV_STARTS": kv_slots.blocks.starts is not None,
         "KV_LENGTHS": kv_slots.blocks.lengths is not None,
-        "SHIFT": shift, "E4M3": e4m3, "PERMUTED": permuted and e4m3, "COPY": copy,
-        "STEPS": tile.steps, "UPCAST": interpreted(), "num_warps": tile.warps,
+        "SHIFT": kind.shift, "E4M3": kind.e4m3, "PERMUTED": kind.permuted and kind.e4m3,
+        "COPY": copy, "STEPS": tile.steps, "UPCAST": interpreted(), "num_warps": tile.warps,
         "num_stages": tile.stages,
     }  # fmt: skip
-    made = (copied or v.dtype) if copy else None
+    made = (kind.copied or v.dtype) if copy else None
     return Quantiser(
-        mean=prepare_mean(k, kv_slots) if own_mean else None,
+        mean=prepare_mean(k, kv_slots) if kind.own_mean else None,
         launch=Launch(_quantise, (batch * groups,), fixed, [options]),
         q_slots=q_slots,
         kv_slots=kv_slots,
-        shift=shift,
-        values=torch.float8_e4m3fn if e4m3 else made,
+        shift=kind.shift,
+        values=torch.float8_e4m3fn if kind.e4m3 else made,
     )
 
 

@@ -15,12 +15,13 @@ and caches of language models); n is 64 or 128, the size to which heads are padd
 """
 
 import math
+from dataclasses import replace
 
 import torch
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.reference import attention_reference
-from multimodal_gen.kernels.quantized_attention.packed import Packed, Slots, rotation
+from multimodal_gen.kernels.quantized_attention.packed import Packed, Slots, in_slots, rotation
 
 KEY_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
 """The key at each of 16 places of permuted values."""
@@ -115,7 +116,7 @@ def _tiles(
 
 
 def quantized_reference(
-    packed: Packed, plan: BlockPlan, q_slots: Slots, kv_slots: Slots, head_size: int
+    packed: Packed, plan: BlockPlan, q_slots: Slots, head_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the attention of quantised tensors, as `quantise_reference` makes them unpermuted.
 
@@ -132,24 +133,13 @@ def quantized_reference(
         v = v[..., :head_size].transpose(1, 2)
     else:
         v = packed.v.float()
-    slotted = BlockPlan(
-        indices=plan.indices,
-        counts=plan.counts,
-        q=_padded(q_slots, plan.device),
-        kv=_padded(kv_slots, plan.device),
-        uniform=plan.uniform,
-        causal=plan.causal,
-    )
+    slotted = in_slots(plan, packed.keys)
+    if not q_slots.in_place:
+        lengths = plan.q.bounds(plan.device)[1]
+        slotted = replace(slotted, q=Blocks.padded(lengths, q_slots.size))
     rows, keys = slotted.q.total, slotted.kv.total
     out, lse = attention_reference(q[:, :rows], k[:, :keys], v[:, :keys], slotted, scale=1.0)
-    return _from_slots(out, lse + packed.shift[..., : slotted.q.total], q_slots)
-
-
-def _padded(slots: Slots, device: torch.device) -> Blocks:
-    """Return the blocks as they lie in slots."""
-    if slots.in_place:
-        return slots.blocks
-    return Blocks.padded(slots.blocks.bounds(device)[1], slots.size)
+    return _from_slots(out, lse + packed.shift[..., :rows], q_slots)
 
 
 def _from_slots(

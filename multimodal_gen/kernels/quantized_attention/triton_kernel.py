@@ -26,19 +26,39 @@ from multimodal_gen.kernels.block_sparse.triton_kernel import (
 )
 from multimodal_gen.kernels.block_sparse.tuning import TritonTile
 from multimodal_gen.kernels.launch.launcher import Launcher
-from multimodal_gen.kernels.quantized_attention.packed import Packed, in_slots
+from multimodal_gen.kernels.quantized_attention.packed import Packed, Results, in_slots
 from multimodal_gen.kernels.quantized_attention.quantise_kernel import to_e4m3
 from multimodal_gen.kernels.shared_kernel import dot
 
 
 @triton.jit
-def _update(
-    q, k_t, v, acc, total, m, q_scale, k_scale, v_ratio, keep,
-    MASKED: tl.constexpr, E4M3: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
-    """One step of the online softmax."""
+def _step(
+    state, given, start, real_n, keep, MASKED: tl.constexpr, E4M3: tl.constexpr, C: tl.constexpr
+):
+    """One step of the online softmax: over the keys from `start` on, of which `real_n` are real.
+
+    K and e4m3 V are zero past the last key; 16-bit V may end there, and has D channels.
+    """
+    acc, total, m, v_scale = state
+    q, q_scale, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, v_at = given
+    k_scale = tl.load(k_scale_ptr + start // C.step)
+    v_ratio = 1.0
+    if E4M3:
+        v_new = tl.load(v_scale_ptr + start // C.step)
+        v_ratio = v_scale / v_new
+        v_scale = v_new
+    d = tl.arange(0, C.width)
+    row = start + tl.arange(0, C.step)
+    k_t = tl.load(k_ptr + row[None, :] * C.width + d[:, None])
+    ptrs = v_ptr + row[:, None] * v_at[2] + d[None, :] * v_at[3]
+    if not E4M3 and MASKED:
+        v = tl.load(ptrs, mask=real_n[:, None] & (d < C.channels)[None, :], other=0.0)
+    elif not E4M3 and C.channels < C.width:
+        v = tl.load(ptrs, mask=(d < C.channels)[None, :], other=0.0)
+    else:
+        v = tl.load(ptrs)
     # The interpreter's own products of 8 bits overflow, or are not there.
-    s = dot(q, k_t, UPCAST).to(tl.float32)
+    s = dot(q, k_t, C.upcast).to(tl.float32)
     s = s * (q_scale * k_scale)[:, None]
     if MASKED:
         s = tl.where(keep, s, float("-inf"))
@@ -51,40 +71,9 @@ def _update(
     p = tl.exp2(s - (reference - lift)[:, None])
     alpha = tl.exp2(m - reference)
     total = total * alpha + tl.sum(p, 1)
-    p = to_e4m3(p, UPCAST) if E4M3 else p.to(v.dtype)
-    return acc * (alpha * v_ratio)[:, None] + dot(p, v, UPCAST), total, m_new
-
-
-@triton.jit
-def _load_step(
-    k_ptr, v_ptr, start, n, d, real_n, v_at,
-    MASKED: tl.constexpr, E4M3: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """Return k^T [width, step] and v [step, width] of the keys from `start` on.
-
-    K and e4m3 V are zero past the last key; 16-bit V may end there, and has D channels.
-    """
-    k_t = tl.load(k_ptr + (start + n)[None, :] * C.width + d[:, None])
-    ptrs = v_ptr + (start + n)[:, None] * v_at[2] + d[None, :] * v_at[3]
-    if E4M3:
-        v = tl.load(ptrs)
-    elif MASKED or C.channels < C.width:
-        v = tl.load(ptrs, mask=real_n & (d < C.channels)[None, :], other=0.0)
-    else:
-        v = tl.load(ptrs)
-    return k_t, v
-
-
-@triton.jit
-def _load_scales(k_scale_ptr, v_scale_ptr, step, v_scale, E4M3: tl.constexpr):
-    """Return a step's scales of keys and values, and `v_scale` by the latter."""
-    k_scale = tl.load(k_scale_ptr + step)
-    v_ratio = 1.0
-    if E4M3:
-        v_new = tl.load(v_scale_ptr + step)
-        v_ratio = v_scale / v_new
-        v_scale = v_new
-    return k_scale, v_scale, v_ratio
+    p = to_e4m3(p, C.upcast) if E4M3 else p.to(v.dtype)
+    acc = acc * (alpha * v_ratio)[:, None] + dot(p, v, C.upcast)
+    return acc, total, m_new, v_scale
 
 
 @triton.jit(do_not_specialize=[*PLAN_NUMBERS, "q_slots", "q_rows", "kv_rows"])
@@ -112,7 +101,6 @@ def _attention_kernel(
     heads = plan_h * rep_h
     kv_head = b * (heads // group) + h // group
     d = tl.arange(0, DP)
-    n = tl.arange(0, BN)
     q_row = (b * heads + h) * q_rows + tile.i * q_slots + tile.inside
     q = tl.load(q_ptr + q_row[:, None] * DP + d[None, :], mask=tile.real[:, None], other=0)
     q_scale = tl.load(q_scale_ptr + q_row, mask=tile.real, other=0.0)
@@ -120,6 +108,7 @@ def _attention_kernel(
     v_ptr += b * v_at[0] + (h // group) * v_at[1]
     k_scale_ptr += kv_head * (kv_rows // BN)
     v_scale_ptr += kv_head * (kv_rows // BN)
+    given = (q, q_scale, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, v_at)
 
     acc = tl.zeros([BM, DP], tl.float32)
     weight = tl.zeros([BM], tl.float32)
@@ -128,22 +117,14 @@ def _attention_kernel(
     entry = tl.load(tile.list, mask=tile.num_full > 0, other=0)
     for step in tl.range(0, tile.num_full, num_stages=C.stages):
         start, _, entry = whole_step(step, entry, tile, C)
-        k_scale, v_scale, v_ratio = _load_scales(
-            k_scale_ptr, v_scale_ptr, start // BN, v_scale, E4M3
-        )
-        k_t, v = _load_step(k_ptr, v_ptr, start, n, d, True, v_at, False, E4M3, C)
-        acc, weight, m = _update(
-            q, k_t, v, acc, weight, m, q_scale, k_scale, v_ratio, True, False, E4M3, C.upcast
+        acc, weight, m, v_scale = _step(
+            (acc, weight, m, v_scale), given, start, True, True, False, E4M3, C
         )
 
     for step in tl.range(0, tile.num_tail, num_stages=1):
         start, real_n, keep = partial_step(step, tile, plan, C)
-        k_scale, v_scale, v_ratio = _load_scales(
-            k_scale_ptr, v_scale_ptr, start // BN, v_scale, E4M3
-        )
-        k_t, v = _load_step(k_ptr, v_ptr, start, n, d, real_n[:, None], v_at, True, E4M3, C)
-        acc, weight, m = _update(
-            q, k_t, v, acc, weight, m, q_scale, k_scale, v_ratio, keep, True, E4M3, C.upcast
+        acc, weight, m, v_scale = _step(
+            (acc, weight, m, v_scale), given, start, real_n, keep, True, E4M3, C
         )
 
     nothing = (weight == 0.0) | ~tile.real
@@ -160,24 +141,17 @@ def _attention_kernel(
 _launch_attention = Launcher(_attention_kernel)
 
 
-def attend(
-    packed: Packed,
-    plan: BlockPlan,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    *,
-    tile: TritonTile,
-) -> None:
-    """Launch the kernel; writes `out` [B, Sq, H, D] and `lse` [B, H, Sq].
+def attend(packed: Packed, plan: BlockPlan, results: Results, tile: TritonTile) -> Results:
+    """Launch the kernel; returns the results, which it writes.
 
     Args:
         packed: quantised tensors, made for tiles of `tile.rows` and `tile.keys`; keys of V in
             their own order.
         plan: the pairs, without row bits, on the same device.
-        out: contiguous; only rows that belong to a query block are written.
-        lse: contiguous fp32, or None.
+        results: out, of which only rows that belong to a query block are written, and lse.
         tile: shape of a program, as `triton_tile` chooses it.
     """
+    out, lse = results
     batch, _, heads, head_size = out.shape
     slotted = in_slots(plan, tile.keys)
     work = work_list(slotted, tile.keys, batch, heads, packed.k.shape[1])
@@ -194,3 +168,4 @@ def attend(
         packed.q_slots, packed.q.shape[2], packed.k.shape[2],
         E4M3=e4m3, C=shape, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+    return results

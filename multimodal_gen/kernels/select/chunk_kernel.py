@@ -11,37 +11,18 @@ import triton.language as tl
 
 from multimodal_gen.kernels.launch.launcher import Launcher
 from multimodal_gen.kernels.select.row_reference import Rule
-from multimodal_gen.kernels.shared_kernel import interpreted, next_power_of_2
+from multimodal_gen.kernels.shared_kernel import (
+    add_product,
+    interpreted,
+    next_power_of_2,
+    padded_channels,
+)
 
 ROWS = 64
 SCORES = 8192  # held by a program
 MEANS = 2**14  # elements of the means held at once
 TERMS = 3
 SPLIT = 512  # means that a program cuts into terms
-
-
-@triton.jit
-def _scores(
-    q_ptr, m_ptr, row, real, q_s, q_d, m_t, m_n, num_chunks,
-    D: tl.constexpr, DP: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, NP: tl.constexpr,
-    SHIFT: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
-    """Products of BM queries with the three terms of the means, smallest first: [BM, NP]."""
-    n = tl.arange(0, NP)
-    acc = tl.zeros([BM, NP], tl.float32)
-    for back in tl.static_range(3):
-        acc = acc * SHIFT
-        for first in tl.static_range(0, DP, BD):
-            d = first + tl.arange(0, BD)
-            at = row.to(tl.int64)[:, None] * q_s + d.to(tl.int64)[None, :] * q_d
-            q = tl.load(q_ptr + at, mask=real[:, None] & (d < D)[None, :], other=0.0)
-            terms = m_ptr + (2 - back) * m_t + n[None, :] * m_n + d[:, None]
-            m = tl.load(terms, mask=(n < num_chunks)[None, :] & (d < D)[:, None], other=0.0)
-            if UPCAST:
-                acc = tl.dot(q.to(tl.float32), m.to(tl.float32), acc, input_precision="ieee")
-            else:
-                acc = tl.dot(q, m, acc)
-    return acc
 
 
 @triton.jit
@@ -131,9 +112,17 @@ def _select_kernel(
     n = tl.arange(0, NP)
     q_ptr += b * q_b + h * q_h
     m_ptr += b * m_b + h // group * m_h
-    scores = _scores(
-        q_ptr, m_ptr, row, real, q_s, q_d, m_t, m_n, num_chunks, D, DP, BD, BM, NP, SHIFT, UPCAST
-    )
+    # Products with the three terms of the means, smallest first: [BM, NP].
+    scores = tl.zeros([BM, NP], tl.float32)
+    for back in tl.static_range(3):
+        scores = scores * SHIFT
+        for first in tl.static_range(0, DP, BD):
+            d = first + tl.arange(0, BD)
+            at = row.to(tl.int64)[:, None] * q_s + d.to(tl.int64)[None, :] * q_d
+            q = tl.load(q_ptr + at, mask=real[:, None] & (d < D)[None, :], other=0.0)
+            terms = m_ptr + (2 - back) * m_t + n[None, :] * m_n + d[:, None]
+            m = tl.load(terms, mask=(n < num_chunks)[None, :] & (d < D)[:, None], other=0.0)
+            scores = add_product(q, m, scores, UPCAST)
     own = tl.load(own_ptr + row, mask=real, other=0)
     is_own = n[None, :] == own[:, None]
     count = tl.load(count_ptr + b * count_b + n, mask=n < num_chunks, other=0)
@@ -236,7 +225,7 @@ def select_chunks(
     )  # fmt: skip
     padded = next_power_of_2(max(num_chunks, 32))
     rows = ROWS if padded <= 128 else max(SCORES // padded, 16)
-    width = next_power_of_2(max(head_size, 16))
+    width = padded_channels(head_size)
     programs = batch * -(-tokens // rows) * heads
     pairs = torch.empty((programs,), dtype=torch.int64, device=query.device)
     counts = counts.expand(batch, -1)

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from multimodal_gen.kernels.launch.launcher import Launcher
 from multimodal_gen.kernels.select.reference import Tiles
-from multimodal_gen.kernels.shared_kernel import next_power_of_2
+from multimodal_gen.kernels.shared_kernel import next_power_of_2, padded_channels
 
 READ_BYTES = 2**13  # of a tile, that a warp reads at once
 FEW_TOKENS = 128  # of a tile, for which one warp is enough
@@ -184,8 +184,8 @@ def _pool(
         tensor, out, tiles.starts, tiles.lengths, tiles.starts if index is None else index,
         tiles.starts if keep is None else keep.view(torch.uint8),
         *tensor.stride(), *((0, 0) if keep is None else keep.stride()), heads, num_tiles,
-        D=head_size, DP=_channels(head_size), INDEXED=index is not None, MASKED=keep is not None,
-        **options,
+        D=head_size, DP=padded_channels(head_size), INDEXED=index is not None,
+        MASKED=keep is not None, **options,
     )  # fmt: skip
     return out
 
@@ -200,16 +200,12 @@ def add_gated(
         (batch * heads * num_tiles,),
         out, gate, coarse, tiles.starts, tiles.lengths, tiles.starts if index is None else index,
         *out.stride(), *gate.stride(), *coarse.stride(), heads, num_tiles,
-        D=head_size, DP=_channels(head_size), T=_tokens_at_once(out, READ_BYTES),
+        D=head_size, DP=padded_channels(head_size), T=_tokens_at_once(out, READ_BYTES),
         INDEXED=index is not None, HEADS_FIRST=out.stride(2) < out.stride(1), num_warps=4,
     )  # fmt: skip
     return out
 
 
-def _channels(head_size: int) -> int:
-    return next_power_of_2(max(head_size, 16))
-
-
 def _tokens_at_once(tensor: torch.Tensor, limit: int) -> int:
     """Return the tokens of one head of [B, S, H, D] that `limit` bytes hold."""
-    return min(max(limit // (_channels(tensor.shape[3]) * tensor.element_size()), 8), 64)
+    return min(max(limit // (padded_channels(tensor.shape[3]) * tensor.element_size()), 8), 64)

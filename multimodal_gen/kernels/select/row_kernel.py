@@ -18,7 +18,7 @@ from multimodal_gen.kernels.launch.launcher import (
     vector_of,
 )
 from multimodal_gen.kernels.select.row_reference import ChunkGroups, SortedRows
-from multimodal_gen.kernels.shared_kernel import next_power_of_2
+from multimodal_gen.kernels.shared_kernel import next_power_of_2, scan_counts
 
 TILE = 64  # rows of a program
 COUNTS = 4096  # counts that a program holds
@@ -77,16 +77,7 @@ def _offset_kernel(
     pid = tl.program_id(0)
     part = (pid // (BINS // B)).to(tl.int64)
     bins = pid % (BINS // B) * B + tl.arange(0, B)
-    count_ptr += part * tiles * BINS
-    before = tl.zeros([B], tl.int32)
-    for first in range(0, tiles, N):
-        tile = first + tl.arange(0, N)
-        at = tile[:, None] * BINS + bins[None, :]
-        count = tl.load(count_ptr + at, mask=(tile < tiles)[:, None], other=0)
-        end = before[None, :] + tl.cumsum(count, 0)
-        tl.store(count_ptr + at, end - count, mask=(tile < tiles)[:, None])
-        before += tl.sum(count, 0)
-    tl.store(total_ptr + part * BINS + bins, before)
+    scan_counts(count_ptr + part * tiles * BINS, total_ptr + part * BINS, tiles, bins, BINS, B, N)
 
 
 @triton.jit(do_not_specialize=["tokens", "groups", "extra"])
@@ -191,10 +182,9 @@ def _list_kernel(
 
 
 @triton.jit
-def _part_lse(
-    lse_ptr, position_ptr, used_ptr, parts, group, groups, row, real, tokens, lse_h, lse_s
-):  # fmt: skip
+def _part_lse(given, group):
     """Return the lse of rows in a group, in powers of two, -inf if not in use; and their places."""
+    lse_ptr, position_ptr, used_ptr, parts, groups, row, real, tokens, lse_h, lse_s = given
     part = parts + group
     real = real & (row * 0 + group < groups)
     position = tl.load(position_ptr + part * tokens + row, mask=real, other=0)
@@ -226,20 +216,19 @@ def _merge_kernel(
     parts = (b * heads + h) * groups
     part_ptr += (b * part_b + h * groups * part_h) * VEC
     lse_ptr += b * lse_b + h * groups * lse_h
+    given = (lse_ptr, position_ptr, used_ptr, parts, groups, row, real, tokens, lse_h, lse_s)
     # Unrolled, and in two passes, so that many loads are in flight.
     m = tl.full([T], float("-inf"), tl.float32)
     for first in range(0, groups, U):
         for u in tl.static_range(U):
-            lse, _ = _part_lse(lse_ptr, position_ptr, used_ptr, parts, first + u, groups, row,
-                               real, tokens, lse_h, lse_s)  # fmt: skip
+            lse, _ = _part_lse(given, first + u)
             m = tl.maximum(m, lse)
     m = tl.where(m == float("-inf"), 0.0, m)
     total = tl.zeros([T], tl.float32)
     acc = tl.zeros([T, DP], tl.float32)
     for first in range(0, groups, U):
         for u in tl.static_range(U):
-            lse, position = _part_lse(lse_ptr, position_ptr, used_ptr, parts, first + u, groups,
-                                      row, real, tokens, lse_h, lse_s)  # fmt: skip
+            lse, position = _part_lse(given, first + u)
             taken = lse > float("-inf")
             from_ = ((first + u) * part_h + position.to(tl.int64) * part_s) * VEC
             x = tl.load(

@@ -124,21 +124,24 @@ def select_chunks_reference(
         usable = (real[:, None, None, :] | is_own).expand(-1, 1, -1, -1)
     if keep is not None:
         usable = usable & keep[:, None, :, None]
-    others = usable & ~is_own
-    if rule.scope == "query_head":
-        return is_own | _take_sorted(scores, is_own, others, usable, rule)
-    return is_own | _take_above(scores, is_own, others, usable, rule)
+    take = _take_sorted if rule.scope == "query_head" else _take_above
+    return is_own | take(_Entries(scores, is_own, usable, rule))
 
 
-def _take_sorted(
-    scores: torch.Tensor,
-    is_own: torch.Tensor,
-    others: torch.Tensor,
-    usable: torch.Tensor,
-    rule: Rule,
-) -> torch.Tensor:
+class _Entries(NamedTuple):
+    """Scores [B, H, S, N], which of them are of own chunks, which may be chosen, and how."""
+
+    scores: torch.Tensor
+    is_own: torch.Tensor
+    usable: torch.Tensor
+    rule: Rule
+
+
+def _take_sorted(entries: _Entries) -> torch.Tensor:
     """Choose per query by sorting; equal scores go to the lowest chunk."""
-    mass, need = _mass(scores, is_own, usable, rule, (-1,))
+    scores, is_own, usable, rule = entries
+    others = usable & ~is_own
+    mass, need = _mass(entries, (-1,))
     ranked = scores.masked_fill(~others, float("-inf"))
     order = ranked.sort(stable=True, dim=-1, descending=True).indices
     counted = torch.where(others, mass, 0.0).gather(-1, order)
@@ -149,14 +152,9 @@ def _take_sorted(
     return torch.zeros_like(taken).scatter_(-1, order, taken) & others
 
 
-def _mass(
-    scores: torch.Tensor,
-    is_own: torch.Tensor,
-    usable: torch.Tensor,
-    rule: Rule,
-    scope: tuple[int, ...],
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _mass(entries: _Entries, scope: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what every entry counts, like `scores`, and the need of every scope, to broadcast."""
+    scores, is_own, usable, rule = entries
     if rule.topk is not None:
         mass = torch.ones_like(scores)
         queries = (usable & is_own).expand(scores.shape).sum(scope, keepdim=True)
@@ -173,20 +171,16 @@ def _mass(
     return mass, (share * (total + _EPSILON)).to(scores.dtype)
 
 
-def _take_above(
-    scores: torch.Tensor,
-    is_own: torch.Tensor,
-    others: torch.Tensor,
-    usable: torch.Tensor,
-    rule: Rule,
-) -> torch.Tensor:
+def _take_above(entries: _Entries) -> torch.Tensor:
     """Choose over wider scopes by bisection of the least score taken; equal scores stay together.
 
     The interval [low, high) always holds the crossing: what lies from `low` on reaches the need,
     or is everything, and what lies from `high` on does not.
     """
+    scores, is_own, usable, rule = entries
+    others = usable & ~is_own
     scope = {"block": (1, 2), "head_global": (2, 3), "overall": (1, 2, 3)}[rule.scope]
-    mass, need = _mass(scores, is_own, usable, rule, scope)
+    mass, need = _mass(entries, scope)
     ranked = scores.masked_fill(~others, float("-inf"))
     low = scores.masked_fill(~others, float("inf")).amin(scope, keepdim=True)
     top = ranked.amax(scope, keepdim=True)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from multimodal_gen.kernels.launch.launcher import Launcher
-from multimodal_gen.kernels.shared_kernel import interpreted, next_power_of_2
+from multimodal_gen.kernels.shared_kernel import interpreted, next_power_of_2, padded_channels
 
 SCORE_ROWS = 64
 SCORE_KEYS = 128
@@ -224,10 +224,6 @@ def _warps(padded: int) -> int:
     return min(next_power_of_2(-(-padded // 4096)), 16)
 
 
-def _channels(head_size: int) -> int:
-    return next_power_of_2(max(head_size, 16))
-
-
 _launch_score, _launch_select = Launcher(_score_kernel), Launcher(_select_kernel)
 _launch_cell_score = Launcher(_cell_score_kernel)
 
@@ -264,7 +260,7 @@ def select_tiles(
             (len(blocks), -(-num_kv // SCORE_KEYS)),
             query, key, scratch, *query.stride(), *key.stride(),
             blocks.start, query.shape[2], num_kv, heads, heads // key.shape[1], scratch.shape[1],
-            D=head_size, BD=min(16 if wide else 64, _channels(head_size)),
+            D=head_size, BD=min(16 if wide else 64, padded_channels(head_size)),
             BM=SCORE_ROWS, BN=SCORE_KEYS,
             UPCAST=interpreted(), num_warps=8 if wide else 4, num_stages=2,
         )  # fmt: skip
@@ -292,7 +288,7 @@ def select_cells(
     """
     batch, heads, num_cells, head_size = query.shape
     num_q, num_kv = num_cells // cells[0], key.shape[2] // cells[1]
-    width = _channels(head_size)
+    width = padded_channels(head_size)
     rows, keys = _cell_rows(cells[0], width, warpgroups), min(SCORES // cells[0], 64) // cells[1]
     biases = [
         torch.zeros(x.shape, device=x.device).masked_fill_(~x, -torch.inf).expand(batch, -1)

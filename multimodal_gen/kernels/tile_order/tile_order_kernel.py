@@ -114,26 +114,19 @@ def _gather_kernel(
     b = (outer // num_blocks).to(tl.int64)
     first = (outer % num_blocks) * TOKENS
     index_ptr += b * index_b
-    if piece < end0:
-        _gather_piece(
-            src0_ptr, out0_ptr, index_ptr, src0_b, src0_s, src0_h, src0_d, heads0,
-            num_out, b, first, piece, D, VEC, TOKENS, WIDTH,
-        )  # fmt: skip
-    elif NUM > 1 and piece < end1:
-        _gather_piece(
-            src1_ptr, out1_ptr, index_ptr, src1_b, src1_s, src1_h, src1_d, heads1,
-            num_out, b, first, piece - end0, D, VEC, TOKENS, WIDTH,
-        )  # fmt: skip
-    elif NUM > 2 and piece < end2:
-        _gather_piece(
-            src2_ptr, out2_ptr, index_ptr, src2_b, src2_s, src2_h, src2_d, heads2,
-            num_out, b, first, piece - end1, D, VEC, TOKENS, WIDTH,
-        )  # fmt: skip
-    elif NUM > 3:
-        _gather_piece(
-            src3_ptr, out3_ptr, index_ptr, src3_b, src3_s, src3_h, src3_d, heads3,
-            num_out, b, first, piece - end2, D, VEC, TOKENS, WIDTH,
-        )  # fmt: skip
+    tensors = (
+        (src0_ptr, out0_ptr, src0_b, src0_s, src0_h, src0_d, heads0, 0, end0),
+        (src1_ptr, out1_ptr, src1_b, src1_s, src1_h, src1_d, heads1, end0, end1),
+        (src2_ptr, out2_ptr, src2_b, src2_s, src2_h, src2_d, heads2, end1, end2),
+        (src3_ptr, out3_ptr, src3_b, src3_s, src3_h, src3_d, heads3, end2, end3),
+    )
+    for i in tl.static_range(NUM):
+        src_ptr, out_ptr, src_b, src_s, src_h, src_d, heads, begin, end = tensors[i]
+        if (piece >= begin) & (piece < end):
+            _gather_piece(
+                src_ptr, out_ptr, index_ptr, src_b, src_s, src_h, src_d, heads,
+                num_out, b, first, piece - begin, D, VEC, TOKENS, WIDTH,
+            )  # fmt: skip
 
 
 @triton.jit(
@@ -268,19 +261,6 @@ _BYTES = 16384
 _WARPS = 4
 
 
-@triton.jit
-def _copy(
-    src_ptr, out_ptr, src_row, out_row, src_s, src_d, out_s, out_d, real,
-    D: tl.constexpr, DP: tl.constexpr, VEC: tl.constexpr,
-):  # fmt: skip
-    d = tl.arange(0, DP)
-    mask = real[:, None] & (d < D)[None, :]
-    src = src_row.to(tl.int64)[:, None] * src_s * VEC + (d * src_d)[None, :]
-    values = tl.load(src_ptr + src, mask=mask, eviction_policy="evict_first")
-    out = out_row.to(tl.int64)[:, None] * out_s * VEC + (d * out_d)[None, :]
-    tl.store(out_ptr + out, values, mask=mask)
-
-
 @triton.jit(
     do_not_specialize=[
         "src0_b", "src0_s", "src0_h", "src1_b", "src1_s", "src1_h", "src2_b", "src2_s", "src2_h",
@@ -305,20 +285,20 @@ def _move_kernel(
     from_row = token if SCATTER else index
     to_row = index if SCATTER else token
     out_at = (b * out_b + h * out_h) * VEC
-    _copy(
-        src0_ptr + (b * src0_b + h * src0_h) * VEC, out0_ptr + out_at, from_row, to_row,
-        src0_s, src0_d, out_s, out_d, real, D, DP, VEC,
-    )  # fmt: skip
-    if NUM > 1:
-        _copy(
-            src1_ptr + (b * src1_b + h * src1_h) * VEC, out1_ptr + out_at, from_row, to_row,
-            src1_s, src1_d, out_s, out_d, real, D, DP, VEC,
-        )  # fmt: skip
-    if NUM > 2:
-        _copy(
-            src2_ptr + (b * src2_b + h * src2_h) * VEC, out2_ptr + out_at, from_row, to_row,
-            src2_s, src2_d, out_s, out_d, real, D, DP, VEC,
-        )  # fmt: skip
+    d = tl.arange(0, DP)
+    mask = real[:, None] & (d < D)[None, :]
+    to = to_row.to(tl.int64)[:, None] * out_s * VEC + (d * out_d)[None, :]
+    tensors = (
+        (src0_ptr, out0_ptr, src0_b, src0_s, src0_h, src0_d),
+        (src1_ptr, out1_ptr, src1_b, src1_s, src1_h, src1_d),
+        (src2_ptr, out2_ptr, src2_b, src2_s, src2_h, src2_d),
+    )
+    for i in tl.static_range(NUM):
+        src_ptr, out_ptr, src_b, src_s, src_h, src_d = tensors[i]
+        src_ptr += (b * src_b + h * src_h) * VEC
+        src = from_row.to(tl.int64)[:, None] * src_s * VEC + (d * src_d)[None, :]
+        values = tl.load(src_ptr + src, mask=mask, eviction_policy="evict_first")
+        tl.store(out_ptr + out_at + to, values, mask=mask)
 
 
 _move = Launcher(_move_kernel)

@@ -16,7 +16,7 @@ from multimodal_gen.kernels.block_sparse.api import refresh_plan
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.launch.launcher import form_of
 from multimodal_gen.kernels.quantized_attention.api import quantized_attention
-from multimodal_gen.kernels.quantized_attention.packed import Packed, rotation, slots_of
+from multimodal_gen.kernels.quantized_attention.packed import Kind, Packed, rotation, slots_of
 from multimodal_gen.kernels.quantized_attention.reference import (
     key_mean_reference,
     quantise_reference,
@@ -250,8 +250,8 @@ def test_the_quantising_kernel_makes_what_the_definition_does(
     qkv = QKV(q, k, v)
     slots = slots_of(plan.q, 128), slots_of(plan.kv, 64)
     forms = tuple(map(form_of, qkv))
-    options = {"shift": True, "e4m3": True, "permuted": permuted}
-    own, given_one = (prepare(*forms, *slots, own_mean=x, **options) for x in (True, False))
+    kinds = (Kind(own_mean, True, True, permuted) for own_mean in (True, False))
+    own, given_one = (prepare(forms, *slots, kind) for kind in kinds)
     assert own.mean is not None
     rotated = own.mean(k)
     matrix = rotation(rotated.shape[2], torch.float32, k.device)

@@ -11,7 +11,7 @@ from multimodal_gen.kernels.block_sparse.api import refresh_plan
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.launch.launcher import form_of
 from multimodal_gen.kernels.quantized_attention.api import kernel_for, quantized_attention
-from multimodal_gen.kernels.quantized_attention.packed import Packed, slots_of
+from multimodal_gen.kernels.quantized_attention.packed import Kind, Packed, slots_of
 from multimodal_gen.kernels.quantized_attention.reference import (
     key_mean_reference,
     quantise_reference,
@@ -170,7 +170,8 @@ def test_the_quantised_tensors_are_those_of_the_definition(
     mean = key_mean_reference(k, slots[1])
     options = {"e4m3": True, "permuted": True}
     forms = tuple(map(form_of, qkv))
-    own, given = (prepare(*forms, *slots, own_mean=x, shift=True, **options) for x in (True, False))
+    kinds = (Kind(own_mean, True, True, True) for own_mean in (True, False))
+    own, given = (prepare(forms, *slots, kind) for kind in kinds)
     wanted = quantise_reference(*qkv, *slots, scale=0.1, mean=mean, **options)
     assert_alike(own(*qkv, scale=0.1), wanted)
     assert_alike(given(*qkv, scale=0.1, mean=mean), wanted)

@@ -7,7 +7,6 @@ Shapes: B batch, S tokens, H query heads, Hkv key heads, D head size, R and N gr
 keys.
 """
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -107,7 +106,7 @@ def _of_sequence(
             x[:, None].expand(*columns.order.shape[:2], -1)
             for x in _text(layout, keep, columns.order.device)
         )
-        columns = replace(columns, order=torch.cat((columns.order, text), 2))
+        columns = columns._replace(order=torch.cat((columns.order, text), 2))
         columns = _with_one_more(columns, torch.full_like(count, video), count)
         chosen = F.pad(chosen, (0, 1), value=True)
     return GroupMap(queries=rows, keys=columns, keep=chosen)
@@ -116,7 +115,7 @@ def _of_sequence(
 def _with_one_more(groups: Groups, start: torch.Tensor, count: torch.Tensor) -> Groups:
     """Return groups, and one that begins at `start` in their order; [B, H, 1] each."""
     starts = torch.cat((groups.starts, start), 2)
-    return replace(groups, starts=starts, counts=torch.cat((groups.counts, count), 2))
+    return groups._replace(starts=starts, counts=torch.cat((groups.counts, count), 2))
 
 
 def _text(
