@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 from multimodal_gen.errors import ConfigError, UsageError, nearest
 from multimodal_gen.files import MalformedError
 from multimodal_gen.runtime.distributed.groups import parallel_groups
+from multimodal_gen.runtime.generator.library_errors import told
 from multimodal_gen.settings import MismatchError, Parameter, text_as_mapping
 from multimodal_gen.settings import short as shown
 
@@ -65,11 +66,10 @@ class Cache:
             given[_TIMESTEP] = lambda: int(pipe._current_timestep)
         if _STEPS in fields and num_steps is not None:
             given.setdefault(_STEPS, num_steps)
-        try:
+        with told(
+            lambda e: f"cache {self.text} is refused by diffusers: {' '.join(str(e).split())}"
+        ):
             return cls(**given)
-        except (TypeError, ValueError) as error:
-            lines = " ".join(str(error).split())
-            raise UsageError(f"cache {self.text} is refused by diffusers: {lines}") from error
 
 
 def read_cache(text: str, *, name: str = "--cache") -> Cache:

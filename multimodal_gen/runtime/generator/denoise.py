@@ -19,7 +19,7 @@ import torch
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.runtime.generator.chat_templates import limited_templates
-from multimodal_gen.runtime.generator.library_errors import refusal_explained
+from multimodal_gen.runtime.generator.library_errors import told_of_run
 from multimodal_gen.runtime.generator.progress import follow
 from multimodal_gen.runtime.generator.sampling import Call
 from multimodal_gen.runtime.layers.attention.report import Json
@@ -124,7 +124,7 @@ def denoise(
     with (
         follow(pipe) as compilation,
         _watched(pipe, watch),
-        refusal_explained(),
+        told_of_run(),
         limited_templates(pipe),
     ):
         result = pipe(**call.arguments, **_callback(pipe, watch))

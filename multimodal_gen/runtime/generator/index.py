@@ -2,8 +2,6 @@
 
 import inspect
 import re
-import sys
-import traceback
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,6 +11,7 @@ from typing import Any
 import torch
 
 from multimodal_gen.errors import MissingDependencyError, UsageError, first_line, nearest
+from multimodal_gen.runtime.generator.library_errors import blamed_for, described
 from multimodal_gen.runtime.generator.model_folder import check_classes, check_code, check_files
 from multimodal_gen.runtime.generator.output import Kind
 from multimodal_gen.runtime.generator.signatures import arguments_of
@@ -140,12 +139,6 @@ def _hub_reason(error: BaseException) -> str:
     return first_line(error)
 
 
-def described(error: BaseException) -> str:
-    """Return the first line of an error, with its type where the line alone says little."""
-    line = first_line(error)
-    return line if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {line}"
-
-
 def _named(config: Mapping[str, Any], *, dotted: bool = False) -> dict[str, tuple[str, str]]:
     """Return library and class name by component, those left out not; `dotted`: private keys too.
 
@@ -227,18 +220,6 @@ def _of_diffusers(diffusers: Any, name: str) -> Any:
             f"{name} of diffusers must import, it failed{where}: "
             f"{' '.join(str(cause).split())[:300]}; {remedy}"
         ) from error
-
-
-def blamed_for(error: BaseException, *callees: str) -> str:
-    """Return the package in whose code an error was raised, or an empty string.
-
-    torch and the standard library only say what is wrong with those that call them; so do
-    `callees`.
-    """
-    frames = traceback.walk_tb(error.__traceback__)
-    packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in frames]
-    passed = {"torch", *callees, *sys.stdlib_module_names}
-    return next((name for name in reversed(packages) if name not in passed), "")
 
 
 def _locate(model_path: str) -> str:

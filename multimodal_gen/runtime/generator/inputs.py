@@ -7,12 +7,14 @@ looked into, before weights are loaded.
 
 import types
 from collections.abc import Mapping
+from functools import partial
 from inspect import Parameter
 from pathlib import Path
 from typing import Any, Final, Union, get_args, get_origin
 
 from multimodal_gen.errors import MissingDependencyError, UsageError, first_line, nearest
 from multimodal_gen.runtime.generator.index import PipelineIndex
+from multimodal_gen.runtime.generator.library_errors import told
 from multimodal_gen.runtime.generator.signatures import fits, spelled
 from multimodal_gen.runtime.server_args import ServerArgs
 from multimodal_gen.settings import as_flag, short
@@ -234,17 +236,10 @@ def _is_video(file: Path) -> bool:
 
 def _check_file(name: str, file: Path) -> None:
     """Refuse what is no regular file, or not what its name says."""
-    problem = _problem(file)
-    if not problem:
-        try:
-            _look_into(file)
-        except MissingDependencyError:
-            raise
-        except Exception as error:  # decoders fail in every way there is
-            problem = first_line(error)
-    if problem:
-        what = "video" if _is_video(file) else "image"
-        raise UsageError(f"{name} must be a readable {what}, got {str(file)!r}: {problem}")
+    if problem := _problem(file):
+        raise UsageError(_unreadable(name, file, problem))
+    with told(partial(_unreadable, name, file)):  # decoders fail in every way there is
+        _look_into(file)
 
 
 def _check_kind(setting: str, file: Path) -> None:
@@ -306,15 +301,16 @@ def _read(name: str, file: Path) -> Any:
     from PIL import Image, ImageSequence
 
     path = str(file.expanduser())
-    try:
+    with told(partial(_unreadable, name, file)):
         if _is_video(file) and file.suffix.lower() != ".gif":
             return load_video(path)
         with Image.open(path) as image:
             if _is_video(file) and name not in _OF_IMAGES:
                 return [frame.convert("RGB") for frame in ImageSequence.Iterator(image)]
             return load_image(image)
-    except Exception as error:
-        what = "video" if _is_video(file) else "image"
-        raise UsageError(
-            f"{name} must be a readable {what}, got {str(file)!r}: {first_line(error)}"
-        ) from error
+
+
+def _unreadable(name: str, file: Path, problem: Exception | str) -> str:
+    what = "video" if _is_video(file) else "image"
+    reason = problem if isinstance(problem, str) else first_line(problem)
+    return f"{name} must be a readable {what}, got {str(file)!r}: {reason}"

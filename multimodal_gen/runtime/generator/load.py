@@ -14,14 +14,10 @@ from typing import Any
 
 import torch
 
-from multimodal_gen.errors import MissingDependencyError, UsageError, first_line, is_out_of_memory
+from multimodal_gen.errors import UsageError, first_line
 from multimodal_gen.files import require_writable
-from multimodal_gen.runtime.generator.index import (
-    PipelineIndex,
-    class_of,
-    described,
-    dtype_argument,
-)
+from multimodal_gen.runtime.generator.index import PipelineIndex, class_of, dtype_argument
+from multimodal_gen.runtime.generator.library_errors import described, told
 from multimodal_gen.runtime.generator.lora import add_loras, check_loras, read_loras
 from multimodal_gen.runtime.generator.progress import is_shown
 from multimodal_gen.runtime.generator.quantized import (
@@ -35,6 +31,9 @@ from multimodal_gen.runtime.server_args import SETTINGS, ServerArgs
 from multimodal_gen.settings import expanded
 
 _SHOWN = 3
+
+# Functions, of diffusers and of this module, whose `name` is the component that they load.
+_LOADING = ("load_sub_model", "load_text_models")
 
 # Layers that sparse methods train; attaching reads them, see `integrations.trained_layers`.
 _TRAINED = frozenset({"to_gate_compress", "proj_l"})
@@ -69,26 +68,12 @@ def load_pipeline(index: PipelineIndex, args: ServerArgs, device: torch.device) 
         MissingDependencyError: a package that an option needs is not installed.
     """
     check_loading(index, args, device)
-    try:
-        with _bars_on_terminals_only(), _silent_on_trained_layers():
-            pipe = _read_weights(index, args, device)
-    except UsageError:
-        raise
-    except ImportError as error:  # processors ask for their packages only when they are made
-        raise MissingDependencyError(
-            f"the pipeline at {index.model_path!r} needs a package that is not installed: "
-            f"{first_line(error)}"
-        ) from error
-    except Exception as error:
-        # Files that do not fit their classes fail in every way there is, from within libraries.
-        if is_out_of_memory(error):
-            raise
-        name = _being_loaded(error)
-        what = f"component {name} of the pipeline" if name else "the pipeline"
-        raise UsageError(
-            f"{what} at {index.model_path!r} could not be loaded, check its files and options: "
-            f"{described(error)}"
-        ) from error
+    with (
+        _bars_on_terminals_only(),
+        _silent_on_trained_layers(),
+        told(lambda error: _failure(index, error)),
+    ):
+        pipe = _read_weights(index, args, device)
     check_complete(index.model_path, pipe)
     add_loras(pipe, read_loras(args.lora_path or ()))
     if args.scheduler is not None:
@@ -99,12 +84,21 @@ def load_pipeline(index: PipelineIndex, args: ServerArgs, device: torch.device) 
     return pipe
 
 
-def _being_loaded(error: BaseException) -> str:
-    """Return the component that diffusers was loading when it raised; "" where none was."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame.f_code.co_name == "load_sub_model":
-            return str(frame.f_locals.get("name", ""))
-    return ""
+def _failure(index: PipelineIndex, error: Exception) -> str:
+    """Return what an error while loading says: files fail in every way, from within libraries."""
+    if isinstance(error, ImportError):  # processors ask for their packages only when they are made
+        return (
+            f"the pipeline at {index.model_path!r} needs a package that is not installed: "
+            f"{first_line(error)}"
+        )
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    loading = (frame for frame in frames if frame.f_code.co_name in _LOADING)
+    name = next((frame.f_locals["name"] for frame in loading), None)
+    what = f"component {name} of the pipeline" if name else "the pipeline"
+    return (
+        f"{what} at {index.model_path!r} could not be loaded, check its files and options: "
+        f"{described(error)}"
+    )
 
 
 def _ways(args: ServerArgs) -> Mapping[str, str]:
@@ -221,24 +215,14 @@ def load_text_models(
             continue
         own = dtype.get(name, dtype["default"]) if isinstance(dtype, Mapping) else dtype
         quantized = {"quantization_config": configs[name]} if name in configs else {}
-        try:
-            model, info = found.from_pretrained(
-                model_path,
-                subfolder=name,
-                dtype=own,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are told here
-                **quantized,
-            )
-        except (ImportError, UsageError, MemoryError):
-            raise
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            raise UsageError(
-                f"component {name} of {model_path!r} must load as a {class_name}: "
-                f"{described(error)}; check its files"
-            ) from error
+        model, info = found.from_pretrained(
+            model_path,
+            subfolder=name,
+            dtype=own,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are told here
+            **quantized,
+        )
         for key, found_shape, wanted in sorted(info["mismatched_keys"])[:1]:
             raise UsageError(
                 f"{key} of component {name} of {model_path!r} must have the shape "

@@ -32,10 +32,8 @@ from multimodal_gen.runtime.generator.denoise import (
 from multimodal_gen.runtime.generator.index import PipelineIndex
 from multimodal_gen.runtime.generator.inputs import as_typed
 from multimodal_gen.runtime.generator.library_errors import (
-    arguments_explained,
-    diffusers_backend_explained,
-    failure_explained,
     out_of_memory_explained,
+    told_of_run,
 )
 from multimodal_gen.runtime.generator.load import denoisers, load_pipeline
 from multimodal_gen.runtime.generator.lora import not_reached, read_loras
@@ -512,9 +510,7 @@ def _denoise(
     width, height = output_size(pipe, index, args)
     asked = Generation(prompt=args.prompt or "", width=width, height=height)
     with (
-        failure_explained(pipe),
-        arguments_explained(as_typed(args)),
-        diffusers_backend_explained(_named_backend(args)),
+        told_of_run(pipe, given=as_typed(args), backend=_named_backend(args)),
         describe_generation(asked),
     ):
         if stream is not None:

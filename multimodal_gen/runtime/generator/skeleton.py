@@ -4,14 +4,16 @@ import hashlib
 import inspect
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from multimodal_gen.errors import UsageError, first_line
+from multimodal_gen.errors import first_line
 from multimodal_gen.files import MalformedError, read_small_file
 from multimodal_gen.runtime.generator.index import PipelineIndex, import_diffusers
+from multimodal_gen.runtime.generator.library_errors import told
 from multimodal_gen.runtime.generator.load import pick_dtype
 from multimodal_gen.runtime.generator.model_folder import DENOISERS
 from multimodal_gen.settings import read_json
@@ -90,13 +92,8 @@ def denoiser_configs(index: PipelineIndex) -> Iterator[tuple[str, dict[str, Any]
         cls: Any = getattr(diffusers, class_name, None) if library == "diffusers" else None
         if not hasattr(cls, "set_attention_backend") or hasattr(cls, "decode"):
             continue
-        try:
+        with _config_explained(index.model_path, name, class_name, "reading"):
             config = cls.load_config(index.model_path, subfolder=name)
-        except (OSError, ValueError, TypeError) as error:
-            raise UsageError(
-                f"component {name} of {index.model_path!r} must have a config for {class_name}, "
-                f"reading it failed: {first_line(error)}"
-            ) from error
         # The other keys tell who wrote the file, and when.
         kept = {key: value for key, value in config.items() if not key.startswith("_")}
         yield name, {**kept, "_class_name": class_name}
@@ -187,7 +184,7 @@ def _build(model_path: str, name: str, library: str, class_name: str) -> torch.n
     cls = getattr(module, class_name, None)
     if not (isinstance(cls, type) and issubclass(cls, torch.nn.Module)):
         return None
-    try:
+    with _config_explained(model_path, name, class_name, "building"):
         if library == "diffusers":
             config = cls.load_config(model_path, subfolder=name)  # type: ignore[attr-defined]
             with init_empty_weights():
@@ -195,15 +192,18 @@ def _build(model_path: str, name: str, library: str, class_name: str) -> torch.n
             return built
         with init_empty_weights():
             return cls(_transformers_config(cls, model_path, name))
-    except UsageError:
-        raise
-    except Exception as error:  # configs that do not fit fail in every way, within libraries
-        if isinstance(error, MemoryError):
-            raise
-        raise UsageError(
-            f"component {name} of {model_path!r} must have a config for {class_name}, "
-            f"building it failed: {first_line(error)}"
-        ) from error
+
+
+def _config_explained(
+    model_path: str, name: str, class_name: str, doing: str
+) -> AbstractContextManager[None]:
+    """Say which config does not fit; they fail in every way, within libraries."""
+    return told(
+        lambda error: (
+            f"component {name} of {model_path!r} must have a config for {class_name}, {doing} it "
+            f"failed: {first_line(error)}"
+        )
+    )
 
 
 def _transformers_config(cls: Any, model_path: str, name: str) -> Any:
