@@ -29,8 +29,9 @@ from typing import Any
 
 import torch
 
-from multimodal_gen.errors import MissingDependencyError, UsageError, first_line
+from multimodal_gen.errors import UsageError, first_line
 from multimodal_gen.runtime.comparison.record import FrameMetrics
+from multimodal_gen.runtime.generator.output import require_encoder
 
 MOST_DB = 100.0
 """What infinite decibels count as in an average with finite ones."""
@@ -128,16 +129,7 @@ def find_ffmpeg() -> str:
     Raises:
         MissingDependencyError: there is none.
     """
-    try:
-        import imageio_ffmpeg
-
-        found: str = imageio_ffmpeg.get_ffmpeg_exe()
-        return found
-    except (ImportError, RuntimeError) as error:
-        raise MissingDependencyError(
-            f"comparing frames needs imageio-ffmpeg ({error}); install with: "
-            f"pip install 'multimodal_gen[compare]'"
-        ) from error
+    return require_encoder("comparing frames", "compare")
 
 
 def _check(name: str, array: Any) -> None:

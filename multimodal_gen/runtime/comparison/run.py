@@ -33,11 +33,12 @@ from multimodal_gen.runtime.comparison.configurations import (
     Plan,
     read_configuration,
 )
-from multimodal_gen.runtime.comparison.cost import Meter, Spent
+from multimodal_gen.runtime.comparison.cost import Meter
 from multimodal_gen.runtime.comparison.layers import Measured, Replay, WarmUp
 from multimodal_gen.runtime.comparison.record import (
     VERSION,
     Environment,
+    Generation,
     Model,
     Report,
     write_record,
@@ -384,17 +385,19 @@ class Comparison:
                 run = self._denoise(args, meter, steps)
             report = handle.report()
         keep = partial(
-            self._keep,
+            self._results.keep,
             configuration,
             (prompt, seed),
             run,
             steps,
             spent=meter.spent(report),
             attention=tuple(report.summary().splitlines()),
+            warm_up_seconds=self._warm_up_seconds.get(configuration.name, 0.0),
         )
+        finish = partial(self._finish, configuration, (prompt, seed), keep)
         if is_reference:
             self._latents[prompt, seed] = steps.latents()
-        keep() if self._writer is None else self._writer.submit(configuration.name, keep)
+        finish() if self._writer is None else self._writer.submit(configuration.name, finish)
         self._highest = max(self._highest, meter.highest)
         self._progress.done(f"{configuration.name}, prompt {prompt + 1}, seed {seed}")
         return {} if replay is None else replay.found
@@ -416,26 +419,11 @@ class Comparison:
             pictures=clip == self._plan.clips[0],
         )
 
-    def _keep(
-        self,
-        configuration: Configuration,
-        clip: tuple[int, int],
-        run: Denoised,
-        steps: LatentSteps,
-        *,
-        spent: Spent,
-        attention: tuple[str, ...],
+    def _finish(
+        self, configuration: Configuration, clip: tuple[int, int], keep: Callable[[], Generation]
     ) -> None:
         """Write a generation; measure its frames too where that takes no time from the next."""
-        generation = self._results.keep(
-            configuration,
-            clip,
-            run,
-            steps,
-            spent=spent,
-            attention=attention,
-            warm_up_seconds=self._warm_up_seconds.get(configuration.name, 0.0),
-        )
+        generation = keep()
         if configuration is self._plan.reference:
             self._latents.pop(clip, None)
         elif self._writer is not None:

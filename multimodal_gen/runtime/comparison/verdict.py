@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from multimodal_gen.errors import ConfigError
-from multimodal_gen.runtime.comparison.frames import MOST_DB, mean_and_spread
+from multimodal_gen.runtime.comparison.frames import mean_and_spread
 from multimodal_gen.runtime.comparison.record import Generation, Report, Run, Verdict
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
@@ -119,8 +119,6 @@ class NoiseComparison:
         mean: the run's figure, mean over these clips; infinite ones count as in `frames.py`.
         spread: its standard deviation over these clips, n - 1; 0 for one.
         noise: the same mean of exact kernels, of each clip the farther one; None without any.
-        difference: mean of the run's figure less the noise, by clip; None where there is none.
-        difference_spread: its standard deviation over the clips.
         within: whether the distance is within the noise, by the rules above; None where there is
             no noise and it is beyond rounding.
     """
@@ -130,8 +128,6 @@ class NoiseComparison:
     mean: float
     spread: float
     noise: float | None
-    difference: float | None
-    difference_spread: float | None
     within: bool | None
 
 
@@ -257,21 +253,14 @@ def _compare_measure(measure: Measure, run: Run, floor: Sequence[Run]) -> NoiseC
         mean=mean,
         spread=spread,
         noise=None,
-        difference=None,
-        difference_spread=None,
         within=True if distance <= measure.rounding else None,
     )
     if not noise:
         return compared
     allowed = math.fsum(measure.distance(noise[clip]) for clip in paired) / len(paired)
-    difference, difference_spread = mean_and_spread(
-        [min(figures[clip], MOST_DB) - min(noise[clip], MOST_DB) for clip in paired]
-    )
     return replace(
         compared,
         noise=mean_and_spread([noise[clip] for clip in paired])[0],
-        difference=difference,
-        difference_spread=difference_spread,
         within=distance <= FACTOR * allowed + measure.rounding,
     )
 

@@ -12,9 +12,10 @@ from inspect import Parameter
 from pathlib import Path
 from typing import Any, Final, Union, get_args, get_origin
 
-from multimodal_gen.errors import MissingDependencyError, UsageError, first_line, nearest
+from multimodal_gen.errors import UsageError, first_line, nearest
 from multimodal_gen.runtime.generator.index import PipelineIndex
 from multimodal_gen.runtime.generator.library_errors import told
+from multimodal_gen.runtime.generator.output import require_encoder
 from multimodal_gen.runtime.generator.signatures import fits, spelled
 from multimodal_gen.runtime.server_args import ServerArgs
 from multimodal_gen.settings import as_flag, short
@@ -283,13 +284,9 @@ def _look_into(file: Path) -> None:
         with Image.open(file) as image:
             image.verify()
         return
-    try:
-        import imageio_ffmpeg
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"reading a video needs imageio with ffmpeg ({error}); install with: "
-            f"pip install 'multimodal_gen[video]'"
-        ) from error
+    require_encoder("reading a video")
+    import imageio_ffmpeg
+
     frames, _ = imageio_ffmpeg.count_frames_and_secs(str(file))
     if not frames:
         raise ValueError("it has no frames")

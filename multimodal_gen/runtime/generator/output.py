@@ -28,7 +28,6 @@ from multimodal_gen.runtime.layers.attention.report import Json
 Kind = Literal["image", "video"]
 logger = logging.getLogger(__name__)
 _DISTRIBUTIONS = ("torch", "diffusers", "transformers", "accelerate", "triton")
-_INSTALL = "install with: pip install 'multimodal_gen[video]'"
 
 # Suffixes that name a file rather than a folder; only .png and .mp4 are written.
 _FILES = frozenset(
@@ -165,8 +164,12 @@ class OutputTarget:
         )
 
 
-def require_encoder() -> None:
-    """Check that videos can be written, before minutes are spent on making one.
+def require_encoder(task: str = "writing an MP4", extra: str = "video") -> str:
+    """Return the path of the ffmpeg that imageio-ffmpeg brings, before minutes are spent.
+
+    Args:
+        task: what needs it, for messages.
+        extra: of this package, that has it.
 
     Raises:
         MissingDependencyError: imageio-ffmpeg or its ffmpeg is missing.
@@ -174,10 +177,12 @@ def require_encoder() -> None:
     try:
         import imageio_ffmpeg
 
-        imageio_ffmpeg.get_ffmpeg_exe()
+        found: str = imageio_ffmpeg.get_ffmpeg_exe()
+        return found
     except (ImportError, RuntimeError) as error:
         raise MissingDependencyError(
-            f"writing an MP4 needs imageio-ffmpeg ({error}); {_INSTALL}"
+            f"{task} needs imageio-ffmpeg ({error}); install with: "
+            f"pip install 'multimodal_gen[{extra}]'"
         ) from error
 
 
@@ -228,17 +233,12 @@ def write_video(frames: Any, path: Path, fps: int) -> str | None:
     Raises:
         UsageError: ffmpeg did not write every frame, e.g. because the disk is full.
     """
-    import imageio_ffmpeg
     import numpy as np
 
     data = to_uint8(frames)
     note = _why_extended(data, path)
     data = _even(data)
-    size = (data.shape[2], data.shape[1])
-    # A macro block size of 1 keeps ffmpeg from rescaling to a multiple of 16.
-    writer = imageio_ffmpeg.write_frames(
-        str(path), size, fps=fps, codec="libx264", quality=8, macro_block_size=1
-    )
+    writer = _encoder(path, data, fps)
     try:
         writer.send(None)
         for frame in each_frame(data, len(data)):
@@ -249,6 +249,23 @@ def write_video(frames: Any, path: Path, fps: int) -> str | None:
         writer.close()
     _check_video(path, len(data))
     return note
+
+
+def _encoder(path: Path, data: Any, fps: int, *options: str) -> Any:
+    """Return what takes frames of the size of `data`, [T, H, W, 3], once it was sent None."""
+    import imageio_ffmpeg
+
+    height, width = data.shape[1:3]
+    # A macro block size of 1 keeps ffmpeg from rescaling to a multiple of 16.
+    return imageio_ffmpeg.write_frames(
+        str(path),
+        (width, height),
+        fps=fps,
+        codec="libx264",
+        quality=8,
+        macro_block_size=1,
+        output_params=list(options),
+    )
 
 
 def _even(data: Any) -> Any:
@@ -326,24 +343,13 @@ class GrowingVideo:
         _check_video(self.names.media[0], self.num_frames)
 
     def _open(self, data: Any) -> None:
-        import imageio_ffmpeg
-
         self.names = self._claimed()
         path = self.names.media[0]
         self.note = _why_extended(data, path)
-        height, width = _even(data[:1]).shape[1:3]
         # The encoder looks at no frame ahead, and a fragment is written out every quarter second.
         growing = ["-tune", "zerolatency", "-g", str(2 * self._fps)]
         growing += ["-movflags", "+empty_moov+default_base_moof", "-frag_duration", "250000"]
-        self._writer = imageio_ffmpeg.write_frames(
-            str(path),
-            (width, height),
-            fps=self._fps,
-            codec="libx264",
-            quality=8,
-            macro_block_size=1,
-            output_params=[*growing, "-flush_packets", "1"],
-        )
+        self._writer = _encoder(path, _even(data[:1]), self._fps, *growing, "-flush_packets", "1")
         self._writer.send(None)
 
     def _claimed(self) -> OutputNames:
