@@ -37,16 +37,19 @@ class Series:
     Attributes:
         run: the run.
         colour: stand-in for its colour.
-        css: its colour in the page.
         marker: as matplotlib names it.
         dash: as matplotlib names it.
     """
 
     run: Run
     colour: str
-    css: str
     marker: str
     dash: str
+
+    @property
+    def css(self) -> str:
+        """Its colour in the page."""
+        return _STAND_INS[self.colour]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,15 +79,14 @@ class HeatMap:
 
 def series_of(report: Report) -> tuple[Series, ...]:
     """Return how every run is drawn: the reference in ink, exact kernels in grey."""
-    drawn = [Series(report.reference, _INK, _STAND_INS[_INK], "o", "-")]
+    drawn = [Series(report.reference, _INK, "o", "-")]
     drawn += [
-        Series(run, _MUTED, _STAND_INS[_MUTED], _MARKERS[i % len(_MARKERS)], ":")
-        for i, run in enumerate(report.floor)
+        Series(run, _MUTED, _MARKERS[i % len(_MARKERS)], ":") for i, run in enumerate(report.floor)
     ]
     for i, run in enumerate(report.candidates):
         colour = _SERIES[i % len(_SERIES)]
         dash = _DASHES[i // len(_SERIES) % len(_DASHES)]
-        drawn.append(Series(run, colour, _STAND_INS[colour], _MARKERS[i % len(_MARKERS)], dash))
+        drawn.append(Series(run, colour, _MARKERS[i % len(_MARKERS)], dash))
     return tuple(drawn)
 
 
