@@ -38,7 +38,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from multimodal_gen.errors import first_line, is_out_of_memory
+from multimodal_gen.errors import UsageError, first_line, is_out_of_memory
 from multimodal_gen.runtime.comparison.record import (
     LayerErrors,
     LayerSpread,
@@ -506,15 +506,21 @@ def _pictures(
         )
 
 
+def failure_line(error: BaseException) -> str:
+    """Return why a backend failed, in a line."""
+    line = first_line(error)
+    if is_out_of_memory(error):
+        return f"out of memory: {line}"
+    return line if isinstance(error, UsageError) else f"{type(error).__name__}: {line}"
+
+
 @contextmanager
 def _recording_failure(measured: Measured) -> Iterator[None]:
     """Write down why a backend fails, instead of ending the generation."""
     try:
         yield
     except Exception as error:
-        measured.failure = first_line(error)
-        if is_out_of_memory(error):
-            measured.failure = f"out of memory: {measured.failure}"
+        measured.failure = failure_line(error)
 
 
 def _is_measured(layer: AttentionLayer) -> bool:

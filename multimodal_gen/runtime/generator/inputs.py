@@ -18,7 +18,7 @@ from multimodal_gen.runtime.generator.library_errors import told
 from multimodal_gen.runtime.generator.output import require_encoder
 from multimodal_gen.runtime.generator.signatures import fits, spelled
 from multimodal_gen.runtime.server_args import ServerArgs
-from multimodal_gen.settings import as_flag, short
+from multimodal_gen.settings import as_flag, expanded, short
 
 INPUTS: Final[Mapping[str, tuple[str, ...]]] = types.MappingProxyType(
     {
@@ -237,10 +237,12 @@ def _is_video(file: Path) -> bool:
 
 def _check_file(name: str, file: Path) -> None:
     """Refuse what is no regular file, or not what its name says."""
-    if problem := _problem(file):
+    path = expanded(file, name)
+    if not path.is_file():
+        problem = "this is no regular file" if path.exists() else "there is no such file"
         raise UsageError(_unreadable(name, file, problem))
     with told(partial(_unreadable, name, file)):  # decoders fail in every way there is
-        _look_into(file)
+        _look_into(path)
 
 
 def _check_kind(setting: str, file: Path) -> None:
@@ -265,21 +267,10 @@ def _moves(file: Path) -> bool:
         return getattr(image, "n_frames", 1) > 1
 
 
-def _problem(file: Path) -> str:
-    try:
-        file = file.expanduser()
-        if file.is_file():
-            return ""
-        return "this is no regular file" if file.exists() else "there is no such file"
-    except (OSError, RuntimeError, ValueError) as error:
-        return getattr(error, "strerror", None) or first_line(error)
-
-
 def _look_into(file: Path) -> None:
     """Look whether a file is what its name says, without decoding it."""
     from PIL import Image
 
-    file = file.expanduser()
     if not _is_video(file) or file.suffix.lower() == ".gif":
         with Image.open(file) as image:
             image.verify()

@@ -7,7 +7,7 @@ weights lack a parameter draws it at random. Such pipelines compute noise and ar
 import logging
 import traceback
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -25,7 +25,7 @@ from multimodal_gen.runtime.generator.quantized import (
     load_gguf,
     quantization_config,
 )
-from multimodal_gen.runtime.generator.scheduler import check_scheduler, with_scheduler
+from multimodal_gen.runtime.generator.scheduler import scheduler_class, with_scheduler
 from multimodal_gen.runtime.platforms import current_platform
 from multimodal_gen.runtime.server_args import SETTINGS, ServerArgs
 from multimodal_gen.settings import expanded
@@ -53,11 +53,11 @@ def check_loading(index: PipelineIndex, args: ServerArgs, device: torch.device) 
         raise UsageError(f"--offload must be none on the CPU, got {args.offload}")
     if args.offload_folder is not None:
         require_writable(expanded(args.offload_folder, "--offload-folder"), "--offload-folder")
-    check_folders(index.model_path, index.components)
+    check_folder(index.model_path, index.components)
     check_quantized(index, _ways(args), device)
     check_loras(index.pipeline_class, index.components, read_loras(args.lora_path or ()))
     if args.scheduler is not None:
-        check_scheduler(args.scheduler)
+        scheduler_class(args.scheduler)
 
 
 def load_pipeline(index: PipelineIndex, args: ServerArgs, device: torch.device) -> Any:
@@ -158,27 +158,27 @@ def _place(pipe: Any, args: ServerArgs, device: torch.device) -> None:
         ) from error
 
 
-def check_folders(model_path: str, components: Mapping[str, tuple[str, str]]) -> None:
-    """Refuse a folder that lacks components, or components that lack their first files.
+def check_folder(model_path: str, components: Mapping[str, tuple[str, str]]) -> None:
+    """Refuse components without the files that transformers makes up where they are missing.
 
     Args:
         model_path: a folder, or a hub id, which is not looked at.
         components: (library, class name) by component.
 
     Raises:
-        UsageError: a folder, a config or the files of a tokenizer are missing.
+        UsageError: a tokenizer has no words, or a model no config.
     """
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     folder = Path(model_path)
-    if not folder.is_dir():
-        return
-    missing = [name for name in components if not (folder / name).is_dir()]
-    if missing:
-        raise UsageError(
-            f"the pipeline at {model_path!r} must have a folder for every component of its "
-            f"model_index.json, missing {', '.join(missing)}; download it again"
-        )
-    for name, (library, class_name) in components.items():
-        files = _needed(class_of(library, class_name))
+    for name, (library, class_name) in components.items() if folder.is_dir() else ():
+        found = class_of(library, class_name)
+        files: tuple[str, ...] = ()
+        if found is not None and issubclass(found, PreTrainedModel):
+            files = ("config.json",)
+        elif found is not None and issubclass(found, PreTrainedTokenizerBase):
+            own = tuple(found.vocab_files_names.values())
+            files = tuple(dict.fromkeys((*own, *_TOKENIZERS))) if own else ()
         if files and not any((folder / name / file).is_file() for file in files):
             raise UsageError(
                 f"the pipeline at {model_path!r} must have {' or '.join(files)} in {name}, which "
@@ -314,22 +314,6 @@ def _incomplete(model_path: str, name: str, missing: Collection[str]) -> UsageEr
     )
 
 
-def _needed(found: Any) -> tuple[str, ...]:
-    """Return the files of which a component of the class has at least one; none if not known."""
-    from diffusers import ConfigMixin
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    if found is None:
-        return ()
-    if issubclass(found, ConfigMixin):
-        return (str(found.config_name),) if found.config_name else ()
-    if issubclass(found, PreTrainedModel):
-        return ("config.json",)
-    if issubclass(found, PreTrainedTokenizerBase) and found.vocab_files_names:
-        return tuple(dict.fromkeys((*found.vocab_files_names.values(), *_TOKENIZERS)))
-    return ()
-
-
 def _devices() -> tuple[str, ...]:
     """Return the devices of this machine by torch's names."""
     kind = current_platform().device_type
@@ -352,18 +336,12 @@ def _bars_on_terminals_only() -> Iterator[None]:
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 
-    enabled = [
-        library
-        for library in (diffusers_logging, transformers_logging)
-        if library.is_progress_bar_enabled() and not is_shown()
-    ]
-    for library in enabled:
-        library.disable_progress_bar()
-    try:
+    with ExitStack() as undo:
+        for library in (diffusers_logging, transformers_logging):
+            if library.is_progress_bar_enabled() and not is_shown():
+                library.disable_progress_bar()
+                undo.callback(library.enable_progress_bar)
         yield
-    finally:
-        for library in enabled:
-            library.enable_progress_bar()
 
 
 @contextmanager

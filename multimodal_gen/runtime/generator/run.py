@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -191,7 +191,7 @@ def find_done(asked: Sequence[ServerArgs]) -> tuple[Path | None, ...]:
     }
     done: list[Path | None] = []
     for args in asked:
-        wanted = _deciding(_arguments(args))
+        wanted = _deciding(as_plain(args))
         if args.seed is None:
             del wanted["seed"]
         match = next((path for path, it in records.items() if wanted.items() <= it.items()), None)
@@ -351,20 +351,28 @@ class Session:
         check_loaded(pipe, args)
         guider = getattr(pipe, "guider", None)
         call = prepare_call(pipe, self.index, args)
+        if not is_main_rank() and "output_type" in call.arguments:  # it writes nothing
+            call = replace(call, arguments={**call.arguments, "output_type": "latent"})
+        width, height = output_size(pipe, self.index, args)
+        asked = Generation(prompt=args.prompt or "", width=width, height=height)
         sigmas: Any = args.sigmas
+        by_call = "sigmas" in self.index.parameters
+        cache = None if args.cache is None else read_cache(args.cache)
         handle: Handle | None = None
         try:
             with timings.phase("attach"):
                 handle = self._attach(args, pipe)
-            by_call = "sigmas" in self.index.parameters
-            cache = None if args.cache is None else read_cache(args.cache)
             with (
                 watching(check),
+                told_of_run(pipe, given=as_typed(args), backend=_named_backend(args)),
                 given_sigmas(pipe, sigmas, by_call=by_call),
-                cached(pipe, denoisers(pipe), cache, steps_of(self.index, call)) as skipped,
+                cached(pipe, denoisers(pipe), cache, steps_of(self.index, args)) as skipped,
+                describe_generation(asked),
             ):
-                steps = _once_a_step(on_step)
-                run = _denoise(pipe, self.index, args, call, timings, stream, steps)
+                if stream is None:
+                    run = denoise(pipe, call, timings, _once_a_step(on_step))
+                else:
+                    run = stream.run(pipe, call, timings)
             if skipped is not None:
                 run = replace(run, notes=(*run.notes, skipped.note()))
             return run, call, handle.report()
@@ -386,7 +394,7 @@ class Session:
             **facts,
             "versions": output.versions(self.device),
             "pipeline": self.index.name,
-            "arguments": _arguments(args),
+            "arguments": as_plain(args),
             "mesh": None if mesh is None else {**asdict(mesh), "ranks": mesh.world_size},
             "produced": dict(made),
             "attention": report.as_dict(),
@@ -451,42 +459,11 @@ def _checked(index: PipelineIndex, args: ServerArgs) -> ServerArgs:
     return replace(args, seed=secrets.randbelow(2**32)) if args.seed is None else args
 
 
-def _denoise(
-    pipe: Any,
-    index: PipelineIndex,
-    args: ServerArgs,
-    call: Call,
-    timings: Timings,
-    stream: Streaming | None,
-    on_step: OnStep,
-) -> Denoised:
-    """Run the pipeline; ranks that write nothing stop at the latents."""
-    if not is_main_rank() and "output_type" in call.arguments:
-        call = replace(call, arguments={**call.arguments, "output_type": "latent"})
-    width, height = output_size(pipe, index, args)
-    asked = Generation(prompt=args.prompt or "", width=width, height=height)
-    with (
-        told_of_run(pipe, given=as_typed(args), backend=_named_backend(args)),
-        describe_generation(asked),
-    ):
-        if stream is not None:
-            return stream.run(pipe, call, timings)
-        return denoise(pipe, call, timings, on_step)
-
-
 def _named_backend(args: ServerArgs) -> str | None:
     """Return the diffusers backend that was asked for by name, if any."""
     if args.backend != "diffusers" or args.attention_backend is None:
         return None
     return str(args.attention_backend)
-
-
-def _arguments(args: ServerArgs) -> dict[str, Json]:
-    """Return the arguments as JSON data; the seed is the one that was used."""
-    found: dict[str, Json] = as_plain(
-        {each.name: getattr(args, each.name) for each in fields(args)}
-    )
-    return found
 
 
 def _target(index: PipelineIndex, args: ServerArgs) -> OutputTarget:
