@@ -94,7 +94,7 @@ def time_against_quality(series: Sequence[Series], measure: Measure) -> str | No
     """Draw the time of a generation against a metric of frames; None where no run has both."""
     points = []
     for each in series[1:]:
-        figures = [f for clip in each.run.generations if (f := measure.of(clip)) is not None]
+        figures = [*measure.figures(each.run).values()]
         if figures and each.run.cost is not None:
             points.append((each, each.run.cost.generation_seconds, mean_and_spread(figures)))
     finite = [mean for _, _, (mean, _) in points if math.isfinite(mean)]

@@ -308,7 +308,7 @@ def _meets(measure: Measure, figure: float, limit: float) -> bool:
 
 
 def _figure(run: Run, measure: Measure) -> float | None:
-    found = [figure for clip in run.generations if (figure := measure.of(clip)) is not None]
+    found = [*measure.figures(run).values()]
     return mean_and_spread(found)[0] if found else None
 
 

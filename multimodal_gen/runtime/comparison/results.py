@@ -224,11 +224,10 @@ class Results:
         return replace(found, generation=replace(found.generation, prompt=prompt, seed=seed))
 
     def _generation_key(self, configuration: Configuration, prompt: int, seed: int) -> str:
-        reference = self._plan.reference
         return self._store.key(
-            backend=(configuration.backend, configuration.settings),
-            reference=(reference.backend, reference.settings),
-            is_reference=configuration is reference,
+            backend=configuration.asked,
+            reference=self._plan.reference.asked,
+            is_reference=configuration is self._plan.reference,
             prompt=self._plan.prompts[prompt],
             seed=seed,
         )

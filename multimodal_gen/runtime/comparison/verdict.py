@@ -82,6 +82,11 @@ class Measure:
         figure: float | None = getattr(frames, self.name)
         return figure
 
+    def figures(self, run: Run) -> dict[tuple[int, int], float]:
+        """Return the figure of every clip that has one, by prompt and seed."""
+        found = {(each.prompt, each.seed): self.of(each) for each in run.generations}
+        return {clip: figure for clip, figure in found.items() if figure is not None}
+
     def number(self, figure: float) -> str:
         """Return a figure without its unit."""
         return f"{figure:.2g}" if self.digits is None else f"{figure:.{self.digits}f}"
@@ -235,8 +240,8 @@ def compare_with_noise(run: Run, floor: Sequence[Run]) -> tuple[NoiseComparison,
 
 
 def _compare_measure(measure: Measure, run: Run, floor: Sequence[Run]) -> NoiseComparison | None:
-    figures = _figures(measure, run)
-    others = [_figures(measure, each) for each in floor]
+    figures = measure.figures(run)
+    others = [measure.figures(each) for each in floor]
     noise = {
         clip: max((other[clip] for other in others if clip in other), key=measure.distance)
         for clip in figures
@@ -263,12 +268,6 @@ def _compare_measure(measure: Measure, run: Run, floor: Sequence[Run]) -> NoiseC
         noise=mean_and_spread([noise[clip] for clip in paired])[0],
         within=distance <= FACTOR * allowed + measure.rounding,
     )
-
-
-def _figures(measure: Measure, run: Run) -> dict[tuple[int, int], float]:
-    """Return the figure of every clip that has one, by prompt and seed."""
-    found = {(each.prompt, each.seed): measure.of(each) for each in run.generations}
-    return {clip: figure for clip, figure in found.items() if figure is not None}
 
 
 def defects_of(run: Run) -> tuple[str, ...]:
