@@ -431,9 +431,9 @@ def test_a_sparse_backend_that_skips_nothing_says_so_once(
 @pytest.mark.parametrize(
     ("entry", "tensor", "problem"),
     [
-        (struct.pack("<IIQ", 9, 4, 1 << 40), b"", "its header has 1 values where the file ends"),
-        (struct.pack("<IIQ", 9, 9, 1), b"", "its header has 1 values where the file ends"),
-        (struct.pack("<IIQ", 8, 1 << 24, 0), b"", "values where the file ends"),
+        (struct.pack("<IIQ", 9, 4, 1 << 40), b"", "its header goes on behind the end"),
+        (struct.pack("<IIQ", 9, 9, 1), b"", "its header goes on behind the end"),
+        (struct.pack("<IIQ", 8, 1 << 24, 0), b"", "its header goes on behind the end"),
         (struct.pack("<I", 99), b"", r"99\)? is not a valid GGUFValueType"),
         (struct.pack("<II", 4, 1), struct.pack("<QB", 1, 97), "must name a file in GGUF"),
         (

@@ -235,9 +235,7 @@ def write_video(frames: Any, path: Path, fps: int) -> str | None:
     """
     import numpy as np
 
-    data = to_uint8(frames)
-    note = _why_extended(data, path)
-    data = _even(data)
+    data, note = _even(to_uint8(frames), path)
     writer = _encoder(path, data, fps)
     try:
         writer.send(None)
@@ -268,22 +266,15 @@ def _encoder(path: Path, data: Any, fps: int, *options: str) -> Any:
     )
 
 
-def _even(data: Any) -> Any:
-    """Return frames whose height and width are even, extended by their last row or column."""
+def _even(data: Any, path: Path) -> tuple[Any, str | None]:
+    """Return frames of even sizes, extended by their last row or column, and a sentence on it."""
     import numpy as np
 
     height, width = data.shape[1:3]
     if height % 2 == 0 and width % 2 == 0:
-        return data
-    return np.pad(data, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
-
-
-def _why_extended(data: Any, path: Path) -> str | None:
-    """Return a sentence on frames that `_even` extends, or None."""
-    height, width = data.shape[1:3]
-    if height % 2 == 0 and width % 2 == 0:
-        return None
-    return (
+        return data, None
+    extended = np.pad(data, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
+    return extended, (
         f"H.264 needs even sizes: {path.suffix} frames of {width}x{height} were extended to "
         f"{width + width % 2}x{height + height % 2} by repeating the last row or column"
     )
@@ -319,11 +310,14 @@ class GrowingVideo:
         """
         import numpy as np
 
-        data = to_uint8(frames)
         try:
+            if self.names is None:
+                self.names = self._claimed()
+            path = self.names.media[0]
+            data, self.note = _even(to_uint8(frames), path)
             if self._writer is None:
-                self._open(data)
-            for frame in _even(data):
+                self._open(data, path)
+            for frame in data:
                 self._writer.send(np.ascontiguousarray(frame))
                 self.num_frames += 1
         except OSError as error:
@@ -342,14 +336,11 @@ class GrowingVideo:
         assert self.names is not None, "it was opened"
         _check_video(self.names.media[0], self.num_frames)
 
-    def _open(self, data: Any) -> None:
-        self.names = self._claimed()
-        path = self.names.media[0]
-        self.note = _why_extended(data, path)
+    def _open(self, data: Any, path: Path) -> None:
         # The encoder looks at no frame ahead, and a fragment is written out every quarter second.
         growing = ["-tune", "zerolatency", "-g", str(2 * self._fps)]
         growing += ["-movflags", "+empty_moov+default_base_moof", "-frag_duration", "250000"]
-        self._writer = _encoder(path, _even(data[:1]), self._fps, *growing, "-flush_packets", "1")
+        self._writer = _encoder(path, data, self._fps, *growing, "-flush_packets", "1")
         self._writer.send(None)
 
     def _claimed(self) -> OutputNames:

@@ -82,7 +82,7 @@ def _read_header(file: Path) -> None:
         def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **kwargs: Any) -> Any:
             found = super()._get(offset, dtype, count, *order, **kwargs)
             if len(found) != count:
-                raise ValueError(f"its header has {count} values where the file ends")
+                raise ValueError("its header goes on behind the end of the file")
             return found
 
     Bounded(file)

@@ -411,10 +411,7 @@ def _give(video: GrowingVideo | None, on_chunk: Give | None, chunk: StreamedChun
     if video is not None:
         video.write(chunk.frames)
     if on_chunk is not None:
-        try:
-            on_chunk(chunk)
-        except Exception as error:
-            raise _CallersError(error) from error
+        _call(on_chunk, chunk)
 
 
 def _once_a_step(on_step: OnStep | None) -> OnStep:
@@ -422,15 +419,19 @@ def _once_a_step(on_step: OnStep | None) -> OnStep:
     called: set[int] = set()
 
     def stepped(step: int, latents: torch.Tensor) -> None:
-        if on_step is None or step in called:
-            return
-        called.add(step)
-        try:
-            on_step(step, latents)
-        except Exception as error:
-            raise _CallersError(error) from error
+        if on_step is not None and step not in called:
+            called.add(step)
+            _call(on_step, step, latents)
 
     return stepped
+
+
+def _call(function: Callable[..., None], *arguments: object) -> None:
+    """Call a function of the caller's."""
+    try:
+        function(*arguments)
+    except Exception as error:
+        raise _CallersError(error) from error
 
 
 class _CallersError(MultimodalGenError):
