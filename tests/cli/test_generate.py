@@ -401,7 +401,10 @@ def test_what_cannot_be_done_is_one_line_and_leaves_no_file(
         ("part", "this looks like one component, name the folder above it"),
         ("broken", "model_index.json of 'broken' must be a JSON file"),
         ("alien", "must be one that diffusers"),
-        ("hollow", "the pipeline at 'hollow' must have a folder for every component"),
+        (
+            "hollow",
+            "component transformer of the pipeline at 'hollow' could not be loaded, check",
+        ),
     ],
 )
 def test_a_model_path_that_is_no_pipeline_is_explained(

@@ -69,6 +69,11 @@ class Configuration:
     scope: SelectionScope
     cache: Cache | None = None
 
+    @property
+    def asked(self) -> tuple[str, str]:
+        """What tells it from others."""
+        return self.backend, self.settings
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
@@ -148,15 +153,12 @@ def read_configurations(
     texts = [text.strip() for text in texts if text.strip()]
     if not texts:
         raise ConfigError(f"{name} must name at least one backend, got none; try sage_attn")
-    names = list(taken)
     found: list[Configuration] = []
     for text in texts:
+        names = [*taken, *(each.name for each in found)]
         configuration = read_configuration(text, name=name, taken=names)
-        for other in found:
-            same = (other.backend, other.settings)
-            if same == (configuration.backend, configuration.settings):
-                raise ConfigError(f"{name} must name each configuration once, got {text!r} twice")
-        names.append(configuration.name)
+        if configuration.asked in [each.asked for each in found]:
+            raise ConfigError(f"{name} must name each configuration once, got {text!r} twice")
         found.append(configuration)
     return tuple(found)
 
@@ -202,9 +204,7 @@ def _is_sparse(configuration: Configuration) -> bool:
 
 
 def _is_exact(configuration: Configuration) -> bool:
-    exact = map(read_configuration, EXACT_KERNELS)
-    asked = (configuration.backend, configuration.settings)
-    return any((each.backend, each.settings) == asked for each in exact)
+    return configuration.asked in [each.asked for each in map(read_configuration, EXACT_KERNELS)]
 
 
 def cache_of(text: str) -> str | None:

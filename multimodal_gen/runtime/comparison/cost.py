@@ -84,7 +84,7 @@ class Meter:
         try:
             yield
         finally:
-            self._reset()
+            self._note_peak(counts=False)
             step = len(self.timings.steps)
             self._excluded[step] = self._excluded.get(step, 0.0) + self.timings.now() - start
 
@@ -107,15 +107,15 @@ class Meter:
             density=self_attention_density(report),
         )
 
-    def _note_peak(self) -> None:
-        if self._memory is not None:
-            self._peak = max(self._peak, self._memory.max_memory_allocated(self._device))
-            self.highest = max(self.highest, self._peak)
-
-    def _reset(self) -> None:
-        if self._memory is not None:
-            highest = self._memory.max_memory_allocated(self._device)
-            self.highest = max(self.highest, highest)
+    def _note_peak(self, *, counts: bool = True) -> None:
+        """Note the memory that was taken until now, by the generation or by what is excluded."""
+        if self._memory is None:
+            return
+        found = self._memory.max_memory_allocated(self._device)
+        self.highest = max(self.highest, found)
+        if counts:
+            self._peak = max(self._peak, found)
+        else:
             self._memory.reset_peak_memory_stats(self._device)
 
 

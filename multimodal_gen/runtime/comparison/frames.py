@@ -19,9 +19,8 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -29,8 +28,9 @@ from typing import Any
 
 import torch
 
-from multimodal_gen.errors import MissingDependencyError, UsageError, first_line
+from multimodal_gen.errors import UsageError, first_line
 from multimodal_gen.runtime.comparison.record import FrameMetrics
+from multimodal_gen.runtime.generator.output import require_encoder
 
 MOST_DB = 100.0
 """What infinite decibels count as in an average with finite ones."""
@@ -75,10 +75,7 @@ def measure_frames(
     found, reasons = _measure_with_ffmpeg(frames, reference, fps)
     lpips, reason = _lpips(frames, reference)
     metrics = FrameMetrics(
-        psnr=found.get("psnr"),
-        ssim=found.get("ssim"),
-        xpsnr=found.get("xpsnr"),
-        vmaf=found.get("vmaf"),
+        **found,
         flicker=_flicker(frames),
         flicker_reference=_flicker(reference),
         lpips=lpips,
@@ -98,14 +95,12 @@ def summarise(metrics: Sequence[FrameMetrics]) -> tuple[FrameMetrics, FrameMetri
     for name in _METRICS:
         values = [value for each in metrics if (value := getattr(each, name)) is not None]
         pairs[name] = mean_and_spread(values) if values else (None, None)
-    mean = replace(
-        FrameMetrics(
-            constant=any(each.constant for each in metrics),
-            non_finite=sum(each.non_finite for each in metrics),
-        ),
+    mean = FrameMetrics(
+        constant=any(each.constant for each in metrics),
+        non_finite=sum(each.non_finite for each in metrics),
         **{name: mean for name, (mean, _) in pairs.items()},
     )
-    return mean, replace(FrameMetrics(), **{name: spread for name, (_, spread) in pairs.items()})
+    return mean, FrameMetrics(**{name: spread for name, (_, spread) in pairs.items()})
 
 
 def mean_and_spread(figures: Sequence[float]) -> tuple[float, float]:
@@ -128,16 +123,7 @@ def find_ffmpeg() -> str:
     Raises:
         MissingDependencyError: there is none.
     """
-    try:
-        import imageio_ffmpeg
-
-        found: str = imageio_ffmpeg.get_ffmpeg_exe()
-        return found
-    except (ImportError, RuntimeError) as error:
-        raise MissingDependencyError(
-            f"comparing frames needs imageio-ffmpeg ({error}); install with: "
-            f"pip install 'multimodal_gen[compare]'"
-        ) from error
+    return require_encoder("comparing frames", "compare")
 
 
 def _check(name: str, array: Any) -> None:
@@ -171,9 +157,9 @@ def _flicker(frames: Any) -> float | None:
 
 def _measure_with_ffmpeg(
     frames: Any, reference: Any, fps: float
-) -> tuple[dict[str, float], list[str]]:
+) -> tuple[dict[str, Any], list[str]]:
     """Return the metrics that could be computed by name, and why others could not."""
-    found: dict[str, float] = {}
+    found: dict[str, Any] = {}
     reasons = []
     height, width = frames.shape[1:3]
     with tempfile.TemporaryDirectory() as folder:
@@ -182,14 +168,16 @@ def _measure_with_ffmpeg(
             with path.open("wb") as file:
                 for frame in pixels:  # a clip need not be contiguous
                     file.write(frame.tobytes())
-        run = _Ffmpeg(find_ffmpeg(), clips, (width, height), fps)
+        raw = ("-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", f"{fps:g}")
+        inputs = [part for clip in clips for part in (*raw, "-i", str(clip))]
+        command = [find_ffmpeg(), "-hide_banner", "-nostats", "-nostdin", *inputs]
         small = min(height, width) < _VMAF_PIXELS
         # Each is a process of its own, and those of PSNR and XPSNR use few cores.
         with ThreadPoolExecutor() as pool:
-            vmaf = None if small else pool.submit(run.vmaf, Path(folder, "vmaf.json"))
-            psnr = pool.submit(run, "[1:v][0:v]psnr")
+            vmaf = None if small else pool.submit(_vmaf, command, Path(folder, "vmaf.json"))
+            psnr = pool.submit(_filtered, command, "[1:v][0:v]psnr")
             # Its first input is the reference, that of the others is what is judged.
-            xpsnr = pool.submit(run, f"[0:v]{_LUMA}[r];[1:v]{_LUMA}[d];[r][d]xpsnr")
+            xpsnr = pool.submit(_filtered, command, f"[0:v]{_LUMA}[r];[1:v]{_LUMA}[d];[r][d]xpsnr")
         for name, done, pattern in (("psnr", psnr, _PSNR), ("xpsnr", xpsnr, _XPSNR)):
             log, problem = done.result()
             match = None if problem else pattern.search(log)
@@ -209,46 +197,33 @@ def _measure_with_ffmpeg(
     return found, reasons
 
 
-class _Ffmpeg:
-    """Runs filters of two inputs over two raw clips, each in a process of its own.
+def _filtered(command: Sequence[str], graph: str) -> tuple[str, str]:
+    """Run a filter over clips; return what ffmpeg printed and, where it failed, why."""
+    done = subprocess.run(
+        [*command, "-filter_complex", graph, "-f", "null", "-"],
+        capture_output=True,
+        text=True,
+        errors="replace",
+    )
+    if done.returncode == 0:
+        return done.stderr, ""
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    last = re.sub(r" @ 0x\w+", "", lines[-1]) if lines else "it printed nothing"
+    return done.stderr, f"ffmpeg ended with status {done.returncode}: {last.strip()}"
 
-    Args:
-        executable: ffmpeg.
-        clips: files of raw RGB: the reference and what is judged.
-        size: width and height in pixels.
-        fps: frames per second.
-    """
 
-    def __init__(
-        self, executable: str, clips: Iterable[Path], size: tuple[int, int], fps: float
-    ) -> None:
-        self._command = [executable, "-hide_banner", "-nostats", "-nostdin"]
-        for clip in clips:
-            self._command += ["-f", "rawvideo", "-pix_fmt", "rgb24"]
-            self._command += ["-s", f"{size[0]}x{size[1]}", "-r", f"{fps:g}", "-i", str(clip)]
-
-    def __call__(self, graph: str) -> tuple[str, str]:
-        """Return what ffmpeg printed and, where it failed, why."""
-        command = [*self._command, "-filter_complex", graph, "-f", "null", "-"]
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
-        if done.returncode == 0:
-            return done.stderr, ""
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        last = re.sub(r" @ 0x\w+", "", lines[-1]) if lines else "it printed nothing"
-        return done.stderr, f"ffmpeg ended with status {done.returncode}: {last.strip()}"
-
-    def vmaf(self, log: Path) -> tuple[dict[str, float], str]:
-        """Return SSIM and VMAF and, where there are none, why; `log` is a file to write."""
-        threads = min(os.cpu_count() or 1, 16)
-        # Quotes keep the colon from ending the option, the backslash from ending the feature's.
-        options = f"n_threads={threads}:log_fmt=json:feature='name=float_ssim\\:scale=1'"
-        path = re.sub(r"([\\':])", r"\\\1", str(log))
-        graph = f"[0:v]{_LUMA}[r];[1:v]{_LUMA}[d];[d][r]libvmaf={options}:log_path='{path}'"
-        _, problem = self(graph)
-        if problem:
-            return {}, problem
-        pooled = json.loads(log.read_text("utf-8"))["pooled_metrics"]
-        return {"ssim": pooled["float_ssim"]["mean"], "vmaf": pooled["vmaf"]["mean"]}, ""
+def _vmaf(command: Sequence[str], log: Path) -> tuple[dict[str, float], str]:
+    """Return SSIM and VMAF and, where there are none, why; `log` is a file to write."""
+    threads = min(os.cpu_count() or 1, 16)
+    # Quotes keep the colon from ending the option, the backslash from ending the feature's.
+    options = f"n_threads={threads}:log_fmt=json:feature='name=float_ssim\\:scale=1'"
+    path = re.sub(r"([\\':])", r"\\\1", str(log))
+    graph = f"[0:v]{_LUMA}[r];[1:v]{_LUMA}[d];[d][r]libvmaf={options}:log_path='{path}'"
+    _, problem = _filtered(command, graph)
+    if problem:
+        return {}, problem
+    pooled = json.loads(log.read_text("utf-8"))["pooled_metrics"]
+    return {"ssim": pooled["float_ssim"]["mean"], "vmaf": pooled["vmaf"]["mean"]}, ""
 
 
 def _lpips(frames: Any, reference: Any) -> tuple[float | None, str]:

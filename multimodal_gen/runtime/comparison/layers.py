@@ -33,12 +33,12 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
 
-from multimodal_gen.errors import first_line, is_out_of_memory
+from multimodal_gen.errors import UsageError, first_line, is_out_of_memory
 from multimodal_gen.runtime.comparison.record import (
     LayerErrors,
     LayerSpread,
@@ -70,6 +70,9 @@ _Serve: TypeAlias = Callable[[AttentionCall], torch.Tensor]
 _Place: TypeAlias = tuple[str, str, int, str | None]
 """Which call it is: component, name, step and guidance branch."""
 
+_Source: TypeAlias = Literal["dense", "plan", "estimate"]
+"""Where a mass is from; see `LayerErrors`."""
+
 _CELLS = 512  # of a picture, at most
 _DIGITS = 5
 
@@ -84,8 +87,8 @@ class Measured:
         failure: why the backend could not serve a call, or "".
     """
 
-    layers: list[LayerErrors] = field(default_factory=list)
-    masks: list[MaskPicture] = field(default_factory=list)
+    layers: tuple[LayerErrors, ...] = ()
+    masks: tuple[MaskPicture, ...] = ()
     failure: str = ""
 
 
@@ -152,7 +155,7 @@ class Replay:
         (truth,) = exact_rows(layer, call, rows, (call.value,))
         errors = row_errors(out[:, rows], truth)
         ran = _served(layer).selection.label
-        self._add(self._reference, layer, context, ran, errors, _Mass.of_dense(errors))
+        self._add(self._reference, layer, context, ran, errors, *_dense(errors))
         gated = _with_gate(call)
         for name, scope in self._scopes.items():
             measured = self.found[name]
@@ -165,10 +168,10 @@ class Replay:
                     errors = row_errors(other.attend(asked)[:, rows], truth)
                 ran = _served(other).selection.label
                 density = dict(_served(other).densities).get(context.current_timestep, 1.0)
-                mass = _Mass.of_dense(errors)
+                mass = _dense(errors)
                 if density < 1:
                     mass = _kept_by(layer, other, call, rows, told, seed)
-                self._add(name, layer, context, ran, errors, replace(mass, density=density))
+                self._add(name, layer, context, ran, errors, *mass, density)
                 if density < 1 and picture:
                     self._picture(name, other, call, context)
 
@@ -179,10 +182,12 @@ class Replay:
         context: ForwardContext,
         ran: str,
         errors: torch.Tensor,
-        mass: "_Mass",
+        kept: torch.Tensor,
+        source: _Source,
+        density: float = 1.0,
     ) -> None:
         l1, l2, cosine = errors.tolist()
-        self.found[name].layers.append(
+        self.found[name].layers += (
             LayerErrors(
                 component=layer.site.component or "",
                 name=layer.site.name,
@@ -193,10 +198,10 @@ class Replay:
                 relative_l1=_rounded(l1),
                 relative_l2=_rounded(l2),
                 cosine=_rounded(cosine, 9),
-                kept_mass=_rounded(mass.kept.tolist()),
-                kept_mass_source=mass.source,
-                density=mass.density,
-            )
+                kept_mass=_rounded(kept.tolist()),
+                kept_mass_source=source,
+                density=density,
+            ),
         )
 
     def _picture(
@@ -217,7 +222,7 @@ class Replay:
         self._pictured.add(key)
         heads = layer.geometry.num_heads
         chosen = sorted({0, heads // 2, heads - 1})
-        self.found[name].masks.extend(_pictures(layer, call, context, chosen))
+        self.found[name].masks += tuple(_pictures(layer, call, context, chosen))
 
 
 def averaged(clips: Sequence[Sequence[LayerErrors]]) -> tuple[LayerErrors, ...]:
@@ -266,10 +271,10 @@ def _by_head(
     }
 
 
-def _source_of(found: Sequence[LayerErrors]) -> Literal["dense", "plan", "estimate"] | None:
+def _source_of(found: Sequence[LayerErrors]) -> _Source | None:
     """Return the least exact of the ways in which masses were found."""
     sources = {each.kept_mass_source for each in found}
-    ways: tuple[Literal["estimate", "plan", "dense"], ...] = ("estimate", "plan", "dense")
+    ways: tuple[_Source, ...] = ("estimate", "plan", "dense")
     return next((way for way in ways if way in sources), None)
 
 
@@ -344,24 +349,9 @@ def _with_gate(call: AttentionCall) -> AttentionCall:
     return call if call.spare_gate is None else call._replace(gate=call.spare_gate())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Mass:
-    """What sampled rows of a call keep.
-
-    Attributes:
-        kept: share of their exact weight, [H].
-        source: see `LayerErrors`.
-        density: the same.
-    """
-
-    kept: torch.Tensor
-    source: Literal["dense", "plan", "estimate"]
-    density: float = 1.0
-
-    @classmethod
-    def of_dense(cls, errors: torch.Tensor) -> "_Mass":
-        """Return that of dense attention, for the heads of its `errors`, [3, H]."""
-        return cls(kept=torch.ones_like(errors[0]), source="dense")
+def _dense(errors: torch.Tensor) -> tuple[torch.Tensor, _Source]:
+    """Return what dense attention keeps, for the heads of its `errors`, [3, H]: all."""
+    return torch.ones_like(errors[0]), "dense"
 
 
 def _kept_by(
@@ -371,15 +361,18 @@ def _kept_by(
     rows: torch.Tensor,
     told: Sequence[KeptPairs],
     seed: int,
-) -> _Mass:
-    """Return what sampled rows of a sparse call keep: exactly, if the method told its plan."""
+) -> tuple[torch.Tensor, _Source]:
+    """Return the share of exact weight that sampled rows of a sparse call keep, [H].
+
+    It is exact if the method told its plan.
+    """
     covered = {head for each in told for head in range(each.heads.start, each.heads.stop)}
     if covered == {*range(call.query.shape[2])}:
-        return _Mass(kept=mass_of_plan(layer, call, rows, told), source="plan")
+        return mass_of_plan(layer, call, rows, told), "plan"
     signs = _random_signs(call, seed)
     (exact,) = exact_rows(layer, call, rows, (signs,))
     seen = other.attend(call._replace(value=signs))[:, rows]
-    return _Mass(kept=kept_mass(seen, exact), source="estimate")
+    return kept_mass(seen, exact), "estimate"
 
 
 def mass_of_plan(
@@ -513,15 +506,21 @@ def _pictures(
         )
 
 
+def failure_line(error: BaseException) -> str:
+    """Return why a backend failed, in a line."""
+    line = first_line(error)
+    if is_out_of_memory(error):
+        return f"out of memory: {line}"
+    return line if isinstance(error, UsageError) else f"{type(error).__name__}: {line}"
+
+
 @contextmanager
 def _recording_failure(measured: Measured) -> Iterator[None]:
     """Write down why a backend fails, instead of ending the generation."""
     try:
         yield
     except Exception as error:
-        measured.failure = first_line(error)
-        if is_out_of_memory(error):
-            measured.failure = f"out of memory: {measured.failure}"
+        measured.failure = failure_line(error)
 
 
 def _is_measured(layer: AttentionLayer) -> bool:

@@ -8,6 +8,7 @@ all clips, as they were generated.
 
 import base64
 import io
+import itertools
 import json
 import math
 import subprocess
@@ -25,7 +26,6 @@ from multimodal_gen.runtime.comparison.plots import (
     error_over_steps,
     heat_maps,
     latents_over_steps,
-    require_matplotlib,
     series_of,
     time_against_quality,
 )
@@ -64,9 +64,8 @@ def require_page() -> None:
     Raises:
         MissingDependencyError: a package is missing.
     """
-    require_matplotlib()
     find_ffmpeg()
-    for package in ("jinja2", "numpy", "PIL"):
+    for package in ("matplotlib", "jinja2", "numpy", "PIL"):
         try:
             __import__(package)
         except ImportError as error:
@@ -102,7 +101,8 @@ def write_page(report: Report, folder: Path, path: Path, *, limit: int = LIMIT) 
     takes, note = _takes(report, folder, limit - bare)
     if note:
         context["notes"] = [*context["notes"], note]
-    page = _rendered({**context, "takes": takes, "frames": max(_counts(report, folder, takes))})
+    frames = [clip["frames"] for take in takes for clip in take["clips"]]
+    page = _rendered({**context, "takes": takes, "frames": max(frames, default=1)})
     with atomic_write(path) as partial:
         partial.write_bytes(page)
     return len(page)
@@ -376,8 +376,9 @@ def _mask_frames(picture: MaskPicture, weights: Any) -> Iterator[dict[str, Any]]
 def _takes(report: Report, folder: Path, room: int) -> tuple[list[dict[str, Any]], str]:
     """Return the clips by prompt and seed, in at most `room` bytes, and what had to be left out."""
     takes: list[dict[str, Any]] = []
-    for side, factor in SIZES:
-        takes = [_take(report, folder, *each, (side, factor)) for each in _clips(report)]
+    asked = list(itertools.product(range(len(report.prompts)), report.seeds))
+    for size in SIZES:
+        takes = [_take(report, folder, *each, size) for each in asked]
         if sum(map(_weight, takes)) <= room:
             return takes, ""
     total = len(takes)
@@ -394,12 +395,6 @@ def _weight(take: Mapping[str, Any]) -> int:
     return sum(len(clip["uri"]) + 600 for clip in take["clips"]) + 4 * len(take["prompt"]) + 400
 
 
-def _clips(report: Report) -> Iterator[tuple[int, int]]:
-    for prompt in range(len(report.prompts)):
-        for seed in report.seeds:
-            yield prompt, seed
-
-
 def _take(
     report: Report, folder: Path, prompt: int, seed: int, size: tuple[int, int]
 ) -> dict[str, Any]:
@@ -411,7 +406,8 @@ def _take(
                 pixels = _pixels(folder / clip.frames_path)
                 encoded = _encoded(pixels, report.model.kind == "video", size, fps)
                 text = "the reference" if each.run is report.reference else _caption(clip)
-                clips.append({"run": each.run.name, "colour": each.css, "text": text, **encoded})
+                found = {"run": each.run.name, "colour": each.css, "text": text}
+                clips.append({**found, "frames": len(pixels), **encoded})
     label = f"prompt {prompt + 1}, seed {seed}" if len(report.prompts) > 1 else f"seed {seed}"
     return {"label": label, "prompt": report.prompts[prompt], "clips": clips}
 
@@ -423,16 +419,6 @@ def _caption(clip: Generation) -> str:
         if measure.name in _SEARCHED and (figure := measure.of(clip)) is not None
     ]
     return ", ".join(figures)
-
-
-def _counts(report: Report, folder: Path, takes: Sequence[Any]) -> Iterator[int]:
-    """Yield the number of frames of every clip, and 1."""
-    yield 1
-    if takes:
-        for run in report.runs:
-            for clip in run.generations:
-                if clip.frames_path:
-                    yield len(_pixels(folder / clip.frames_path))
 
 
 def _pixels(path: Path) -> Any:

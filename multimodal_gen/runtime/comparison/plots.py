@@ -11,10 +11,9 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from multimodal_gen.errors import MissingDependencyError
 from multimodal_gen.runtime.comparison.frames import mean_and_spread
 from multimodal_gen.runtime.comparison.record import LayerErrors, Report, Run, grouped
 from multimodal_gen.runtime.comparison.verdict import Measure
@@ -38,16 +37,19 @@ class Series:
     Attributes:
         run: the run.
         colour: stand-in for its colour.
-        css: its colour in the page.
         marker: as matplotlib names it.
         dash: as matplotlib names it.
     """
 
     run: Run
     colour: str
-    css: str
     marker: str
     dash: str
+
+    @property
+    def css(self) -> str:
+        """Its colour in the page."""
+        return _STAND_INS[self.colour]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +59,6 @@ class HeatMap:
     Attributes:
         run: name of the run.
         component: pipeline component.
-        down: what rows are, "layer".
         across: what columns are, "step" or "head".
         rows: their labels, from the top.
         columns: their labels.
@@ -68,43 +69,24 @@ class HeatMap:
 
     run: str
     component: str
-    down: str
     across: str
     rows: tuple[int, ...]
     columns: tuple[int, ...]
     values: tuple[tuple[float | None, ...], ...]
-    box: tuple[float, float, float, float]
-    svg: str
-
-
-def require_matplotlib() -> None:
-    """Check that figures can be drawn, before minutes are spent on what they show.
-
-    Raises:
-        MissingDependencyError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib as found
-
-        assert found
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"the page of a comparison needs matplotlib ({error}); install with: "
-            f"pip install 'multimodal_gen[compare]'"
-        ) from error
+    box: tuple[float, float, float, float] = (0.0, 0.0, 1.0, 1.0)
+    svg: str = ""
 
 
 def series_of(report: Report) -> tuple[Series, ...]:
     """Return how every run is drawn: the reference in ink, exact kernels in grey."""
-    drawn = [Series(report.reference, _INK, _STAND_INS[_INK], "o", "-")]
+    drawn = [Series(report.reference, _INK, "o", "-")]
     drawn += [
-        Series(run, _MUTED, _STAND_INS[_MUTED], _MARKERS[i % len(_MARKERS)], ":")
-        for i, run in enumerate(report.floor)
+        Series(run, _MUTED, _MARKERS[i % len(_MARKERS)], ":") for i, run in enumerate(report.floor)
     ]
     for i, run in enumerate(report.candidates):
         colour = _SERIES[i % len(_SERIES)]
         dash = _DASHES[i // len(_SERIES) % len(_DASHES)]
-        drawn.append(Series(run, colour, _STAND_INS[colour], _MARKERS[i % len(_MARKERS)], dash))
+        drawn.append(Series(run, colour, _MARKERS[i % len(_MARKERS)], dash))
     return tuple(drawn)
 
 
@@ -112,7 +94,7 @@ def time_against_quality(series: Sequence[Series], measure: Measure) -> str | No
     """Draw the time of a generation against a metric of frames; None where no run has both."""
     points = []
     for each in series[1:]:
-        figures = [f for clip in each.run.generations if (f := measure.of(clip)) is not None]
+        figures = [*measure.figures(each.run).values()]
         if figures and each.run.cost is not None:
             points.append((each, each.run.cost.generation_seconds, mean_and_spread(figures)))
     finite = [mean for _, _, (mean, _) in points if math.isfinite(mean)]
@@ -172,19 +154,17 @@ def heat_maps(series: Sequence[Series]) -> tuple[HeatMap, ...]:
     All share one scale of colours, which is logarithmic. Means are over what is not an axis.
     """
     grids = [
-        (each.run.name, component, across, *_grid(calls, across))
+        _undrawn(each.run.name, component, calls, across)
         for each in series[1:]
         for component, calls in _by_component(each.run.layers).items()
         for across in ("step", "head")
     ]
-    found = [
-        value for *_, values in grids for row in values for value in row if value and value > 0
-    ]
+    found = [value for grid in grids for row in grid.values for value in row if value and value > 0]
     if not found:
         return ()
     high = max(found)
     low = max(min(found), high * _SMALLEST_SHARE)
-    return tuple(_heat_map(*grid, (low, high if high > low else low * 10)) for grid in grids)
+    return tuple(_drawn(grid, (low, high if high > low else low * 10)) for grid in grids)
 
 
 def _over_steps(
@@ -224,10 +204,8 @@ def _by_component(calls: Sequence[LayerErrors]) -> dict[str, list[LayerErrors]]:
     return grouped((call.component, call) for call in calls)
 
 
-def _grid(
-    calls: Sequence[LayerErrors], across: str
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[float | None, ...], ...]]:
-    """Return the labels of rows and columns, and the mean errors."""
+def _undrawn(run: str, component: str, calls: Sequence[LayerErrors], across: str) -> HeatMap:
+    """Return the labels of rows and columns, and the mean errors, without a picture."""
     cells = grouped(
         ((call.layer, call.step if across == "step" else head), error)
         for call in calls
@@ -239,53 +217,43 @@ def _grid(
         finite = [error for error in cells.get(place, ()) if math.isfinite(error)]
         return math.fsum(finite) / len(finite) if finite else None
 
-    return rows, columns, tuple(tuple(mean((row, column)) for column in columns) for row in rows)
+    return HeatMap(
+        run=run,
+        component=component,
+        across=across,
+        rows=rows,
+        columns=columns,
+        values=tuple(tuple(mean((row, column)) for column in columns) for row in rows),
+    )
 
 
-def _heat_map(
-    run: str,
-    component: str,
-    across: str,
-    rows: tuple[int, ...],
-    columns: tuple[int, ...],
-    values: tuple[tuple[float | None, ...], ...],
-    limits: tuple[float, float],
-) -> HeatMap:
+def _drawn(grid: HeatMap, limits: tuple[float, float]) -> HeatMap:
     import numpy as np
     from matplotlib.colors import LogNorm
 
     with _figure(5.0, 3.3) as (figure, axes):
         axes.set_position((0.11, 0.18, 0.71, 0.78))
-        numbers = np.array([[np.nan if v is None else v for v in row] for row in values])
+        numbers = np.array([[np.nan if v is None else v for v in row] for row in grid.values])
         picture = axes.imshow(
             np.clip(numbers, limits[0], None),  # 0 has no logarithm
             cmap="viridis", norm=LogNorm(*limits), aspect="auto", interpolation="nearest",
         )  # fmt: skip
-        axes.set_xlabel({"step": "denoising step", "head": "head"}[across])
+        axes.set_xlabel({"step": "denoising step", "head": "head"}[grid.across])
         axes.set_ylabel("layer")
         axes.grid(False)
-        for axis, labels in ((axes.xaxis, columns), (axes.yaxis, rows)):
+        for axis, labels in ((axes.xaxis, grid.columns), (axes.yaxis, grid.rows)):
             stride = max(1, math.ceil(len(labels) / 8))
             axis.set_ticks(range(0, len(labels), stride), [str(n) for n in labels[::stride]])
         bar = figure.colorbar(picture, cax=figure.add_axes((0.84, 0.18, 0.025, 0.78)))
         bar.outline.set_visible(False)
         _plain_numbers(bar.ax.yaxis)
         bar.ax.tick_params(labelsize=10)
-        title = f"{run}, {component}: error by layer and {across}"
-        known = [v for row in values for v in row if v is not None]
+        title = f"{grid.run}, {grid.component}: error by layer and {grid.across}"
+        known = [v for row in grid.values for v in row if v is not None]
         svg = _svg(figure, title, f"From {min(known):.2g} to {max(known):.2g}." if known else "")
         place = axes.get_position()
-    return HeatMap(
-        run=run,
-        component=component,
-        down="layer",
-        across=across,
-        rows=rows,
-        columns=columns,
-        values=values,
-        box=(place.x0, 1 - place.y1, place.width, place.height),
-        svg=svg,
-    )
+    box = (place.x0, 1 - place.y1, place.width, place.height)
+    return replace(grid, box=box, svg=svg)
 
 
 @contextmanager

@@ -16,9 +16,10 @@ cache, or of a schedule that starts with dense steps.
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -32,6 +33,7 @@ from multimodal_gen.runtime.comparison.verdict import MEASURES, Measure, defects
 from multimodal_gen.runtime.generator.cache import read_cache
 from multimodal_gen.runtime.layers.attention.scope import scope_from
 from multimodal_gen.runtime.server_args import CALL_SETTINGS, ServerArgs
+from multimodal_gen.settings import as_flag
 
 GRID = (
     "sage_attn",
@@ -46,6 +48,11 @@ GRID = (
 )
 """What is searched where no comparison is given: each sparse method that needs no training, from
 mild to strong, and 8 bits. What cannot serve a model is a row that is never good enough."""
+
+_LIMITED: Mapping[str, str] = MappingProxyType(
+    {"min_psnr": "psnr", "min_vmaf": "vmaf", "max_error": "latents"}
+)
+"""Limit -> the measure that it is of, in their order."""
 
 _WITHIN = "within the noise of dense kernels"
 
@@ -68,23 +75,17 @@ class Limits:
     max_error: float | None = None
 
     def __post_init__(self) -> None:
-        for flag, limit in (
-            ("--min-psnr", self.min_psnr),
-            ("--min-vmaf", self.min_vmaf),
-            ("--max-error", self.max_error),
-        ):
+        for name in _LIMITED:
+            limit = getattr(self, name)
             if limit is not None and not math.isfinite(limit):
-                raise ConfigError(f"{flag} must be a finite number, got {limit}")
+                raise ConfigError(f"{as_flag(name)} must be a finite number, got {limit}")
 
     @property
     def given(self) -> tuple[tuple[Measure, float], ...]:
         """The limits that are given, with what they limit."""
-        limits = {"psnr": self.min_psnr, "vmaf": self.min_vmaf, "latents": self.max_error}
-        return tuple(
-            (measure, limit)
-            for measure in MEASURES
-            if (limit := limits.get(measure.name)) is not None
-        )
+        measures = {measure.name: measure for measure in MEASURES}
+        limits = ((measures[name], getattr(self, limit)) for limit, name in _LIMITED.items())
+        return tuple((measure, limit) for measure, limit in limits if limit is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,7 +308,7 @@ def _meets(measure: Measure, figure: float, limit: float) -> bool:
 
 
 def _figure(run: Run, measure: Measure) -> float | None:
-    found = [figure for clip in run.generations if (figure := measure.of(clip)) is not None]
+    found = [*measure.figures(run).values()]
     return mean_and_spread(found)[0] if found else None
 
 

@@ -19,7 +19,6 @@ from multimodal_gen.runtime.comparison.store import (
     Store,
     StoredGeneration,
     StoredMetrics,
-    StoredReplay,
     clip_writers,
 )
 from multimodal_gen.runtime.generator.denoise import Denoised
@@ -129,10 +128,7 @@ class Results:
         self, configuration: Configuration, clip: tuple[int, int], measured: Measured
     ) -> None:
         """Write what replaying the reference's calls of a clip found."""
-        stored = StoredReplay(
-            layers=tuple(measured.layers), masks=tuple(measured.masks), failure=measured.failure
-        )
-        self._store.write(self._replay_key(configuration, clip), stored)
+        self._store.write(self._replay_key(configuration, clip), measured)
 
     def run_of(self, configuration: Configuration, failure: str) -> Run:
         """Return the record of a configuration, its clips measured.
@@ -213,8 +209,8 @@ class Results:
     def _latents_path(self, prompt: int, seed: int) -> str:
         return f"latents/{self._generation_key(self._plan.reference, prompt, seed)}.npy"
 
-    def _replay(self, configuration: Configuration, clip: tuple[int, int]) -> StoredReplay | None:
-        return self._store.find(StoredReplay, self._replay_key(configuration, clip))
+    def _replay(self, configuration: Configuration, clip: tuple[int, int]) -> Measured | None:
+        return self._store.find(Measured, self._replay_key(configuration, clip))
 
     def _stored_generation(
         self, configuration: Configuration, prompt: int, seed: int
@@ -228,11 +224,10 @@ class Results:
         return replace(found, generation=replace(found.generation, prompt=prompt, seed=seed))
 
     def _generation_key(self, configuration: Configuration, prompt: int, seed: int) -> str:
-        reference = self._plan.reference
         return self._store.key(
-            backend=(configuration.backend, configuration.settings),
-            reference=(reference.backend, reference.settings),
-            is_reference=configuration is reference,
+            backend=configuration.asked,
+            reference=self._plan.reference.asked,
+            is_reference=configuration is self._plan.reference,
             prompt=self._plan.prompts[prompt],
             seed=seed,
         )

@@ -25,7 +25,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from multimodal_gen.errors import UnsupportedBackendError, UsageError, first_line, is_out_of_memory
+from multimodal_gen.errors import UnsupportedBackendError, UsageError, first_line
 from multimodal_gen.runtime.comparison.configurations import (
     EXACT_KERNELS,
     ONE_DEVICE,
@@ -33,11 +33,12 @@ from multimodal_gen.runtime.comparison.configurations import (
     Plan,
     read_configuration,
 )
-from multimodal_gen.runtime.comparison.cost import Meter, Spent
-from multimodal_gen.runtime.comparison.layers import Measured, Replay, WarmUp
+from multimodal_gen.runtime.comparison.cost import Meter
+from multimodal_gen.runtime.comparison.layers import Measured, Replay, WarmUp, failure_line
 from multimodal_gen.runtime.comparison.record import (
     VERSION,
     Environment,
+    Generation,
     Model,
     Report,
     write_record,
@@ -165,7 +166,7 @@ class Comparison:
         self._highest = 0
         self._progress = _Progress(0, say)
         # While a GPU generates the next clip; a CPU has nothing to spare.
-        self._writer = None if self._device.type == "cpu" else _BackgroundWriter()
+        self._writer = _Writer(in_background=self._device.type != "cpu")
         self._latents: dict[tuple[int, int], Any] = {}
         self._notes: list[str] = []
 
@@ -193,12 +194,10 @@ class Comparison:
                 self._run_reference(todo, served)
                 failures = {each.name: self._run(each, todo) for each in others}
             finally:
-                if self._writer is not None:
-                    self._writer.finish()
-            if self._writer is not None:
-                self._writer.check(plan.reference.name)
-                unwritten = {name: _described(e) for name, e in self._writer.errors.items()}
-                failures = {**unwritten, **{k: v for k, v in failures.items() if v}}
+                self._writer.finish()
+            self._writer.check(plan.reference.name)
+            unwritten = {name: failure_line(e) for name, e in self._writer.errors.items()}
+            failures = {**unwritten, **{k: v for k, v in failures.items() if v}}
         return self._report(floor, failures, start)
 
     def _report(
@@ -311,15 +310,14 @@ class Comparison:
         """Run what is missing of a configuration; return why it failed, or nothing."""
         if configuration.name in self._unserved:
             return self._unserved[configuration.name]
-        if self._writer is not None:
-            self._writer.check(self._plan.reference.name)  # nothing can be compared without it
+        self._writer.check(self._plan.reference.name)  # nothing can be compared without it
         failure, left = "", list(todo.missing[configuration.name])
         try:
             while left:
                 self._generate(configuration, *left[0])
                 left.pop(0)
         except Exception as error:
-            failure = _described(error)
+            failure = failure_line(error)
         if failure:
             self._say(f"{configuration.name}: {failure}")
             _free_memory(self._device)
@@ -328,21 +326,17 @@ class Comparison:
 
     def _cached(self, configuration: Configuration) -> AbstractContextManager[object]:
         """Enable the cache of a configuration on the denoisers in a `with` block."""
-        pipe, steps = self._pipe, None
-        if configuration.cache is not None:
-            steps = steps_of(self._index, prepare_call(pipe, self._index, self._args))
-        return cached(pipe, denoisers(pipe), configuration.cache, steps)
+        steps = steps_of(self._index, self._args)
+        return cached(self._pipe, denoisers(self._pipe), configuration.cache, steps)
 
     def _warm_up(self, configurations: Sequence[Configuration]) -> None:
         """Make a short generation of the reference, so that no kernel is compiled later on."""
-        default = self._index.parameters.get("num_inference_steps")
-        steps = self._args.num_inference_steps or getattr(default, "default", None)
-        num_steps = steps if isinstance(steps, int) else _WARM_UP_STEPS
+        num_steps = steps_of(self._index, self._args) or _WARM_UP_STEPS
         reference, meter = configurations[0], Meter(self._device)
         others = {each.name: each.scope for each in configurations[1:]}
         watch = WarmUp(others, num_steps, meter.timings.now)
         args = self._args
-        if default is not None:
+        if "num_inference_steps" in self._index.parameters:
             args = replace(args, num_inference_steps=min(_WARM_UP_STEPS, num_steps))
         self._say("warming up")
         start = meter.timings.now()
@@ -384,17 +378,19 @@ class Comparison:
                 run = self._denoise(args, meter, steps)
             report = handle.report()
         keep = partial(
-            self._keep,
+            self._results.keep,
             configuration,
             (prompt, seed),
             run,
             steps,
             spent=meter.spent(report),
             attention=tuple(report.summary().splitlines()),
+            warm_up_seconds=self._warm_up_seconds.get(configuration.name, 0.0),
         )
+        finish = partial(self._finish, configuration, (prompt, seed), keep)
         if is_reference:
             self._latents[prompt, seed] = steps.latents()
-        keep() if self._writer is None else self._writer.submit(configuration.name, keep)
+        self._writer.submit(configuration.name, finish)
         self._highest = max(self._highest, meter.highest)
         self._progress.done(f"{configuration.name}, prompt {prompt + 1}, seed {seed}")
         return {} if replay is None else replay.found
@@ -416,29 +412,14 @@ class Comparison:
             pictures=clip == self._plan.clips[0],
         )
 
-    def _keep(
-        self,
-        configuration: Configuration,
-        clip: tuple[int, int],
-        run: Denoised,
-        steps: LatentSteps,
-        *,
-        spent: Spent,
-        attention: tuple[str, ...],
+    def _finish(
+        self, configuration: Configuration, clip: tuple[int, int], keep: Callable[[], Generation]
     ) -> None:
         """Write a generation; measure its frames too where that takes no time from the next."""
-        generation = self._results.keep(
-            configuration,
-            clip,
-            run,
-            steps,
-            spent=spent,
-            attention=attention,
-            warm_up_seconds=self._warm_up_seconds.get(configuration.name, 0.0),
-        )
+        generation = keep()
         if configuration is self._plan.reference:
             self._latents.pop(clip, None)
-        elif self._writer is not None:
+        elif self._writer.in_background:
             self._results.measured(configuration, generation)
 
     def _denoise(
@@ -454,22 +435,30 @@ class Comparison:
             return denoise(self._pipe, call, meter.timings, *([] if steps is None else [steps]))
 
 
-class _BackgroundWriter:
-    """Writes and measures clips in a thread, one after another, while the next ones are made.
+class _Writer:
+    """Writes clips, one after another.
+
+    Args:
+        in_background: measure them too, in a thread, while the next ones are made.
 
     Attributes:
+        in_background: the same.
         errors: the first that each configuration met, by name; complete once all is done.
     """
 
     _MOST = 2  # clips that wait in memory
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_background: bool) -> None:
+        self.in_background = in_background
         self.errors: dict[str, Exception] = {}
         self._pool = ThreadPoolExecutor(1)
         self._room = threading.BoundedSemaphore(self._MOST)
 
     def submit(self, name: str, work: Callable[[], None]) -> None:
-        """Have something done, once few other things are still to be done."""
+        """Do something, or have it done once few other things are still to be done."""
+        if not self.in_background:
+            work()
+            return
         self._room.acquire()
         self._pool.submit(self._do, name, work)
 
@@ -554,14 +543,6 @@ def _takes_gate(configuration: Configuration) -> bool:
     backend = AttentionBackendEnum.parse(configuration.backend)
     impl = find_backend(backend, current_environment().platform).get_impl_cls()
     return "gate" in impl.takes
-
-
-def _described(error: BaseException) -> str:
-    """Return why a run failed, in a line."""
-    line = first_line(error)
-    if is_out_of_memory(error):
-        return f"out of memory: {line}"
-    return line if isinstance(error, UsageError) else f"{type(error).__name__}: {line}"
 
 
 def _free_memory(device: torch.device) -> None:

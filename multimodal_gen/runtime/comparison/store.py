@@ -24,8 +24,6 @@ from multimodal_gen.runtime.comparison.cost import Spent
 from multimodal_gen.runtime.comparison.record import (
     FrameMetrics,
     Generation,
-    LayerErrors,
-    MaskPicture,
     read_record,
 )
 from multimodal_gen.runtime.generator import output
@@ -53,15 +51,6 @@ class StoredGeneration:
     spent: Spent
     attention: tuple[str, ...]
     warm_up_seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredReplay:
-    """What replaying the reference's calls on one backend found; see `layers.Measured`."""
-
-    layers: tuple[LayerErrors, ...] = ()
-    masks: tuple[MaskPicture, ...] = ()
-    failure: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from multimodal_gen.errors import ConfigError
-from multimodal_gen.runtime.comparison.frames import MOST_DB, mean_and_spread
+from multimodal_gen.runtime.comparison.frames import mean_and_spread
 from multimodal_gen.runtime.comparison.record import Generation, Report, Run, Verdict
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
@@ -82,6 +82,11 @@ class Measure:
         figure: float | None = getattr(frames, self.name)
         return figure
 
+    def figures(self, run: Run) -> dict[tuple[int, int], float]:
+        """Return the figure of every clip that has one, by prompt and seed."""
+        found = {(each.prompt, each.seed): self.of(each) for each in run.generations}
+        return {clip: figure for clip, figure in found.items() if figure is not None}
+
     def number(self, figure: float) -> str:
         """Return a figure without its unit."""
         return f"{figure:.2g}" if self.digits is None else f"{figure:.{self.digits}f}"
@@ -119,8 +124,6 @@ class NoiseComparison:
         mean: the run's figure, mean over these clips; infinite ones count as in `frames.py`.
         spread: its standard deviation over these clips, n - 1; 0 for one.
         noise: the same mean of exact kernels, of each clip the farther one; None without any.
-        difference: mean of the run's figure less the noise, by clip; None where there is none.
-        difference_spread: its standard deviation over the clips.
         within: whether the distance is within the noise, by the rules above; None where there is
             no noise and it is beyond rounding.
     """
@@ -130,8 +133,6 @@ class NoiseComparison:
     mean: float
     spread: float
     noise: float | None
-    difference: float | None
-    difference_spread: float | None
     within: bool | None
 
 
@@ -239,8 +240,8 @@ def compare_with_noise(run: Run, floor: Sequence[Run]) -> tuple[NoiseComparison,
 
 
 def _compare_measure(measure: Measure, run: Run, floor: Sequence[Run]) -> NoiseComparison | None:
-    figures = _figures(measure, run)
-    others = [_figures(measure, each) for each in floor]
+    figures = measure.figures(run)
+    others = [measure.figures(each) for each in floor]
     noise = {
         clip: max((other[clip] for other in others if clip in other), key=measure.distance)
         for clip in figures
@@ -257,29 +258,16 @@ def _compare_measure(measure: Measure, run: Run, floor: Sequence[Run]) -> NoiseC
         mean=mean,
         spread=spread,
         noise=None,
-        difference=None,
-        difference_spread=None,
         within=True if distance <= measure.rounding else None,
     )
     if not noise:
         return compared
     allowed = math.fsum(measure.distance(noise[clip]) for clip in paired) / len(paired)
-    difference, difference_spread = mean_and_spread(
-        [min(figures[clip], MOST_DB) - min(noise[clip], MOST_DB) for clip in paired]
-    )
     return replace(
         compared,
         noise=mean_and_spread([noise[clip] for clip in paired])[0],
-        difference=difference,
-        difference_spread=difference_spread,
         within=distance <= FACTOR * allowed + measure.rounding,
     )
-
-
-def _figures(measure: Measure, run: Run) -> dict[tuple[int, int], float]:
-    """Return the figure of every clip that has one, by prompt and seed."""
-    found = {(each.prompt, each.seed): measure.of(each) for each in run.generations}
-    return {clip: figure for clip, figure in found.items() if figure is not None}
 
 
 def defects_of(run: Run) -> tuple[str, ...]:

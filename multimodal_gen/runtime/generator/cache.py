@@ -9,12 +9,14 @@ import functools
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import MappingProxyType, UnionType
 from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
 from multimodal_gen.errors import ConfigError, UsageError, nearest
 from multimodal_gen.files import MalformedError
 from multimodal_gen.runtime.distributed.groups import parallel_groups
+from multimodal_gen.runtime.generator.library_errors import told
 from multimodal_gen.settings import MismatchError, Parameter, text_as_mapping
 from multimodal_gen.settings import short as shown
 
@@ -65,11 +67,10 @@ class Cache:
             given[_TIMESTEP] = lambda: int(pipe._current_timestep)
         if _STEPS in fields and num_steps is not None:
             given.setdefault(_STEPS, num_steps)
-        try:
+        with told(
+            lambda e: f"cache {self.text} is refused by diffusers: {' '.join(str(e).split())}"
+        ):
             return cls(**given)
-        except (TypeError, ValueError) as error:
-            lines = " ".join(str(error).split())
-            raise UsageError(f"cache {self.text} is refused by diffusers: {lines}") from error
 
 
 def read_cache(text: str, *, name: str = "--cache") -> Cache:
@@ -223,26 +224,27 @@ def cached(
             f"half of a batch, which other GPUs have; choose another one"
         )
     skipped = Skipped(cache.text)
-    with ExitStack() as undo:
+    with ExitStack() as undo, told(partial(_misfit, type(pipe).__name__, cache)):
         for name, model in models.items():
             _enable(pipe, name, model, cache, num_steps, skipped, undo)
-        try:
-            yield skipped
-        except ValueError as error:
-            if "cache context" not in str(error):
-                raise
-            raise UsageError(
-                f"cache {cache.text} must be used with a pipeline that names its calls of the "
-                f"denoiser, got {type(pipe).__name__}, which does not; leave it out"
-            ) from error
-        except IndexError as error:
-            if not traceback.extract_tb(error.__traceback__)[-1].filename.endswith(_HALVES):
-                raise
-            raise UsageError(
-                f"cache {cache.text} must be used with a pipeline that has both branches of "
-                f"guidance in one batch, got {type(pipe).__name__}, which calls its denoiser with "
-                f"one of them; choose another one"
-            ) from error
+        yield skipped
+
+
+def _misfit(pipeline: str, cache: Cache, error: Exception) -> str:
+    """Return what an error in the run says of a pipeline that a cache does not fit; or ""."""
+    if isinstance(error, ValueError) and "cache context" in str(error):
+        return (
+            f"cache {cache.text} must be used with a pipeline that names its calls of the "
+            f"denoiser, got {pipeline}, which does not; leave it out"
+        )
+    raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+    if isinstance(error, IndexError) and raised_in.endswith(_HALVES):
+        return (
+            f"cache {cache.text} must be used with a pipeline that has both branches of guidance "
+            f"in one batch, got {pipeline}, which calls its denoiser with one of them; choose "
+            f"another one"
+        )
+    return ""
 
 
 def _enable(
@@ -272,11 +274,9 @@ def _enable(
             f"{type(pipe).__name__}"
         )
     before = _hooks_of(model)
-    try:
+    undo.callback(_remove_hooks, model, before)
+    with told(lambda error: f"{unfit}: {' '.join(str(error).split())}"):
         model.enable_cache(config)
-    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-        _remove_hooks(model, before)
-        raise UsageError(f"{unfit}: {' '.join(str(error).split())}") from error
     undo.callback(model.disable_cache)
     added = _hooks_of(model) - before
     if all(not path for path, _ in added):

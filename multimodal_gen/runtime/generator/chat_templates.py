@@ -4,11 +4,12 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
 from multimodal_gen.errors import UsageError
+from multimodal_gen.runtime.generator.overridden import overridden
 
 _SECONDS = 5
 
@@ -17,13 +18,11 @@ _SECONDS = 5
 def limited_templates(pipe: Any) -> Iterator[None]:
     """Give every chat template of a pipeline so many seconds a call: it is a program of others."""
     limited = [each for each in pipe.components.values() if getattr(each, "chat_template", None)]
-    for component in limited:
-        component.apply_chat_template = functools.partial(_fill_in, component.apply_chat_template)
-    try:
-        yield
-    finally:
+    with ExitStack() as undo:
         for component in limited:
-            del component.apply_chat_template
+            fill_in = functools.partial(_fill_in, component.apply_chat_template)
+            undo.enter_context(overridden(component, apply_chat_template=fill_in))
+        yield
 
 
 def _fill_in(fill_in: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,8 @@ import torch
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.runtime.generator.chat_templates import limited_templates
-from multimodal_gen.runtime.generator.library_errors import refusal_explained
+from multimodal_gen.runtime.generator.library_errors import told_of_run
+from multimodal_gen.runtime.generator.overridden import overridden
 from multimodal_gen.runtime.generator.progress import follow
 from multimodal_gen.runtime.generator.sampling import Call
 from multimodal_gen.runtime.layers.attention.report import Json
@@ -124,7 +125,7 @@ def denoise(
     with (
         follow(pipe) as compilation,
         _watched(pipe, watch),
-        refusal_explained(),
+        told_of_run(),
         limited_templates(pipe),
     ):
         result = pipe(**call.arguments, **_callback(pipe, watch))
@@ -218,13 +219,9 @@ def _watched(pipe: Any, watch: _Watch) -> Iterator[None]:
         watch.starts()
         return bar(*args, **kwargs)
 
-    pipe.scheduler.step = _WatchedStep(pipe.scheduler, watch)
-    pipe.progress_bar = watched_bar
-    try:
+    step = _WatchedStep(pipe.scheduler, watch)
+    with overridden(pipe.scheduler, step=step), overridden(pipe, progress_bar=watched_bar):
         yield
-    finally:
-        del pipe.scheduler.step
-        del pipe.progress_bar
 
 
 def check_finite(run: Denoised) -> None:

@@ -2,8 +2,6 @@
 
 import inspect
 import re
-import sys
-import traceback
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,9 +11,11 @@ from typing import Any
 import torch
 
 from multimodal_gen.errors import MissingDependencyError, UsageError, first_line, nearest
+from multimodal_gen.runtime.generator.library_errors import blamed_for, described
 from multimodal_gen.runtime.generator.model_folder import check_classes, check_code, check_files
 from multimodal_gen.runtime.generator.output import Kind
 from multimodal_gen.runtime.generator.signatures import arguments_of
+from multimodal_gen.settings import expanded
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 """What an id of the Hugging Face Hub looks like."""
@@ -74,13 +74,12 @@ class PipelineIndex:
         check_code(location, _named(config, dotted=True))
         components = _named(config)
         check_files(location, components)
-        if pipeline_class_name is None:
-            pipeline_class = _pipeline_class(diffusers, config.get("_class_name"), model_path)
-            check_classes(pipeline_class, location, components)
-        else:
-            pipeline_class = _named_class(diffusers, pipeline_class_name)
-            own = _imported(diffusers, config.get("_class_name"))
-            check_classes(pipeline_class, location, components, own)
+        own = _imported(diffusers, config.get("_class_name"))
+        named = pipeline_class_name
+        pipeline_class = own if named is None else _imported(diffusers, named)
+        if pipeline_class is None:
+            raise _no_pipeline(diffusers, config.get("_class_name"), model_path, named)
+        check_classes(pipeline_class, location, components, own)
         settings = {
             key: value
             for key, value in config.items()
@@ -140,12 +139,6 @@ def _hub_reason(error: BaseException) -> str:
     return first_line(error)
 
 
-def described(error: BaseException) -> str:
-    """Return the first line of an error, with its type where the line alone says little."""
-    line = first_line(error)
-    return line if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {line}"
-
-
 def _named(config: Mapping[str, Any], *, dotted: bool = False) -> dict[str, tuple[str, str]]:
     """Return library and class name by component, those left out not; `dotted`: private keys too.
 
@@ -162,27 +155,18 @@ def _named(config: Mapping[str, Any], *, dotted: bool = False) -> dict[str, tupl
     }
 
 
-def _named_class(diffusers: Any, name: str) -> type:
-    """Return the class that `--pipeline-class-name` names."""
-    found = _imported(diffusers, name)
-    if found is None:
+def _no_pipeline(diffusers: Any, own: object, model_path: str, named: str | None) -> UsageError:
+    """Return the error for a class that is no pipeline: of the index, or that the user named."""
+    if named is not None:
         valid = [each for each in dir(diffusers) if each.endswith("Pipeline")]
-        raise UsageError(
+        return UsageError(
             f"--pipeline-class-name must be a pipeline of diffusers {diffusers.__version__}, got "
-            f"{name!r}{nearest(name, valid)}"
+            f"{named!r}{nearest(named, valid)}"
         )
-    return found
-
-
-def _pipeline_class(diffusers: Any, name: object, model_path: str) -> type:
-    """Return the class that `model_index.json` names."""
-    found = _imported(diffusers, name)
-    if found is not None:
-        return found
-    known = isinstance(name, str) and hasattr(diffusers, name)
-    raise UsageError(
+    known = isinstance(own, str) and hasattr(diffusers, own)
+    return UsageError(
         f"the pipeline class of {model_path!r} must be one that diffusers "
-        f"{diffusers.__version__} has, got {name!r}, which is "
+        f"{diffusers.__version__} has, got {own!r}, which is "
         f"{'no pipeline' if known else 'no class of it'}; check _class_name in its "
         f"{_INDEX}, a newer diffusers may have it"
     )
@@ -229,34 +213,9 @@ def _of_diffusers(diffusers: Any, name: str) -> Any:
         ) from error
 
 
-def blamed_for(error: BaseException, *callees: str) -> str:
-    """Return the package in whose code an error was raised, or an empty string.
-
-    torch and the standard library only say what is wrong with those that call them; so do
-    `callees`.
-    """
-    frames = traceback.walk_tb(error.__traceback__)
-    packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in frames]
-    passed = {"torch", *callees, *sys.stdlib_module_names}
-    return next((name for name in reversed(packages) if name not in passed), "")
-
-
 def _locate(model_path: str) -> str:
     """Return the folder, with `~` expanded, or the hub id."""
-    try:
-        return _located(model_path)
-    except (OSError, RuntimeError) as error:
-        # Too long, not readable, or the home of nobody.
-        shown = model_path if len(model_path) <= 80 else f"{model_path[:80]}..."
-        reason = getattr(error, "strerror", None) or first_line(error)
-        raise UsageError(
-            f"--model-path must be an existing pipeline folder or a hub id, got {shown!r} "
-            f"({reason})"
-        ) from error
-
-
-def _located(model_path: str) -> str:
-    folder = Path(model_path).expanduser()
+    folder = expanded(model_path, "--model-path")
     if (folder / _INDEX).is_file():
         return str(folder)
     if folder.is_dir():

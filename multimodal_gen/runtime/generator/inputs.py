@@ -7,15 +7,18 @@ looked into, before weights are loaded.
 
 import types
 from collections.abc import Mapping
+from functools import partial
 from inspect import Parameter
 from pathlib import Path
 from typing import Any, Final, Union, get_args, get_origin
 
-from multimodal_gen.errors import MissingDependencyError, UsageError, first_line, nearest
+from multimodal_gen.errors import UsageError, first_line, nearest
 from multimodal_gen.runtime.generator.index import PipelineIndex
+from multimodal_gen.runtime.generator.library_errors import told
+from multimodal_gen.runtime.generator.output import require_encoder
 from multimodal_gen.runtime.generator.signatures import fits, spelled
 from multimodal_gen.runtime.server_args import ServerArgs
-from multimodal_gen.settings import as_flag, short
+from multimodal_gen.settings import as_flag, expanded, short
 
 INPUTS: Final[Mapping[str, tuple[str, ...]]] = types.MappingProxyType(
     {
@@ -234,17 +237,12 @@ def _is_video(file: Path) -> bool:
 
 def _check_file(name: str, file: Path) -> None:
     """Refuse what is no regular file, or not what its name says."""
-    problem = _problem(file)
-    if not problem:
-        try:
-            _look_into(file)
-        except MissingDependencyError:
-            raise
-        except Exception as error:  # decoders fail in every way there is
-            problem = first_line(error)
-    if problem:
-        what = "video" if _is_video(file) else "image"
-        raise UsageError(f"{name} must be a readable {what}, got {str(file)!r}: {problem}")
+    path = expanded(file, name)
+    if not path.is_file():
+        problem = "this is no regular file" if path.exists() else "there is no such file"
+        raise UsageError(_unreadable(name, file, problem))
+    with told(partial(_unreadable, name, file)):  # decoders fail in every way there is
+        _look_into(path)
 
 
 def _check_kind(setting: str, file: Path) -> None:
@@ -269,32 +267,17 @@ def _moves(file: Path) -> bool:
         return getattr(image, "n_frames", 1) > 1
 
 
-def _problem(file: Path) -> str:
-    try:
-        file = file.expanduser()
-        if file.is_file():
-            return ""
-        return "this is no regular file" if file.exists() else "there is no such file"
-    except (OSError, RuntimeError, ValueError) as error:
-        return getattr(error, "strerror", None) or first_line(error)
-
-
 def _look_into(file: Path) -> None:
     """Look whether a file is what its name says, without decoding it."""
     from PIL import Image
 
-    file = file.expanduser()
     if not _is_video(file) or file.suffix.lower() == ".gif":
         with Image.open(file) as image:
             image.verify()
         return
-    try:
-        import imageio_ffmpeg
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"reading a video needs imageio with ffmpeg ({error}); install with: "
-            f"pip install 'multimodal_gen[video]'"
-        ) from error
+    require_encoder("reading a video")
+    import imageio_ffmpeg
+
     frames, _ = imageio_ffmpeg.count_frames_and_secs(str(file))
     if not frames:
         raise ValueError("it has no frames")
@@ -306,15 +289,16 @@ def _read(name: str, file: Path) -> Any:
     from PIL import Image, ImageSequence
 
     path = str(file.expanduser())
-    try:
+    with told(partial(_unreadable, name, file)):
         if _is_video(file) and file.suffix.lower() != ".gif":
             return load_video(path)
         with Image.open(path) as image:
             if _is_video(file) and name not in _OF_IMAGES:
                 return [frame.convert("RGB") for frame in ImageSequence.Iterator(image)]
             return load_image(image)
-    except Exception as error:
-        what = "video" if _is_video(file) else "image"
-        raise UsageError(
-            f"{name} must be a readable {what}, got {str(file)!r}: {first_line(error)}"
-        ) from error
+
+
+def _unreadable(name: str, file: Path, problem: Exception | str) -> str:
+    what = "video" if _is_video(file) else "image"
+    reason = problem if isinstance(problem, str) else first_line(problem)
+    return f"{name} must be a readable {what}, got {str(file)!r}: {reason}"

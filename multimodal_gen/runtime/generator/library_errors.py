@@ -5,15 +5,21 @@ reads it, and told here. Only errors of this package, which say all already, and
 keep their traceback, pass as they are.
 """
 
+import sys
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
-from multimodal_gen.errors import MultimodalGenError, UsageError, first_line, is_out_of_memory
-from multimodal_gen.runtime.generator.index import blamed_for, described
+from multimodal_gen.errors import (
+    MissingDependencyError,
+    MultimodalGenError,
+    UsageError,
+    first_line,
+    is_out_of_memory,
+)
 
 _DISPATCH = "diffusers.models.attention_dispatch"
 _REFUSING = (
@@ -42,98 +48,110 @@ def out_of_memory_explained() -> Iterator[None]:
 
 
 @contextmanager
-def diffusers_backend_explained(name: str | None) -> Iterator[None]:
-    """Tell an error of the named diffusers backend from one of the pipeline.
-
-    diffusers accepts names whose function then refuses its first call, or that have none.
+def told(say: Callable[[Exception], str]) -> Iterator[None]:
+    """Tell in one line what a library raises.
 
     Args:
-        name: the backend that was asked for; None explains nothing.
+        say: returns the line; "" for an error that is to pass as it is.
 
     Raises:
-        UsageError: an error came out of diffusers' attention dispatch.
+        MissingDependencyError: a package cannot be imported.
+        UsageError: anything else that `say` has a line for, full memory apart.
     """
     try:
         yield
     except Exception as error:
         known = isinstance(error, MultimodalGenError) or is_out_of_memory(error)
-        if name is None or known or _DISPATCH not in _modules(error):
+        line = "" if known else say(error)
+        if not line:
             raise
-        remedy = "use --backend sglang" if name == "native" else "try native, or --backend sglang"
-        raise UsageError(
-            f"--attention-backend must be one that diffusers can run here, got {name}, which "
-            f"failed: {first_line(error)}; {remedy}"
-        ) from error
+        kind = MissingDependencyError if isinstance(error, ImportError) else UsageError
+        raise kind(line) from error
 
 
-@contextmanager
-def refusal_explained() -> Iterator[None]:
-    """Tell what a pipeline, its scheduler, its chat template or the compiler says.
+def told_of_run(
+    pipe: Any = None, *, given: Sequence[str] = (), backend: str | None = None
+) -> AbstractContextManager[None]:
+    """Tell what a call of a pipeline raises.
 
-    Raises:
-        UsageError: a pipeline or a scheduler of diffusers, and nothing that it calls, raised a
-            `ValueError`; a chat template failed; blocks could not be compiled.
-    """
-    try:
-        yield
-    except Exception as error:
-        refused = _refused(error)
-        if isinstance(error, MultimodalGenError) or not refused:
-            raise
-        raise UsageError(f"{refused}: {first_line(error)}") from error
-
-
-@contextmanager
-def failure_explained(pipe: Any) -> Iterator[None]:
-    """Say in one line what else a library raises in a run, and in which component.
-
-    Raises:
-        UsageError: a library that the pipeline is made of raised an error.
-    """
-    try:
-        yield
-    except Exception as error:
-        known = isinstance(error, MultimodalGenError) or is_out_of_memory(error)
-        if known or blamed_for(error) not in _LIBRARIES:
-            raise
-        name, pipeline = _component_at_fault(error, pipe), type(pipe).__name__
-        raise UsageError(
-            f"{f'component {name} of {pipeline}' if name else pipeline} fails in the run, check "
-            f"its files and the options: {described(error)}; --traceback shows where"
-        ) from error
-
-
-@contextmanager
-def arguments_explained(given: Sequence[str]) -> Iterator[None]:
-    """Name the arguments that nothing but the pipeline can check where it fails with them.
+    These are, in this order: what the pipeline, its scheduler, its chat template or the compiler
+    refuses; what diffusers' attention dispatch raises; errors with arguments that nothing but the
+    pipeline can check; and what else a library raises, with the component.
 
     Args:
+        pipe: the pipeline; without it the last of these passes.
         given: flags with their values: of files, and of arguments by the pipeline's own names.
-
-    Raises:
-        UsageError: there are some, and diffusers, or what it calls, raised an error.
+        backend: the backend of diffusers that was asked for; diffusers accepts names whose function
+            then refuses its first call, or that have none.
     """
-    try:
-        yield
-    except Exception as error:
-        ours = _modules(error)[-1].partition(".")[0] == __name__.partition(".")[0]
-        if not given or ours or isinstance(error, MultimodalGenError) or is_out_of_memory(error):
-            raise
-        raise UsageError(
-            f"the pipeline fails with {', '.join(given)}: {described(error)}; give other "
-            f"values, or leave them out"
-        ) from error
+    return told(
+        lambda error: (
+            _refused(error)
+            or _of_dispatch(error, backend)
+            or _of_arguments(error, given)
+            or _of_component(error, pipe)
+        )
+    )
+
+
+def _of_dispatch(error: Exception, backend: str | None) -> str:
+    if backend is None or _DISPATCH not in _modules(error):
+        return ""
+    remedy = "use --backend sglang" if backend == "native" else "try native, or --backend sglang"
+    return (
+        f"--attention-backend must be one that diffusers can run here, got {backend}, which "
+        f"failed: {first_line(error)}; {remedy}"
+    )
+
+
+def _of_arguments(error: Exception, given: Sequence[str]) -> str:
+    if not given or _modules(error)[-1].partition(".")[0] == __name__.partition(".")[0]:
+        return ""
+    return (
+        f"the pipeline fails with {', '.join(given)}: {described(error)}; give other values, or "
+        f"leave them out"
+    )
+
+
+def _of_component(error: Exception, pipe: Any) -> str:
+    if pipe is None or blamed_for(error) not in _LIBRARIES:
+        return ""
+    name, pipeline = _component_at_fault(error, pipe), type(pipe).__name__
+    return (
+        f"{f'component {name} of {pipeline}' if name else pipeline} fails in the run, check its "
+        f"files and the options: {described(error)}; --traceback shows where"
+    )
+
+
+def described(error: BaseException) -> str:
+    """Return the first line of an error, with its type where the line alone says little."""
+    line = first_line(error)
+    return line if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {line}"
+
+
+def blamed_for(error: BaseException, *callees: str) -> str:
+    """Return the package in whose code an error was raised, or an empty string.
+
+    torch and the standard library only say what is wrong with those that call them; so do
+    `callees`.
+    """
+    frames = traceback.walk_tb(error.__traceback__)
+    packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in frames]
+    passed = {"torch", *callees, *sys.stdlib_module_names}
+    return next((name for name in reversed(packages) if name not in passed), "")
 
 
 def _refused(error: Exception) -> str:
     """Return what refused, by where the error comes from; "" for what may be a defect."""
-    kind = type(error).__module__
+    kind, line = type(error).__module__, first_line(error)
     if kind.startswith("jinja2."):
-        return "the chat template of the model's tokenizer fails, check its folder"
+        return f"the chat template of the model's tokenizer fails, check its folder: {line}"
     if kind.startswith(("torch._dynamo.", "torch._inductor.")):
-        return "the blocks of the model cannot be compiled, leave --enable-torch-compile out"
+        return (
+            f"the blocks of the model cannot be compiled, leave --enable-torch-compile out: {line}"
+        )
     if isinstance(error, ValueError) and _modules(error)[-1].startswith(_REFUSING):
-        return "the pipeline refuses its arguments"
+        return f"the pipeline refuses its arguments: {line}"
     return ""
 
 

@@ -7,21 +7,17 @@ weights lack a parameter draws it at random. Such pipelines compute noise and ar
 import logging
 import traceback
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from multimodal_gen.errors import MissingDependencyError, UsageError, first_line, is_out_of_memory
+from multimodal_gen.errors import UsageError, first_line
 from multimodal_gen.files import require_writable
-from multimodal_gen.runtime.generator.index import (
-    PipelineIndex,
-    class_of,
-    described,
-    dtype_argument,
-)
+from multimodal_gen.runtime.generator.index import PipelineIndex, class_of, dtype_argument
+from multimodal_gen.runtime.generator.library_errors import described, told
 from multimodal_gen.runtime.generator.lora import add_loras, check_loras, read_loras
 from multimodal_gen.runtime.generator.progress import is_shown
 from multimodal_gen.runtime.generator.quantized import (
@@ -29,12 +25,15 @@ from multimodal_gen.runtime.generator.quantized import (
     load_gguf,
     quantization_config,
 )
-from multimodal_gen.runtime.generator.scheduler import check_scheduler, with_scheduler
+from multimodal_gen.runtime.generator.scheduler import scheduler_class, with_scheduler
 from multimodal_gen.runtime.platforms import current_platform
 from multimodal_gen.runtime.server_args import SETTINGS, ServerArgs
 from multimodal_gen.settings import expanded
 
 _SHOWN = 3
+
+# Functions, of diffusers and of this module, whose `name` is the component that they load.
+_LOADING = ("load_sub_model", "load_text_models")
 
 # Layers that sparse methods train; attaching reads them, see `integrations.trained_layers`.
 _TRAINED = frozenset({"to_gate_compress", "proj_l"})
@@ -54,11 +53,11 @@ def check_loading(index: PipelineIndex, args: ServerArgs, device: torch.device) 
         raise UsageError(f"--offload must be none on the CPU, got {args.offload}")
     if args.offload_folder is not None:
         require_writable(expanded(args.offload_folder, "--offload-folder"), "--offload-folder")
-    check_folders(index.model_path, index.components)
+    check_folder(index.model_path, index.components)
     check_quantized(index, _ways(args), device)
     check_loras(index.pipeline_class, index.components, read_loras(args.lora_path or ()))
     if args.scheduler is not None:
-        check_scheduler(args.scheduler)
+        scheduler_class(args.scheduler)
 
 
 def load_pipeline(index: PipelineIndex, args: ServerArgs, device: torch.device) -> Any:
@@ -69,26 +68,12 @@ def load_pipeline(index: PipelineIndex, args: ServerArgs, device: torch.device) 
         MissingDependencyError: a package that an option needs is not installed.
     """
     check_loading(index, args, device)
-    try:
-        with _bars_on_terminals_only(), _silent_on_trained_layers():
-            pipe = _read_weights(index, args, device)
-    except UsageError:
-        raise
-    except ImportError as error:  # processors ask for their packages only when they are made
-        raise MissingDependencyError(
-            f"the pipeline at {index.model_path!r} needs a package that is not installed: "
-            f"{first_line(error)}"
-        ) from error
-    except Exception as error:
-        # Files that do not fit their classes fail in every way there is, from within libraries.
-        if is_out_of_memory(error):
-            raise
-        name = _being_loaded(error)
-        what = f"component {name} of the pipeline" if name else "the pipeline"
-        raise UsageError(
-            f"{what} at {index.model_path!r} could not be loaded, check its files and options: "
-            f"{described(error)}"
-        ) from error
+    with (
+        _bars_on_terminals_only(),
+        _silent_on_trained_layers(),
+        told(lambda error: _failure(index, error)),
+    ):
+        pipe = _read_weights(index, args, device)
     check_complete(index.model_path, pipe)
     add_loras(pipe, read_loras(args.lora_path or ()))
     if args.scheduler is not None:
@@ -99,12 +84,21 @@ def load_pipeline(index: PipelineIndex, args: ServerArgs, device: torch.device) 
     return pipe
 
 
-def _being_loaded(error: BaseException) -> str:
-    """Return the component that diffusers was loading when it raised; "" where none was."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame.f_code.co_name == "load_sub_model":
-            return str(frame.f_locals.get("name", ""))
-    return ""
+def _failure(index: PipelineIndex, error: Exception) -> str:
+    """Return what an error while loading says: files fail in every way, from within libraries."""
+    if isinstance(error, ImportError):  # processors ask for their packages only when they are made
+        return (
+            f"the pipeline at {index.model_path!r} needs a package that is not installed: "
+            f"{first_line(error)}"
+        )
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    loading = (frame for frame in frames if frame.f_code.co_name in _LOADING)
+    name = next((frame.f_locals["name"] for frame in loading), None)
+    what = f"component {name} of the pipeline" if name else "the pipeline"
+    return (
+        f"{what} at {index.model_path!r} could not be loaded, check its files and options: "
+        f"{described(error)}"
+    )
 
 
 def _ways(args: ServerArgs) -> Mapping[str, str]:
@@ -164,27 +158,27 @@ def _place(pipe: Any, args: ServerArgs, device: torch.device) -> None:
         ) from error
 
 
-def check_folders(model_path: str, components: Mapping[str, tuple[str, str]]) -> None:
-    """Refuse a folder that lacks components, or components that lack their first files.
+def check_folder(model_path: str, components: Mapping[str, tuple[str, str]]) -> None:
+    """Refuse components without the files that transformers makes up where they are missing.
 
     Args:
         model_path: a folder, or a hub id, which is not looked at.
         components: (library, class name) by component.
 
     Raises:
-        UsageError: a folder, a config or the files of a tokenizer are missing.
+        UsageError: a tokenizer has no words, or a model no config.
     """
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     folder = Path(model_path)
-    if not folder.is_dir():
-        return
-    missing = [name for name in components if not (folder / name).is_dir()]
-    if missing:
-        raise UsageError(
-            f"the pipeline at {model_path!r} must have a folder for every component of its "
-            f"model_index.json, missing {', '.join(missing)}; download it again"
-        )
-    for name, (library, class_name) in components.items():
-        files = _needed(class_of(library, class_name))
+    for name, (library, class_name) in components.items() if folder.is_dir() else ():
+        found = class_of(library, class_name)
+        files: tuple[str, ...] = ()
+        if found is not None and issubclass(found, PreTrainedModel):
+            files = ("config.json",)
+        elif found is not None and issubclass(found, PreTrainedTokenizerBase):
+            own = tuple(found.vocab_files_names.values())
+            files = tuple(dict.fromkeys((*own, *_TOKENIZERS))) if own else ()
         if files and not any((folder / name / file).is_file() for file in files):
             raise UsageError(
                 f"the pipeline at {model_path!r} must have {' or '.join(files)} in {name}, which "
@@ -221,24 +215,14 @@ def load_text_models(
             continue
         own = dtype.get(name, dtype["default"]) if isinstance(dtype, Mapping) else dtype
         quantized = {"quantization_config": configs[name]} if name in configs else {}
-        try:
-            model, info = found.from_pretrained(
-                model_path,
-                subfolder=name,
-                dtype=own,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are told here
-                **quantized,
-            )
-        except (ImportError, UsageError, MemoryError):
-            raise
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            raise UsageError(
-                f"component {name} of {model_path!r} must load as a {class_name}: "
-                f"{described(error)}; check its files"
-            ) from error
+        model, info = found.from_pretrained(
+            model_path,
+            subfolder=name,
+            dtype=own,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are told here
+            **quantized,
+        )
         for key, found_shape, wanted in sorted(info["mismatched_keys"])[:1]:
             raise UsageError(
                 f"{key} of component {name} of {model_path!r} must have the shape "
@@ -330,22 +314,6 @@ def _incomplete(model_path: str, name: str, missing: Collection[str]) -> UsageEr
     )
 
 
-def _needed(found: Any) -> tuple[str, ...]:
-    """Return the files of which a component of the class has at least one; none if not known."""
-    from diffusers import ConfigMixin
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    if found is None:
-        return ()
-    if issubclass(found, ConfigMixin):
-        return (str(found.config_name),) if found.config_name else ()
-    if issubclass(found, PreTrainedModel):
-        return ("config.json",)
-    if issubclass(found, PreTrainedTokenizerBase) and found.vocab_files_names:
-        return tuple(dict.fromkeys((*found.vocab_files_names.values(), *_TOKENIZERS)))
-    return ()
-
-
 def _devices() -> tuple[str, ...]:
     """Return the devices of this machine by torch's names."""
     kind = current_platform().device_type
@@ -368,18 +336,12 @@ def _bars_on_terminals_only() -> Iterator[None]:
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 
-    enabled = [
-        library
-        for library in (diffusers_logging, transformers_logging)
-        if library.is_progress_bar_enabled() and not is_shown()
-    ]
-    for library in enabled:
-        library.disable_progress_bar()
-    try:
+    with ExitStack() as undo:
+        for library in (diffusers_logging, transformers_logging):
+            if library.is_progress_bar_enabled() and not is_shown():
+                library.disable_progress_bar()
+                undo.callback(library.enable_progress_bar)
         yield
-    finally:
-        for library in enabled:
-            library.enable_progress_bar()
 
 
 @contextmanager

@@ -11,17 +11,18 @@ told otherwise; here that is chosen behind an @, or said.
 import math
 import re
 import warnings
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from multimodal_gen.errors import MissingDependencyError, UsageError, first_line, is_out_of_memory
+from multimodal_gen.errors import MissingDependencyError, UsageError, first_line
 from multimodal_gen.runtime.generator.index import HUB_ID
+from multimodal_gen.runtime.generator.library_errors import told
 from multimodal_gen.settings import expanded
 
 _TARGET = re.compile(r"(?P<rest>.+)@(?P<target>\w+)")
@@ -166,7 +167,7 @@ def add_loras(pipe: Any, loras: Sequence[Lora]) -> None:
     names = [_name(number) for number in range(1, len(loras) + 1)]
     for name, lora in zip(names, loras, strict=True):
         file = _local_file(lora)
-        with _explained(pipe, lora), warnings.catch_warnings():
+        with told(partial(_failure, pipe, lora)), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several are meant
             given = None if file is None else _tensors(file)
             held = pipe.lora_state_dict(lora.path if given is None else dict(given))
@@ -248,19 +249,11 @@ def _check_kept(
         raise UsageError(_unplaced(pipe, lora, lost, len(given)))
 
 
-@contextmanager
-def _explained(pipe: Any, lora: Lora) -> Iterator[None]:
-    try:
-        yield
-    except UsageError:
-        raise
-    except Exception as error:  # files that do not fit fail in every way there is
-        if is_out_of_memory(error):
-            raise
-        raise UsageError(
-            f"--lora-path must be a LoRA for {type(pipe).__name__}, got {lora.path!r}, which could "
-            f"not be loaded: {type(error).__name__}: {first_line(error)[:_MOST]}"
-        ) from error
+def _failure(pipe: Any, lora: Lora, error: Exception) -> str:
+    return (
+        f"--lora-path must be a LoRA for {type(pipe).__name__}, got {lora.path!r}, which could not "
+        f"be loaded: {type(error).__name__}: {first_line(error)[:_MOST]}"
+    )
 
 
 def _check_placed(

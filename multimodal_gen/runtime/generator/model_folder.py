@@ -87,7 +87,7 @@ def check_classes(
     pipeline_class: type,
     model_path: str,
     components: Mapping[str, tuple[str, str]],
-    own_class: type | None = None,
+    own_class: type | None,
 ) -> None:
     """Refuse models of another pipeline: its arguments would be those of another model.
 
@@ -95,9 +95,9 @@ def check_classes(
         pipeline_class: the class that is to run.
         model_path: folder or hub id.
         components: (library, class name) by component.
-        own_class: the class that the index names. Denoisers must be of a class that the pipeline
-            names; of other models, which have stand-ins, only those that fit `own_class` alone are
-            refused.
+        own_class: the class that the index names, if there is one. Denoisers must be of a class
+            that the pipeline names; of other models, which have stand-ins, only those that fit
+            `own_class` alone are refused.
 
     Raises:
         UsageError: names the component, its class and the one that is needed.

@@ -28,7 +28,6 @@ from multimodal_gen.runtime.layers.attention.report import Json
 Kind = Literal["image", "video"]
 logger = logging.getLogger(__name__)
 _DISTRIBUTIONS = ("torch", "diffusers", "transformers", "accelerate", "triton")
-_INSTALL = "install with: pip install 'multimodal_gen[video]'"
 
 # Suffixes that name a file rather than a folder; only .png and .mp4 are written.
 _FILES = frozenset(
@@ -165,8 +164,12 @@ class OutputTarget:
         )
 
 
-def require_encoder() -> None:
-    """Check that videos can be written, before minutes are spent on making one.
+def require_encoder(task: str = "writing an MP4", extra: str = "video") -> str:
+    """Return the path of the ffmpeg that imageio-ffmpeg brings, before minutes are spent.
+
+    Args:
+        task: what needs it, for messages.
+        extra: of this package, that has it.
 
     Raises:
         MissingDependencyError: imageio-ffmpeg or its ffmpeg is missing.
@@ -174,10 +177,12 @@ def require_encoder() -> None:
     try:
         import imageio_ffmpeg
 
-        imageio_ffmpeg.get_ffmpeg_exe()
+        found: str = imageio_ffmpeg.get_ffmpeg_exe()
+        return found
     except (ImportError, RuntimeError) as error:
         raise MissingDependencyError(
-            f"writing an MP4 needs imageio-ffmpeg ({error}); {_INSTALL}"
+            f"{task} needs imageio-ffmpeg ({error}); install with: "
+            f"pip install 'multimodal_gen[{extra}]'"
         ) from error
 
 
@@ -228,17 +233,10 @@ def write_video(frames: Any, path: Path, fps: int) -> str | None:
     Raises:
         UsageError: ffmpeg did not write every frame, e.g. because the disk is full.
     """
-    import imageio_ffmpeg
     import numpy as np
 
-    data = to_uint8(frames)
-    note = _why_extended(data, path)
-    data = _even(data)
-    size = (data.shape[2], data.shape[1])
-    # A macro block size of 1 keeps ffmpeg from rescaling to a multiple of 16.
-    writer = imageio_ffmpeg.write_frames(
-        str(path), size, fps=fps, codec="libx264", quality=8, macro_block_size=1
-    )
+    data, note = _even(to_uint8(frames), path)
+    writer = _encoder(path, data, fps)
     try:
         writer.send(None)
         for frame in each_frame(data, len(data)):
@@ -251,22 +249,32 @@ def write_video(frames: Any, path: Path, fps: int) -> str | None:
     return note
 
 
-def _even(data: Any) -> Any:
-    """Return frames whose height and width are even, extended by their last row or column."""
+def _encoder(path: Path, data: Any, fps: int, *options: str) -> Any:
+    """Return what takes frames of the size of `data`, [T, H, W, 3], once it was sent None."""
+    import imageio_ffmpeg
+
+    height, width = data.shape[1:3]
+    # A macro block size of 1 keeps ffmpeg from rescaling to a multiple of 16.
+    return imageio_ffmpeg.write_frames(
+        str(path),
+        (width, height),
+        fps=fps,
+        codec="libx264",
+        quality=8,
+        macro_block_size=1,
+        output_params=list(options),
+    )
+
+
+def _even(data: Any, path: Path) -> tuple[Any, str | None]:
+    """Return frames of even sizes, extended by their last row or column, and a sentence on it."""
     import numpy as np
 
     height, width = data.shape[1:3]
     if height % 2 == 0 and width % 2 == 0:
-        return data
-    return np.pad(data, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
-
-
-def _why_extended(data: Any, path: Path) -> str | None:
-    """Return a sentence on frames that `_even` extends, or None."""
-    height, width = data.shape[1:3]
-    if height % 2 == 0 and width % 2 == 0:
-        return None
-    return (
+        return data, None
+    extended = np.pad(data, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
+    return extended, (
         f"H.264 needs even sizes: {path.suffix} frames of {width}x{height} were extended to "
         f"{width + width % 2}x{height + height % 2} by repeating the last row or column"
     )
@@ -302,11 +310,14 @@ class GrowingVideo:
         """
         import numpy as np
 
-        data = to_uint8(frames)
         try:
+            if self.names is None:
+                self.names = self._claimed()
+            path = self.names.media[0]
+            data, self.note = _even(to_uint8(frames), path)
             if self._writer is None:
-                self._open(data)
-            for frame in _even(data):
+                self._open(data, path)
+            for frame in data:
                 self._writer.send(np.ascontiguousarray(frame))
                 self.num_frames += 1
         except OSError as error:
@@ -325,25 +336,11 @@ class GrowingVideo:
         assert self.names is not None, "it was opened"
         _check_video(self.names.media[0], self.num_frames)
 
-    def _open(self, data: Any) -> None:
-        import imageio_ffmpeg
-
-        self.names = self._claimed()
-        path = self.names.media[0]
-        self.note = _why_extended(data, path)
-        height, width = _even(data[:1]).shape[1:3]
+    def _open(self, data: Any, path: Path) -> None:
         # The encoder looks at no frame ahead, and a fragment is written out every quarter second.
         growing = ["-tune", "zerolatency", "-g", str(2 * self._fps)]
         growing += ["-movflags", "+empty_moov+default_base_moof", "-frag_duration", "250000"]
-        self._writer = imageio_ffmpeg.write_frames(
-            str(path),
-            (width, height),
-            fps=self._fps,
-            codec="libx264",
-            quality=8,
-            macro_block_size=1,
-            output_params=[*growing, "-flush_packets", "1"],
-        )
+        self._writer = _encoder(path, data, self._fps, *growing, "-flush_packets", "1")
         self._writer.send(None)
 
     def _claimed(self) -> OutputNames:

@@ -9,6 +9,7 @@ from typing import Any
 
 from multimodal_gen.errors import UsageError, first_line, nearest
 from multimodal_gen.runtime.generator.index import import_diffusers
+from multimodal_gen.runtime.generator.library_errors import told
 from multimodal_gen.runtime.generator.load import denoisers
 from multimodal_gen.runtime.layers.attention.backends.registry import load_plugins
 from multimodal_gen.runtime.layers.attention.report import Json
@@ -83,12 +84,10 @@ class DiffusersAttention:
 
     def _set(self, pipeline: str, name: str) -> None:
         for model in self._models.values():
-            try:
+            with told(
+                lambda e: f"diffusers cannot use attention backend {name} here: {first_line(e)}"
+            ):
                 model.set_attention_backend(name)
-            except (ValueError, RuntimeError, ImportError, NotImplementedError) as error:
-                raise UsageError(
-                    f"diffusers cannot use attention backend {name} here: {first_line(error)}"
-                ) from error
         counts = {key: _count(model, name) for key, model in self._models.items()}
         if not any(counts.values()):
             raise UsageError(

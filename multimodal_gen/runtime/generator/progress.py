@@ -11,11 +11,12 @@ Nothing is shown where the output is no terminal, and on ranks other than the fi
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
 from multimodal_gen.runtime.distributed.groups import is_main_rank
+from multimodal_gen.runtime.generator.overridden import overridden
 
 _Item = TypeVar("_Item")
 
@@ -98,13 +99,10 @@ def follow(pipe: Any) -> Iterator[Compilation]:
             bar.close = partial(_close, bar.close, decoding)
         return bar
 
-    with Compilation() as compilation:
-        pipe.progress_bar = progress_bar
+    with Compilation() as compilation, overridden(pipe, progress_bar=progress_bar):
         try:
             yield compilation
         finally:
-            with suppress(AttributeError):
-                del pipe.progress_bar
             for bar in decoding:
                 bar.update()
                 bar.close()

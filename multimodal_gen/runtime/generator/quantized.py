@@ -3,39 +3,19 @@
 The packages that do it are extras, imported only when they are asked for.
 """
 
-import os
-import struct
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 import torch
 
-from multimodal_gen.errors import (
-    MissingDependencyError,
-    UsageError,
-    first_line,
-    is_out_of_memory,
-    nearest,
-)
-from multimodal_gen.runtime.generator.index import (
-    PipelineIndex,
-    class_of,
-    described,
-    dtype_argument,
-)
+from multimodal_gen.errors import MissingDependencyError, UsageError, nearest
+from multimodal_gen.runtime.generator.index import PipelineIndex, class_of, dtype_argument
+from multimodal_gen.runtime.generator.library_errors import described, told
 from multimodal_gen.settings import expanded
 
 _GGUF = ".gguf"
-# Types of entries in its header: those of a fixed size in bytes, by number, and the others.
-_GGUF_SIZES: Final[Mapping[int, int]] = {
-    **dict.fromkeys((0, 1, 7), 1),
-    **dict.fromkeys((2, 3), 2),
-    **dict.fromkeys((4, 5, 6), 4),
-    **dict.fromkeys((10, 11, 12), 8),
-}
-_GGUF_TEXT, _GGUF_ARRAY = 8, 9
 _PACKAGES: Final[Mapping[str, str]] = {"bnb": "bitsandbytes", "torchao": "torchao", "gguf": "gguf"}
 
 
@@ -86,75 +66,26 @@ def _check_gguf(flag: str, file: Path, found: Any, class_name: str) -> None:
         )
     if not file.is_file():
         raise UsageError(f"{flag} must name an existing file, got {str(file)!r}")
-    try:
-        with file.open("rb") as opened:
-            _check_header(opened, file.stat().st_size)
-    except (OSError, ValueError, struct.error) as error:
-        raise UsageError(f"{flag} must name a file in GGUF: {first_line(error)}") from error
+    with told(lambda error: f"{flag} must name a file in GGUF: {described(error)}"):
+        _read_header(file)
 
 
-def _check_header(file: BinaryIO, size: int) -> None:
-    """Refuse a header that cannot be as long as it says; its reader would go on behind the end.
+def _read_header(file: Path) -> None:
+    """Read a header as diffusers will, whose reader would go on behind the end of the file.
 
     Raises:
-        ValueError: a number of entries is more than the file has room for, a type is unknown, or
-            the rows of a tensor are not whole blocks of its type.
-        struct.error: the file ends within the header.
+        ValueError: the file ends within what its header says, or the header is none.
     """
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf import GGUFReader
 
-    magic, version = _unpack(file, "4sI")
-    if magic != b"GGUF" or version & 0xFFFF == 0:
-        return  # no such file, or of other machines: the library says so at once
-    num_tensors, num_entries = _unpack(file, "QQ")
-    for _ in range(num_entries):
-        _skip(file, _unpack(file, "Q")[0], size)
-        _skip_value(file, _unpack(file, "I")[0], size)
-    for _ in range(num_tensors):
-        name = file.read(_fitting(_unpack(file, "Q")[0], size)).decode("utf-8", "replace")
-        (num_axes,) = _unpack(file, "I")
-        shape = _unpack(file, f"{_fitting(num_axes, size)}Q")
-        kind, _ = _unpack(file, "IQ")
-        block, _ = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
-        if shape and shape[0] % block:
-            raise ValueError(
-                f"rows of tensor {name} must be whole blocks of {block}, as its type "
-                f"{GGMLQuantizationType(kind).name} has them, got {shape[0]} values"
-            )
+    class Bounded(GGUFReader):  # type: ignore[misc]
+        def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **kwargs: Any) -> Any:
+            found = super()._get(offset, dtype, count, *order, **kwargs)
+            if len(found) != count:
+                raise ValueError("its header goes on behind the end of the file")
+            return found
 
-
-def _skip_value(file: BinaryIO, kind: int, size: int) -> None:
-    """Go on behind the value of an entry, of a type by its number."""
-    if kind in _GGUF_SIZES:
-        _skip(file, _GGUF_SIZES[kind], size)
-    elif kind == _GGUF_TEXT:
-        _skip(file, _unpack(file, "Q")[0], size)
-    elif kind == _GGUF_ARRAY:
-        inner, length = _unpack(file, "IQ")
-        _fitting(length * _GGUF_SIZES.get(inner, 1), size)
-        if inner in _GGUF_SIZES:
-            _skip(file, length * _GGUF_SIZES[inner], size)
-            return
-        if inner != _GGUF_TEXT:
-            raise ValueError(f"an array of its header has entries of type {inner}")
-        for _ in range(length):
-            _skip_value(file, inner, size)
-    else:
-        raise ValueError(f"an entry of its header has the unknown type {kind}")
-
-
-def _unpack(file: BinaryIO, kinds: str) -> tuple[Any, ...]:
-    return struct.unpack(f"<{kinds}", file.read(struct.calcsize(f"<{kinds}")))
-
-
-def _skip(file: BinaryIO, length: int, size: int) -> None:
-    file.seek(_fitting(length, size), os.SEEK_CUR)
-
-
-def _fitting(length: int, size: int) -> int:
-    if length > size:
-        raise ValueError(f"its header has {length} entries or bytes, the file {size} bytes")
-    return length
+    Bounded(file)
 
 
 def _check_device(flag: str, way: str, device: torch.device) -> None:
@@ -217,19 +148,16 @@ def load_gguf(index: PipelineIndex, name: str, file: str, dtype: torch.dtype) ->
     from diffusers import GGUFQuantizationConfig
 
     cls = class_of(*index.components[name])
-    try:
-        model = cls.from_single_file(
+    with told(
+        lambda error: (
+            f"--quantize {name}={file} must name a file with the weights of this {cls.__name__}, "
+            f"loading it failed: {described(error)}"
+        )
+    ):
+        return cls.from_single_file(
             str(expanded(file, "--quantize")),
             quantization_config=GGUFQuantizationConfig(compute_dtype=dtype),
             config=index.model_path,
             subfolder=name,
             **{dtype_argument(): dtype},
         )
-    except Exception as error:  # in every way there is
-        if is_out_of_memory(error):
-            raise
-        raise UsageError(
-            f"--quantize {name}={file} must name a file with the weights of this {cls.__name__}, "
-            f"loading it failed: {described(error)}"
-        ) from error
-    return model

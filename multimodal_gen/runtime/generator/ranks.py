@@ -21,7 +21,7 @@ from multimodal_gen.runtime.distributed.groups import (
     parallel_groups,
 )
 from multimodal_gen.runtime.distributed.mesh import Mesh, plan_mesh
-from multimodal_gen.runtime.generator.index import PipelineIndex, import_diffusers
+from multimodal_gen.runtime.generator.index import PipelineIndex, class_of
 from multimodal_gen.runtime.generator.load import pick_device
 from multimodal_gen.runtime.generator.skeleton import denoiser_configs
 from multimodal_gen.runtime.managers.guidance import (
@@ -154,7 +154,7 @@ def check_guided(index: PipelineIndex, args: ServerArgs) -> None:
     if not args.cfg_parallel:
         return
     configs = [config for _, config in denoiser_configs(index)]
-    classes = [getattr(import_diffusers(), config["_class_name"]) for config in configs]
+    classes = [class_of("diffusers", config["_class_name"]) for config in configs]
     if not has_branches(index.pipeline_class, classes):
         raise one_branch_error(index.name)
     embeds = [config.get("guidance_embeds") for config in configs]

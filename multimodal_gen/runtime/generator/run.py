@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -32,10 +32,8 @@ from multimodal_gen.runtime.generator.denoise import (
 from multimodal_gen.runtime.generator.index import PipelineIndex
 from multimodal_gen.runtime.generator.inputs import as_typed
 from multimodal_gen.runtime.generator.library_errors import (
-    arguments_explained,
-    diffusers_backend_explained,
-    failure_explained,
     out_of_memory_explained,
+    told_of_run,
 )
 from multimodal_gen.runtime.generator.load import denoisers, load_pipeline
 from multimodal_gen.runtime.generator.lora import not_reached, read_loras
@@ -62,7 +60,7 @@ from multimodal_gen.runtime.layers.attention.call import watching
 from multimodal_gen.runtime.layers.attention.report import AttentionReport, Json
 from multimodal_gen.runtime.managers.generation import Generation, describe_generation
 from multimodal_gen.runtime.server_args import ServerArgs
-from multimodal_gen.settings import as_plain, expanded, short
+from multimodal_gen.settings import as_plain, expanded, read_json, short
 
 logger = logging.getLogger(__name__)
 
@@ -127,12 +125,12 @@ class Generated:
     latents: torch.Tensor = field(repr=False)
     fps: int | None
     record: Mapping[str, Json] = field(repr=False)
-    media: tuple[Path, ...]
-    record_path: Path | None
-    latents_path: Path | None
-    attention_path: Path | None
+    media: tuple[Path, ...] = ()
+    record_path: Path | None = None
+    latents_path: Path | None = None
+    attention_path: Path | None = None
     seed: int
-    seconds: float
+    seconds: float = 0.0
     report: Report = field(repr=False)
     mesh: Mesh | None
     notes: tuple[str, ...]
@@ -162,11 +160,9 @@ def prepare(
     bare = without_weights(index) if sized else None
     for args in asked:
         try:
-            check_arguments(index, args)
-            check_stream(index, args)
+            settled.append(_checked(index, args))
             if bare is not None:
                 check_sizes(bare, args)
-            settled.append(replace(args, seed=_seed(args)))
             if is_main_rank():
                 targets.append(_target(index, settled[-1]))
         except UsageError as error:
@@ -195,7 +191,7 @@ def find_done(asked: Sequence[ServerArgs]) -> tuple[Path | None, ...]:
     }
     done: list[Path | None] = []
     for args in asked:
-        wanted = _deciding(_arguments(args))
+        wanted = _deciding(as_plain(args))
         if args.seed is None:
             del wanted["seed"]
         match = next((path for path, it in records.items() if wanted.items() <= it.items()), None)
@@ -208,20 +204,12 @@ def find_done(asked: Sequence[ServerArgs]) -> tuple[Path | None, ...]:
 def _made(path: Path) -> dict[str, str] | None:
     """Return the deciding arguments of a record whose files are there; None for other files."""
     try:
-        record = json.loads(read_small_file(path))
+        record: Any = read_json(read_small_file(path))
         if record.get("interrupted"):
             return None
         files = [path.with_name(name) for name in record["outputs"]]
         return _deciding(record["arguments"]) if all(file.is_file() for file in files) else None
-    except (
-        MalformedError,
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-    ):
+    except (MalformedError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
@@ -294,80 +282,53 @@ class Session:
             MissingDependencyError: an encoder for videos is not installed.
         """
         started = time.perf_counter()
-        check_arguments(self.index, args)
-        check_stream(self.index, args)
-        args = replace(args, seed=_seed(args))
+        args = _checked(self.index, args)
         target = _target(self.index, args) if save and is_main_rank() else None
+        check = AttentionCheck(args.check_attention) if args.check_attention else None
+        timings = Timings(self.device)
+        timings.phases["load"] = self.load_seconds
+        video, stream = None, None
         if args.stream:
-            return self._stream(args, facts, target, mark, on_chunk)
-        check = AttentionCheck(args.check_attention) if args.check_attention else None
-        timings = Timings(self.device)
-        timings.phases["load"] = self.load_seconds
-        with _with_callers_errors(), out_of_memory_explained():
-            run, call, report = self._run(args, timings, check, on_step=on_step)
-        if not is_main_rank():
-            return None
-        check_finite(run)
-        made = produced(run.pixels)
-        record = self._record(args, facts, made, report)
-        notes = (*call.notes, *self._notes, *run.notes, *differences(made, args))
-        saved = _Saved(
-            notes=notes, record={**record, **_ending(call, timings, notes, self.index.kind)}
-        )
-        if target is not None:
-            with ending_signals_raise():
-                also = _attention_record(args, record, report, check)
-                write = partial(_write, target, run, call, timings, record, notes, mark, also)
-                saved = _save(target, len(run.pixels), also, write)
-        seconds = time.perf_counter() - started
-        return _generated(self.index, args, run, call, report, saved, seconds)
-
-    def _stream(
-        self,
-        args: ServerArgs,
-        facts: Mapping[str, Json],
-        target: OutputTarget | None,
-        mark: str,
-        on_chunk: Give | None,
-    ) -> Generated:
-        """Generate a video whose chunks are written and handed on as they finish."""
-        started = time.perf_counter()
-        fps = args.fps or default_fps(self.index)
-        video = None if target is None else GrowingVideo(target, fps)
-        stream = Streaming(args, partial(_give, video, on_chunk))
-        check = AttentionCheck(args.check_attention) if args.check_attention else None
-        timings = Timings(self.device)
-        timings.phases["load"] = self.load_seconds
+            rate = args.fps or default_fps(self.index)
+            video = None if target is None else GrowingVideo(target, rate)
+            stream = Streaming(args, partial(_give, video, on_chunk))
         try:
             with _with_callers_errors(), out_of_memory_explained():
-                run, call, report = self._run(args, timings, check, stream)
+                run, call, report = self._run(args, timings, check, stream, on_step)
         finally:
             if video is not None:
                 video.close()
+        if not is_main_rank():
+            return None
         check_finite(run)
-        made = stream.produced()
+        shape = produced(run.pixels) if stream is None else stream.produced()
         if video is not None:  # Ctrl-C may come between two frames
-            made["num_frames"] = video.num_frames
-        record = {
-            **self._record(args, facts, made, report),
-            "stream": stream.as_dict(),
-            "interrupted": stream.interrupted,
-        }
-        notes = (*call.notes, *self._notes, *differences(made, args))
+            shape["num_frames"] = video.num_frames
+        record = self._record(args, facts, shape, report)
+        also = _attention_record(args, record, report, check)
+        record |= {} if stream is None else stream.as_dict()
+        notes = (*call.notes, *self._notes, *run.notes, *differences(shape, args))
         if video is not None and video.note is not None:
             notes += (video.note,)
-        saved = _Saved(
-            notes=notes, record={**record, **_ending(call, timings, notes, self.index.kind)}
+        fps = call.fps if self.index.kind == "video" else None
+        made = Generated(
+            pixels=run.pixels,
+            latents=run.latents,
+            fps=fps,
+            record={**record, "fps": fps, "timings_s": timings.as_dict(), "notes": list(notes)},
+            seed=args.seed or 0,
+            report=report,
+            mesh=_mesh(),
+            notes=notes,
+            interrupted=stream is not None and stream.interrupted,
         )
-        if target is not None and video is not None and video.names is not None:
-            names = video.names
-            if stream.interrupted:
-                names = replace(names, latents=None)
-            also = _attention_record(args, record, report, check)
-            saved = _write(target, run, call, timings, record, notes, mark, also, names)
-        seconds = time.perf_counter() - started
-        generated = _generated(self.index, args, run, call, report, saved, seconds)
-        return replace(generated, interrupted=stream.interrupted)
+        if target is not None:
+            write = partial(_write, target, made, timings, mark, also)
+            if video is None:
+                made = _save(target, len(made.pixels), also, write)
+            elif video.names is not None:
+                made = write(video.names)
+        return replace(made, seconds=time.perf_counter() - started)
 
     def close(self) -> None:
         """Let go of the model; what was made stays."""
@@ -390,20 +351,28 @@ class Session:
         check_loaded(pipe, args)
         guider = getattr(pipe, "guider", None)
         call = prepare_call(pipe, self.index, args)
+        if not is_main_rank() and "output_type" in call.arguments:  # it writes nothing
+            call = replace(call, arguments={**call.arguments, "output_type": "latent"})
+        width, height = output_size(pipe, self.index, args)
+        asked = Generation(prompt=args.prompt or "", width=width, height=height)
         sigmas: Any = args.sigmas
+        by_call = "sigmas" in self.index.parameters
+        cache = None if args.cache is None else read_cache(args.cache)
         handle: Handle | None = None
         try:
             with timings.phase("attach"):
                 handle = self._attach(args, pipe)
-            by_call = "sigmas" in self.index.parameters
-            cache = None if args.cache is None else read_cache(args.cache)
             with (
                 watching(check),
+                told_of_run(pipe, given=as_typed(args), backend=_named_backend(args)),
                 given_sigmas(pipe, sigmas, by_call=by_call),
-                cached(pipe, denoisers(pipe), cache, steps_of(self.index, call)) as skipped,
+                cached(pipe, denoisers(pipe), cache, steps_of(self.index, args)) as skipped,
+                describe_generation(asked),
             ):
-                steps = _once_a_step(on_step)
-                run = _denoise(pipe, self.index, args, call, timings, stream, steps)
+                if stream is None:
+                    run = denoise(pipe, call, timings, _once_a_step(on_step))
+                else:
+                    run = stream.run(pipe, call, timings)
             if skipped is not None:
                 run = replace(run, notes=(*run.notes, skipped.note()))
             return run, call, handle.report()
@@ -425,7 +394,7 @@ class Session:
             **facts,
             "versions": output.versions(self.device),
             "pipeline": self.index.name,
-            "arguments": _arguments(args),
+            "arguments": as_plain(args),
             "mesh": None if mesh is None else {**asdict(mesh), "ranks": mesh.world_size},
             "produced": dict(made),
             "attention": report.as_dict(),
@@ -437,25 +406,12 @@ def _mesh() -> Mesh | None:
     return None if groups is None else groups.mesh
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Saved:
-    """What was written: files by their names, the record with all that is in it, all notes."""
-
-    notes: tuple[str, ...]
-    record: dict[str, Json]
-    names: OutputNames | None = None
-    attention: Path | None = None
-
-
 def _give(video: GrowingVideo | None, on_chunk: Give | None, chunk: StreamedChunk) -> None:
     """Write the frames of a chunk, and hand them on."""
     if video is not None:
         video.write(chunk.frames)
     if on_chunk is not None:
-        try:
-            on_chunk(chunk)
-        except Exception as error:
-            raise _CallersError(error) from error
+        _call(on_chunk, chunk)
 
 
 def _once_a_step(on_step: OnStep | None) -> OnStep:
@@ -463,15 +419,19 @@ def _once_a_step(on_step: OnStep | None) -> OnStep:
     called: set[int] = set()
 
     def stepped(step: int, latents: torch.Tensor) -> None:
-        if on_step is None or step in called:
-            return
-        called.add(step)
-        try:
-            on_step(step, latents)
-        except Exception as error:
-            raise _CallersError(error) from error
+        if on_step is not None and step not in called:
+            called.add(step)
+            _call(on_step, step, latents)
 
     return stepped
+
+
+def _call(function: Callable[..., None], *arguments: object) -> None:
+    """Call a function of the caller's."""
+    try:
+        function(*arguments)
+    except Exception as error:
+        raise _CallersError(error) from error
 
 
 class _CallersError(MultimodalGenError):
@@ -493,33 +453,11 @@ def _with_callers_errors() -> Iterator[None]:
     raise raised
 
 
-def _seed(args: ServerArgs) -> int:
-    return secrets.randbelow(2**32) if args.seed is None else args.seed
-
-
-def _denoise(
-    pipe: Any,
-    index: PipelineIndex,
-    args: ServerArgs,
-    call: Call,
-    timings: Timings,
-    stream: Streaming | None,
-    on_step: OnStep,
-) -> Denoised:
-    """Run the pipeline; ranks that write nothing stop at the latents."""
-    if not is_main_rank() and "output_type" in call.arguments:
-        call = replace(call, arguments={**call.arguments, "output_type": "latent"})
-    width, height = output_size(pipe, index, args)
-    asked = Generation(prompt=args.prompt or "", width=width, height=height)
-    with (
-        failure_explained(pipe),
-        arguments_explained(as_typed(args)),
-        diffusers_backend_explained(_named_backend(args)),
-        describe_generation(asked),
-    ):
-        if stream is not None:
-            return stream.run(pipe, call, timings)
-        return denoise(pipe, call, timings, on_step)
+def _checked(index: PipelineIndex, args: ServerArgs) -> ServerArgs:
+    """Check the arguments against the pipeline's class; return them with a seed."""
+    check_arguments(index, args)
+    check_stream(index, args)
+    return replace(args, seed=secrets.randbelow(2**32)) if args.seed is None else args
 
 
 def _named_backend(args: ServerArgs) -> str | None:
@@ -527,14 +465,6 @@ def _named_backend(args: ServerArgs) -> str | None:
     if args.backend != "diffusers" or args.attention_backend is None:
         return None
     return str(args.attention_backend)
-
-
-def _arguments(args: ServerArgs) -> dict[str, Json]:
-    """Return the arguments as JSON data; the seed is the one that was used."""
-    found: dict[str, Json] = as_plain(
-        {each.name: getattr(args, each.name) for each in fields(args)}
-    )
-    return found
 
 
 def _target(index: PipelineIndex, args: ServerArgs) -> OutputTarget:
@@ -613,13 +543,14 @@ def _save(
     target: OutputTarget,
     count: int,
     also: Collection[Path],
-    write: Callable[[OutputNames], _Saved],
-) -> _Saved:
+    write: Callable[[OutputNames], Generated],
+) -> Generated:
     """Write everything under names that are free, or nothing; return what was written."""
     while True:
         names = target.names(count)
         try:
-            return write(names)
+            with ending_signals_raise():
+                return write(names)
         except FileExistsError:
             taken = next(filter(is_taken, also), None)
             if taken is not None and not target.overwrite:
@@ -644,16 +575,13 @@ def _save(
 
 def _write(
     target: OutputTarget,
-    run: Denoised,
-    call: Call,
+    made: Generated,
     timings: Timings,
-    record: dict[str, Json],
-    notes: tuple[str, ...],
     mark: str,
     also: Mapping[Path, dict[str, Json]],
     names: OutputNames,
-) -> _Saved:
-    """Write everything, or nothing; return what was written.
+) -> Generated:
+    """Write everything, or nothing; return what was made with its files.
 
     `also` are further records, by the files they go to.
     """
@@ -661,62 +589,32 @@ def _write(
         found = []
         with timings.phase("save"):
             # Without pixels the video was streamed, and is there already.
-            for pixels, final in zip(run.pixels, names.media, strict=bool(run.pixels)):
-                if target.kind == "video":
-                    found.append(output.write_video(pixels, staging.path(final), call.fps))
+            for pixels, final in zip(made.pixels, names.media, strict=bool(made.pixels)):
+                if made.fps is not None:
+                    found.append(output.write_video(pixels, staging.path(final), made.fps))
                 else:
                     output.write_image(pixels, staging.path(final))
-            if names.latents is not None:
-                output.write_latents(run.latents, staging.path(names.latents))
-        notes = (*notes, *dict.fromkeys(note for note in found if note))
-        complete: dict[str, Json] = {
-            **record,
+            latents = None if made.interrupted else names.latents
+            if latents is not None:
+                output.write_latents(made.latents, staging.path(latents))
+        notes = (*made.notes, *dict.fromkeys(note for note in found if note))
+        record: dict[str, Json] = {
+            **made.record,
             "outputs": [file.name for file in names.media],
-            **_ending(call, timings, notes, target.kind),
+            "timings_s": timings.as_dict(),
+            "notes": list(notes),
         }
-        output.write_record(complete, staging.path(names.record))
-        for path, other in also.items():
-            output.write_record(other, staging.path(path))
-    return _Saved(notes=notes, record=complete, names=names, attention=next(iter(also), None))
-
-
-def _generated(
-    index: PipelineIndex,
-    args: ServerArgs,
-    run: Denoised,
-    call: Call,
-    report: Report,
-    saved: _Saved,
-    seconds: float,
-) -> Generated:
-    """Return what was made, with the files that were written."""
-    names = saved.names
-    return Generated(
-        pixels=run.pixels,
-        latents=run.latents,
-        fps=call.fps if index.kind == "video" else None,
-        record=saved.record,
-        media=names.media if names else (),
-        record_path=names.record if names else None,
-        latents_path=names.latents if names else None,
-        attention_path=saved.attention,
-        seed=args.seed or 0,
-        seconds=seconds,
-        report=report,
-        mesh=_mesh(),
-        notes=saved.notes,
+        for path, each in {names.record: record, **also}.items():
+            output.write_record(each, staging.path(path))
+    return replace(
+        made,
+        record=record,
+        media=names.media,
+        record_path=names.record,
+        latents_path=latents,
+        attention_path=next(iter(also), None),
+        notes=notes,
     )
-
-
-def _ending(
-    call: Call, timings: Timings, notes: tuple[str, ...], kind: output.Kind
-) -> dict[str, Json]:
-    """Return what is known of a generation only at its end."""
-    return {
-        "fps": call.fps if kind == "video" else None,
-        "timings_s": timings.as_dict(),
-        "notes": list(notes),
-    }
 
 
 def _attention_record(

@@ -8,7 +8,7 @@ diffusers finds these out inside a model, where the message is about tensors, or
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter, signature
 from typing import Any
@@ -33,15 +33,10 @@ from multimodal_gen.runtime.layers.attention.scope import component_names
 from multimodal_gen.runtime.server_args import ServerArgs
 from multimodal_gen.settings import as_flag
 
-# Option, and the names pipelines give to it; the first one a pipeline has is used.
-_ARGUMENTS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("prompt", ("prompt",)),
-    ("negative_prompt", ("negative_prompt",)),
-    ("height", ("height",)),
-    ("width", ("width",)),
-    ("num_frames", ("num_frames",)),
-    ("num_inference_steps", ("num_inference_steps",)),
-    ("true_cfg_scale", ("true_cfg_scale",)),
+# Options that pipelines know by the same name.
+_OPTIONS = (
+    *("prompt", "negative_prompt", "height", "width", "num_frames", "num_inference_steps"),
+    "true_cfg_scale",
 )
 _NUM_OUTPUTS = ("num_videos_per_prompt", "num_images_per_prompt")
 _FRAME_RATE = "frame_rate"
@@ -116,16 +111,18 @@ def check_arguments(index: PipelineIndex, args: ServerArgs) -> None:
         UsageError: an option was given that the pipeline does not take or cannot serve, or the
             pipeline needs an argument there is no option for.
     """
-    check_inputs(index, args, _flags())
+    flags = {name: as_flag(name) for name in (*_OPTIONS, "guidance_scale", "sigmas")}
+    check_inputs(index, args, flags)
     needed = _missing(index, args)
     if needed:
         ways = "; ".join(dict.fromkeys(how_to_give(index, name) for name in needed))
         raise UsageError(f"{index.name} needs {', '.join(needed)}, got none; give {ways}")
     parameters = index.parameters
-    for option, names in (*_ARGUMENTS, ("num_outputs", _NUM_OUTPUTS)):
-        default = 1 if option == "num_outputs" else None
-        if getattr(args, option) != default and not any(name in parameters for name in names):
+    for option in _OPTIONS:
+        if getattr(args, option) is not None and option not in parameters:
             raise _not_taken(index.name, option, getattr(args, option), parameters)
+    if args.num_outputs != 1 and not any(name in parameters for name in _NUM_OUTPUTS):
+        raise _not_taken(index.name, "num_outputs", args.num_outputs, parameters)
     check_outputs(index, args)
     check_components(index, args)
     if args.guidance_scale is not None and not _takes_guidance(index):
@@ -136,22 +133,18 @@ def check_arguments(index: PipelineIndex, args: ServerArgs) -> None:
         read_cache(args.cache)
 
 
-def steps_of(index: PipelineIndex, call: "Call") -> int | None:
-    """Return the denoising steps of a call, or None where only the pipeline knows."""
-    default = index.parameters.get("num_inference_steps")
-    steps = call.arguments.get("num_inference_steps", getattr(default, "default", None))
+def steps_of(index: PipelineIndex, args: ServerArgs) -> int | None:
+    """Return the denoising steps of a generation, or None where only the pipeline knows."""
+    if isinstance(args.sigmas, Sequence):
+        return len(args.sigmas)
+    default = getattr(index.parameters.get("num_inference_steps"), "default", None)
+    steps = args.num_inference_steps or default
     return steps if isinstance(steps, int) else None
-
-
-def _flags() -> dict[str, str]:
-    """Return the flags by the arguments of pipelines that they stand for."""
-    flags = {name: as_flag(option) for option, names in _ARGUMENTS for name in names}
-    return {**flags, "guidance_scale": "--guidance-scale", "sigmas": "--sigmas"}
 
 
 def _missing(index: PipelineIndex, args: ServerArgs) -> list[str]:
     """Return the arguments that the pipeline needs and nothing gives."""
-    given = given_arguments(index, args) | {name for _, names in _ARGUMENTS for name in names}
+    given = given_arguments(index, args) | set(_OPTIONS)
     needed = [
         name
         for name, parameter in index.parameters.items()
@@ -176,10 +169,8 @@ def prepare_call(pipe: Any, index: PipelineIndex, args: ServerArgs) -> Call:
     assert args.seed is not None, "the caller settles the seed, which names the output too"
     # A generator on the CPU draws the same noise whatever the device.
     arguments: dict[str, Any] = {"generator": torch.Generator("cpu").manual_seed(args.seed)}
-    for option, names in _ARGUMENTS:
-        value = getattr(args, option)
-        if value is not None:
-            arguments[next(name for name in names if name in parameters)] = value
+    given = {option: getattr(args, option) for option in _OPTIONS}
+    arguments |= {option: value for option, value in given.items() if value is not None}
     arguments.update(read_inputs(index, args))
     if args.sigmas is not None:
         arguments["num_inference_steps"] = len(args.sigmas)
@@ -321,7 +312,7 @@ def default_fps(index: PipelineIndex) -> int:
 def _not_taken(
     pipeline: str, option: str, value: object, parameters: Mapping[str, Parameter]
 ) -> UsageError:
-    taken = [as_flag(name) for name, names in _ARGUMENTS if any(n in parameters for n in names)]
+    taken = [as_flag(name) for name in _OPTIONS if name in parameters]
     return UsageError(
         f"{as_flag(option)} must be left out for {pipeline}, which has no such argument, got "
         f"{value!r}; it takes {', '.join(taken)}"

@@ -14,18 +14,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from multimodal_gen.errors import UsageError, nearest
+from multimodal_gen.runtime.generator.overridden import overridden
 
 _SUFFIX = "Scheduler"
 _CARRIED = ("num_train_timesteps", "use_dynamic_shifting", "time_shift_type", "shift_terminal")
-
-
-def check_scheduler(name: str) -> None:
-    """Refuse a scheduler that diffusers lacks, before weights are loaded.
-
-    Raises:
-        UsageError: there is none of that name.
-    """
-    _scheduler_class(name)
 
 
 def with_scheduler(pipe: Any, name: str) -> Any:
@@ -38,7 +30,7 @@ def with_scheduler(pipe: Any, name: str) -> Any:
     Raises:
         UsageError: diffusers has none, or it cannot stand for the pipeline's own.
     """
-    wanted, own = _scheduler_class(name), pipe.scheduler
+    wanted, own = scheduler_class(name), pipe.scheduler
     if wanted is type(own):
         return own
     if _is_flow(own):
@@ -83,14 +75,19 @@ def given_sigmas(pipe: Any, sigmas: tuple[float, ...] | None, *, by_call: bool) 
         kwargs.pop("num_inference_steps", None)
         return own(*args[1:], **{**kwargs, "sigmas": levels})
 
-    scheduler.set_timesteps = set_timesteps  # type: ignore[union-attr]
-    try:
+    with overridden(scheduler, set_timesteps=set_timesteps):
         yield
-    finally:
-        del scheduler.set_timesteps  # type: ignore[union-attr]
 
 
-def _scheduler_class(name: str) -> Any:
+def scheduler_class(name: str) -> Any:
+    """Return the scheduler of diffusers of that name.
+
+    Args:
+        name: class of diffusers, in any case, or how its name begins.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
     import diffusers
 
     known = {_stem(each): each for each in _names_of(lambda cls: True)}

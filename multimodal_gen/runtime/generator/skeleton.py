@@ -3,25 +3,28 @@
 import hashlib
 import inspect
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from multimodal_gen.errors import UsageError, first_line
+from multimodal_gen.errors import first_line
 from multimodal_gen.files import MalformedError, read_small_file
-from multimodal_gen.runtime.generator.index import PipelineIndex, import_diffusers
+from multimodal_gen.runtime.generator.index import PipelineIndex, class_of
+from multimodal_gen.runtime.generator.library_errors import told
 from multimodal_gen.runtime.generator.load import pick_dtype
 from multimodal_gen.runtime.generator.model_folder import DENOISERS
-from multimodal_gen.settings import read_json
+from multimodal_gen.settings import expanded, read_json
 
 
-def model_identity(index: PipelineIndex) -> dict[str, str]:
+def model_identity(model_path: str, pipeline_class_name: str | None = None) -> dict[str, str]:
     """Return what tells a model from others, read without its weights.
 
     Args:
-        index: the pipeline.
+        model_path: folder or hub id.
+        pipeline_class_name: see `PipelineIndex.read`.
 
     Returns:
         "model": the hub id or the folder, absolute and without links; "denoisers": a digest of the
@@ -30,53 +33,33 @@ def model_identity(index: PipelineIndex) -> dict[str, str]:
     Raises:
         UsageError: the configuration of a denoiser cannot be read.
     """
-    return _identity(index.model_path, dict(denoiser_configs(index)))
+    folder = expanded(model_path, "--model-path")
+    configs = _configs_by_name(folder)
+    if not configs:
+        configs = dict(denoiser_configs(PipelineIndex.read(model_path, pipeline_class_name)))
+    text = json.dumps(configs, sort_keys=True, default=str)
+    return {
+        "model": str(folder.resolve()) if folder.is_dir() else model_path,
+        "denoisers": hashlib.sha256(text.encode()).hexdigest()[:16],
+    }
 
 
-def folder_identity(model_path: str) -> dict[str, str] | None:
-    """Return what `model_identity` does, from the files of a folder, without importing diffusers.
+def _configs_by_name(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return what `denoiser_configs` yields without diffusers, which takes long to import.
 
-    Where they tell denoisers by other names than most, it is another identity.
-
-    Returns:
-        The identity; None for a hub id, or files that cannot be read.
+    Denoisers are what is called so; none where a file does not tell.
     """
-    folder = Path(model_path).expanduser()
+    found = {}
     try:
         parts: Any = read_json(read_small_file(folder / "model_index.json"))
-        named = {
-            name: (str(part[0]), str(part[1]))
-            for name, part in parts.items()
-            if isinstance(part, list) and len(part) == 2 and name.startswith(DENOISERS)
-        }
-        configs = {
-            name: {
-                **{key: value for key, value in config.items() if not key.startswith("_")},
-                "_class_name": named[name][1],
-            }
-            for name, config in _configs(folder, named)
-        }
-    except (MalformedError, OSError, ValueError, RuntimeError, AttributeError):
-        return None
-    return _identity(str(folder), configs)
-
-
-def _configs(folder: Path, components: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield name and config of the components of a folder, as far as they can be read."""
-    for name in components:
-        try:
-            config: Any = json.loads(read_small_file(folder / name / "config.json"))
-        except (MalformedError, OSError, ValueError, RecursionError):
-            continue  # whoever builds it says what is wrong
-        if isinstance(config, dict):
-            yield name, config
-
-
-def _identity(model_path: str, configs: dict[str, dict[str, Any]]) -> dict[str, str]:
-    folder = Path(model_path)
-    model = str(folder.resolve()) if folder.is_dir() else model_path
-    text = json.dumps(configs, sort_keys=True, default=str)
-    return {"model": model, "denoisers": hashlib.sha256(text.encode()).hexdigest()[:16]}
+        for name, part in parts.items():
+            if isinstance(part, list) and part[0] is not None and name.startswith(DENOISERS):
+                config: Any = read_json(read_small_file(folder / name / "config.json"))
+                kept = {key: value for key, value in config.items() if not key.startswith("_")}
+                found[name] = {**kept, "_class_name": str(part[1])}
+    except (MalformedError, AttributeError, LookupError):
+        return {}
+    return found
 
 
 def denoiser_configs(index: PipelineIndex) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -85,18 +68,12 @@ def denoiser_configs(index: PipelineIndex) -> Iterator[tuple[str, dict[str, Any]
     Raises:
         UsageError: the configuration of a denoiser cannot be read.
     """
-    diffusers = import_diffusers()
     for name, (library, class_name) in index.components.items():
-        cls: Any = getattr(diffusers, class_name, None) if library == "diffusers" else None
+        cls: Any = class_of(library, class_name) if library == "diffusers" else None
         if not hasattr(cls, "set_attention_backend") or hasattr(cls, "decode"):
             continue
-        try:
+        with _config_explained(index.model_path, name, class_name, "reading"):
             config = cls.load_config(index.model_path, subfolder=name)
-        except (OSError, ValueError, TypeError) as error:
-            raise UsageError(
-                f"component {name} of {index.model_path!r} must have a config for {class_name}, "
-                f"reading it failed: {first_line(error)}"
-            ) from error
         # The other keys tell who wrote the file, and when.
         kept = {key: value for key, value in config.items() if not key.startswith("_")}
         yield name, {**kept, "_class_name": class_name}
@@ -168,42 +145,42 @@ def _scheduler(model_path: str, name: str, class_name: str) -> dict[str, Any]:
     """Return a component by its name where it is a scheduler, which says what noise levels are."""
     import diffusers
 
-    cls = getattr(diffusers, class_name, None)
-    if not (isinstance(cls, type) and issubclass(cls, diffusers.SchedulerMixin)):
+    cls = class_of("diffusers", class_name)
+    if cls is None or not issubclass(cls, diffusers.SchedulerMixin):
         return {}
     try:
-        return {name: cls.from_pretrained(model_path, subfolder=name)}  # type: ignore[attr-defined]
+        return {name: cls.from_pretrained(model_path, subfolder=name)}
     except OSError:  # it has no config
         return {}
 
 
 def _build(model_path: str, name: str, library: str, class_name: str) -> torch.nn.Module | None:
     """Build one component on the meta device; None for what is no model."""
-    import diffusers
-    import transformers
     from accelerate import init_empty_weights
 
-    module = {"diffusers": diffusers, "transformers": transformers}.get(library)
-    cls = getattr(module, class_name, None)
-    if not (isinstance(cls, type) and issubclass(cls, torch.nn.Module)):
+    cls = class_of(library, class_name)
+    if cls is None or not issubclass(cls, torch.nn.Module):
         return None
-    try:
+    with _config_explained(model_path, name, class_name, "building"):
         if library == "diffusers":
-            config = cls.load_config(model_path, subfolder=name)  # type: ignore[attr-defined]
+            config = cls.load_config(model_path, subfolder=name)
             with init_empty_weights():
-                built: torch.nn.Module = cls.from_config(config)  # type: ignore[attr-defined]
+                built: torch.nn.Module = cls.from_config(config)
             return built
         with init_empty_weights():
             return cls(_transformers_config(cls, model_path, name))
-    except UsageError:
-        raise
-    except Exception as error:  # configs that do not fit fail in every way, within libraries
-        if isinstance(error, MemoryError):
-            raise
-        raise UsageError(
-            f"component {name} of {model_path!r} must have a config for {class_name}, "
-            f"building it failed: {first_line(error)}"
-        ) from error
+
+
+def _config_explained(
+    model_path: str, name: str, class_name: str, doing: str
+) -> AbstractContextManager[None]:
+    """Say which config does not fit; they fail in every way, within libraries."""
+    return told(
+        lambda error: (
+            f"component {name} of {model_path!r} must have a config for {class_name}, {doing} it "
+            f"failed: {first_line(error)}"
+        )
+    )
 
 
 def _transformers_config(cls: Any, model_path: str, name: str) -> Any:

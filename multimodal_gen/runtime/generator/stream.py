@@ -274,17 +274,18 @@ class Streaming:
         }
 
     def as_dict(self) -> dict[str, Json]:
-        """Return when which frames were done, in seconds since the generation began."""
+        """Return when which frames were done, in seconds since it began, and whether all were."""
         chunks: list[Json] = [
             {"num_frames": frames, "seconds": round(seconds, 6), "prompt": prompt}
             for frames, seconds, prompt in self._made
         ]
         last = self._made[-1][1] if self._made else 0.0
-        return {
+        stream: dict[str, Json] = {
             "time_to_first_frame_s": round(self._made[0][1], 6) if self._made else None,
             "frames_per_second": round(self.num_frames / last, 3) if last else None,
             "chunks": chunks,
         }
+        return {"stream": stream, "interrupted": self.interrupted}
 
     def _embedded(self, pipe: Any, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
         """Return the embeddings of the later prompts, made before the first step."""

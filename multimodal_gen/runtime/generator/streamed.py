@@ -30,6 +30,7 @@ import torch
 from typing_extensions import override
 
 from multimodal_gen.runtime.generator.denoise import Denoised
+from multimodal_gen.runtime.generator.overridden import overridden
 
 
 class Stream(Protocol):
@@ -201,11 +202,8 @@ class _Helios(Taken):
             self._take(self.pixels(video), latents.shape[2])
             return (video[:, :, :0],)
 
-        vae.decode = decode
-        try:
+        with overridden(vae, decode=decode):
             yield
-        finally:
-            del vae.decode
 
     @override
     def before_forward(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -241,11 +239,10 @@ class Followed(Taken):
         """See `Taken.decoding`: frames follow on what was decoded before."""
         vae = self.pipe.vae
         vae.clear_cache()
-        vae._decode = self._decode
         try:
-            yield
+            with overridden(vae, _decode=self._decode):
+                yield
         finally:
-            del vae._decode
             vae.clear_cache()
 
     def end(self, latents: torch.Tensor) -> None:
@@ -371,12 +368,8 @@ class SkyReels(Followed):
                 given |= {"image": None} if "image" in given else {}
             return own(**given)
 
-        self.pipe.prepare_latents = prepare
-        try:
-            with super().decoding():
-                yield
-        finally:
-            del self.pipe.prepare_latents
+        with overridden(self.pipe, prepare_latents=prepare), super().decoding():
+            yield
 
     def _take_new(self, latents: torch.Tensor) -> None:
         """Take what is new of the latents of a call, and keep what the next part begins with."""
@@ -458,11 +451,9 @@ class FramePack(Taken):
             overlap = (self._window - 1) * pipe.vae_scale_factor_temporal + 1
             return (append(self._waiting, video, overlap),)
 
-        pipe.prepare_image_latents, pipe._soft_append, vae.decode = prepare, append, decode
-        try:
+        taken = overridden(pipe, prepare_image_latents=prepare, _soft_append=append)
+        with taken, overridden(vae, decode=decode):
             yield
-        finally:
-            del pipe.prepare_image_latents, pipe._soft_append, vae.decode
 
     def stepped(self, step: int, latents: torch.Tensor) -> None:
         """See `Taken.stepped`: a section is what its last step leaves."""

@@ -18,7 +18,7 @@ from multimodal_gen.runtime.generator.library_errors import out_of_memory_explai
 from multimodal_gen.runtime.generator.load import load_pipeline, pick_device, pick_dtype
 from multimodal_gen.runtime.generator.run import Handle
 from multimodal_gen.runtime.generator.sampling import check_arguments, output_size, prepare_call
-from multimodal_gen.runtime.generator.skeleton import folder_identity, model_identity
+from multimodal_gen.runtime.generator.skeleton import model_identity
 from multimodal_gen.runtime.layers.attention.sparse.methods.sta.search import (
     POSITIVE,
     LossRecorder,
@@ -125,38 +125,25 @@ class WindowSearch:
         """Write the file of every branch; return the last one, and what it holds."""
         found, (width, height) = recorder.losses(), size
         for branch in sorted(found, key=lambda branch: branch == POSITIVE):
-            settings = {"prompt": prompt, **self._settings()}
+            settings = {"prompt": prompt, **self._settings}
             search = replace(found[branch], settings=settings, tile_size=self._tile_size)
             folder = branch_folder(self._folder, branch, width=width, height=height)
             file = folder / search_name(prompt)
             search.write(file)
         return file, search
 
+    @cached_property
     def _settings(self) -> dict[str, Any]:
-        """Return what a search depends on, as JSON data."""
-        return {**self._model, **self._generation}
-
-    @cached_property
-    def _model(self) -> dict[str, str]:
-        args = self._args
-        return model_identity(PipelineIndex.read(args.model_path, args.pipeline_class_name))
-
-    @cached_property
-    def _generation(self) -> dict[str, Any]:
-        """How is generated, and what is tried."""
+        """What a search depends on, as JSON data: the model, how is generated, what is tried."""
         args = self._args
         dtype = pick_dtype(args.dtype, pick_device(args.device))
         return {
+            **model_identity(args.model_path, args.pipeline_class_name),
             "dtype": str(dtype).removeprefix("torch."),
             **{name: getattr(args, name) for name in (*CALL_SETTINGS, "seed")},
             "tile_size": list(self._tile_size),
             "windows": [list(window) for window in self._windows],
         }
-
-    @cached_property
-    def _by_files(self) -> dict[str, str]:
-        """The same as `_model`, at best, without diffusers, which takes long to import."""
-        return folder_identity(self._args.model_path) or {}
 
     def _is_done(self, prompt: str) -> bool:
         folder = branch_folder(self._folder, POSITIVE, width="*", height="*")
@@ -165,10 +152,8 @@ class WindowSearch:
                 file = SearchFile.read(path)
             except ConfigError as error:
                 raise ConfigError(f"{error}; delete it to search again") from None
-            wanted = {"prompt": prompt, **self._by_files, **self._generation}
-            if not self._by_files or _first_other(file, wanted) is not None:
-                wanted = {"prompt": prompt, **self._settings()}
-            name = _first_other(file, wanted)
+            wanted = {"prompt": prompt, **self._settings}
+            name = next((name for name in wanted if file.settings.get(name) != wanted[name]), None)
             if name is not None:
                 raise UsageError(
                     f"--output must not hold a search with other settings, got {str(path)!r} with "
@@ -178,11 +163,6 @@ class WindowSearch:
             self.num_steps = file.l2.shape[1]
             return True
         return False
-
-
-def _first_other(file: SearchFile, wanted: Mapping[str, Any]) -> str | None:
-    """Return the first setting that a search file was not made with; None for none."""
-    return next((name for name in wanted if file.settings.get(name) != wanted[name]), None)
 
 
 def _tile_size(args: ServerArgs) -> Window:

@@ -153,7 +153,7 @@ def test_a_backend_that_fails_is_left_out_and_the_others_go_on() -> None:
         layer_of(DENSE)(*qkv())
         layer_of(DENSE)(*qkv())
     assert "must know the latent grid" in replay.found["sparse"].failure
-    assert replay.found["sparse"].layers == []
+    assert replay.found["sparse"].layers == ()
     assert len(replay.found["dense"].layers) == 2
 
 

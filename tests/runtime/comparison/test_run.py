@@ -296,7 +296,7 @@ def test_clips_that_are_written_beside_the_next_run_are_the_same(
     whole, keep = comparing.Comparison.run, comparing.Results.keep
 
     def beside(self: comparing.Comparison) -> Report:
-        self._writer = comparing._BackgroundWriter()  # as on a GPU
+        self._writer = comparing._Writer(in_background=True)  # as on a GPU
         return whole(self)
 
     def failing(self: Any, configuration: Any, *args: Any, **kwargs: Any) -> Any:
@@ -326,7 +326,7 @@ def test_a_reference_that_cannot_be_written_beside_the_next_run_ends_the_compari
     whole = comparing.Comparison.run
 
     def beside(self: comparing.Comparison) -> Report:
-        self._writer = comparing._BackgroundWriter()  # as on a GPU
+        self._writer = comparing._Writer(in_background=True)  # as on a GPU
         return whole(self)
 
     def failing(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -21,9 +21,8 @@ from multimodal_gen.runtime.generator.denoise import (
     produced,
 )
 from multimodal_gen.runtime.generator.library_errors import (
-    diffusers_backend_explained,
     out_of_memory_explained,
-    refusal_explained,
+    told_of_run,
 )
 from multimodal_gen.runtime.generator.sampling import Call
 from multimodal_gen.runtime.server_args import ServerArgs
@@ -215,18 +214,18 @@ def _attend(backend: str = "native", heads: int = 2) -> None:
 
 def test_a_backend_that_fails_its_first_call_is_named_with_what_it_said() -> None:
     rule = r"must be one that diffusers can run here, got _native_cudnn, which failed: No .*native,"
-    with pytest.raises(UsageError, match=rule), diffusers_backend_explained("_native_cudnn"):
+    with pytest.raises(UsageError, match=rule), told_of_run(backend="_native_cudnn"):
         _attend("_native_cudnn")
 
 
 def test_the_native_backend_is_not_its_own_remedy() -> None:
     rule = "got native, which failed: .*; use --backend sglang"
-    with pytest.raises(UsageError, match=rule), diffusers_backend_explained("native"):
+    with pytest.raises(UsageError, match=rule), told_of_run(backend="native"):
         _attend(heads=3)
 
 
 def test_without_a_name_an_error_of_the_dispatch_stays_what_it_is() -> None:
-    with pytest.raises(RuntimeError, match="size of tensor"), diffusers_backend_explained(None):
+    with pytest.raises(RuntimeError, match="size of tensor"), told_of_run():
         _attend(heads=3)
 
 
@@ -237,7 +236,7 @@ def test_without_a_name_an_error_of_the_dispatch_stays_what_it_is() -> None:
 def test_errors_from_elsewhere_stay_what_they_are(error: Exception) -> None:
     with (
         pytest.raises(type(error), match=str(error)) as caught,
-        diffusers_backend_explained("flex"),
+        told_of_run(backend="flex"),
     ):
         raise error
     assert caught.value is error
@@ -251,14 +250,14 @@ def test_full_memory_inside_the_dispatch_is_told_as_such(monkeypatch) -> None:
     with (
         pytest.raises(UsageError, match=r"the device ran out of memory .* try a smaller --height"),
         out_of_memory_explained(),
-        diffusers_backend_explained("native"),
+        told_of_run(backend="native"),
     ):
         _attend()
 
 
 def test_a_refusal_by_a_scheduler_is_told_in_one_line() -> None:
     rule = "the pipeline refuses its arguments: `num_inference_steps`: 1001 cannot be larger"
-    with pytest.raises(UsageError, match=rule), refusal_explained():
+    with pytest.raises(UsageError, match=rule), told_of_run():
         DDIMScheduler().set_timesteps(1001)
 
 
@@ -269,7 +268,7 @@ def test_a_value_error_from_below_a_pipeline_keeps_its_type() -> None:
     scheduler = FlowMatchEulerDiscreteScheduler()
     scheduler.time_shift = scheduler.stretch_shift_to_terminal = defect
     scheduler.register_to_config(use_dynamic_shifting=True)
-    with pytest.raises(ValueError, match=r"^a defect$") as caught, refusal_explained():
+    with pytest.raises(ValueError, match=r"^a defect$") as caught, told_of_run():
         scheduler.set_timesteps(4, mu=1.0)
     assert not isinstance(caught.value, UsageError)
 

@@ -44,7 +44,7 @@ def _drop(file, names) -> None:
 
 def test_a_folder_that_lacks_a_component_is_refused(folder) -> None:
     shutil.rmtree(folder / "tokenizer")
-    with pytest.raises(UsageError, match=r"every component .*missing tokenizer; download it again"):
+    with pytest.raises(UsageError, match=r"must have .* in tokenizer, which has none; download"):
         _load(folder)
 
 
@@ -56,17 +56,18 @@ def test_a_tokenizer_without_files_is_refused(folder) -> None:
 
 
 @pytest.mark.parametrize(
-    ("component", "file"),
+    ("component", "rule"),
     [
-        ("transformer", "config.json"),
-        ("text_encoder", "config.json"),
-        ("vae", "config.json"),
-        ("scheduler", "scheduler_config.json"),
+        ("transformer", r"component transformer .* no file named config\.json found"),
+        ("text_encoder", r"must have config\.json in text_encoder, which has none; down"),
+        ("vae", r"component vae .* no file named config\.json found"),
+        ("scheduler", r"component scheduler .* no file named scheduler_config\.json found"),
     ],
 )
-def test_a_component_without_its_config_is_refused(component: str, file: str, folder) -> None:
-    (folder / component / file).unlink()
-    with pytest.raises(UsageError, match=rf"must have {file} in {component}, which has none; down"):
+def test_a_component_without_its_config_is_refused(component: str, rule: str, folder) -> None:
+    (config,) = (folder / component).glob("*config.json")
+    config.unlink()
+    with pytest.raises(UsageError, match=rule):
         _load(folder)
 
 
@@ -208,13 +209,13 @@ def test_an_index_that_names_no_pipeline_is_explained(content, message, tmp_path
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("x" * 5000, r"got 'x{80}\.\.\.' \(File name too long\)$"),
-        ("~nobody-lives-here/x", r"got '~nobody-lives-here/x' \(Could not determine home dir"),
-        ("a\0b", r"got 'a\\x00b', which is neither$"),
+        ("x" * 5000, r"a path, got 'x{80}': File name too long$"),
+        ("~nobody-lives-here/x", r"a path, got '~nobody-lives-here/x': Could not determine home"),
+        ("a\0b", r"an existing .* got 'a\\x00b', which is neither$"),
     ],
 )
 def test_a_path_that_cannot_be_one_is_explained(path: str, message: str) -> None:
-    with pytest.raises(UsageError, match="^--model-path must be an existing .*" + message):
+    with pytest.raises(UsageError, match="^--model-path must be " + message):
         PipelineIndex.read(path)
 
 

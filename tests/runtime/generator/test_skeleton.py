@@ -8,7 +8,7 @@ from multimodal_gen.errors import UsageError
 from multimodal_gen.runtime.generator.index import PipelineIndex
 from multimodal_gen.runtime.generator.load import denoisers
 from multimodal_gen.runtime.generator.run import find_done
-from multimodal_gen.runtime.generator.skeleton import folder_identity, load_skeleton
+from multimodal_gen.runtime.generator.skeleton import load_skeleton
 from multimodal_gen.runtime.server_args import ServerArgs
 from multimodal_gen.testing.tiny_models import FAMILIES
 
@@ -76,9 +76,10 @@ def test_a_config_that_does_not_fit_is_named(tmp_path) -> None:
         load_skeleton(PipelineIndex.read(str(tmp_path)), "auto", CPU)
 
 
-def test_a_pipe_in_place_of_an_index_has_no_identity(tmp_path) -> None:
+def test_a_pipe_in_place_of_an_index_is_none(tmp_path) -> None:
     os.mkfifo(tmp_path / "model_index.json")
-    assert folder_identity(str(tmp_path)) is None
+    with pytest.raises(UsageError, match=r"with model_index\.json, got .* without one"):
+        PipelineIndex.read(str(tmp_path))
 
 
 def test_a_pipe_in_a_folder_of_outputs_is_no_record_to_go_on_from(tmp_path) -> None:
