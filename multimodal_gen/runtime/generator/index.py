@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import textwrap
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from multimodal_gen.errors import MissingDependencyError, UsageError, first_line
 from multimodal_gen.runtime.generator.library_errors import blamed_for, described
 from multimodal_gen.runtime.generator.model_folder import check_classes, check_code, check_files
 from multimodal_gen.runtime.generator.output import Kind
+from multimodal_gen.runtime.generator.quiet import without
 from multimodal_gen.runtime.generator.signatures import arguments_of
 from multimodal_gen.settings import expanded
 
@@ -21,6 +23,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 """What an id of the Hugging Face Hub looks like."""
 
 _INDEX = "model_index.json"
+_HUB_TRIES = "huggingface_hub.utils._http"  # tells of each; what the last one met is in the error
 
 
 def import_diffusers() -> Any:
@@ -189,7 +192,8 @@ def _imported(diffusers: Any, name: object) -> type | None:
 def _of_diffusers(diffusers: Any, name: str) -> Any:
     """Return what diffusers has of that name, which it imports only now, or None."""
     try:
-        return getattr(diffusers, name, None)
+        with without("transformers.utils.import_utils", lambda text: "torchvision" in text):
+            return getattr(diffusers, name, None)
     except (ImportError, RuntimeError, OSError) as error:
         # diffusers and transformers import other packages that they find, whatever their release,
         # and wrap what goes wrong there.
@@ -209,7 +213,7 @@ def _of_diffusers(diffusers: Any, name: str) -> Any:
             )
         raise MissingDependencyError(
             f"{name} of diffusers must import, it failed{where}: "
-            f"{' '.join(str(cause).split())[:300]}; {remedy}"
+            f"{textwrap.shorten(str(cause), 300, placeholder=' ...')}; {remedy}"
         ) from error
 
 
@@ -241,7 +245,7 @@ def _locate(model_path: str) -> str:
 def _read_config(diffusers: Any, location: str) -> dict[str, Any]:
     pipeline = _of_diffusers(diffusers, "DiffusionPipeline")
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), without(_HUB_TRIES, lambda _: True):
             # diffusers passes an argument on that huggingface_hub no longer has.
             warnings.filterwarnings("ignore", message=".*local_dir_use_symlinks")
             config = pipeline.load_config(location)

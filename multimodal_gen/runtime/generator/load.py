@@ -4,7 +4,6 @@ Libraries fill gaps by themselves: a tokenizer without files has no words, and a
 weights lack a parameter draws it at random. Such pipelines compute noise and are refused.
 """
 
-import logging
 import traceback
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -25,6 +24,7 @@ from multimodal_gen.runtime.generator.quantized import (
     load_gguf,
     quantization_config,
 )
+from multimodal_gen.runtime.generator.quiet import without
 from multimodal_gen.runtime.generator.scheduler import scheduler_class, with_scheduler
 from multimodal_gen.runtime.platforms import current_platform
 from multimodal_gen.runtime.server_args import SETTINGS, ServerArgs
@@ -70,7 +70,7 @@ def load_pipeline(index: PipelineIndex, args: ServerArgs, device: torch.device) 
     check_loading(index, args, device)
     with (
         _bars_on_terminals_only(),
-        _silent_on_trained_layers(),
+        without("diffusers.models.modeling_utils", _is_of_trained_layers),
         told(lambda error: _failure(index, error)),
     ):
         pipe = _read_weights(index, args, device)
@@ -344,22 +344,11 @@ def _bars_on_terminals_only() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _silent_on_trained_layers() -> Iterator[None]:
-    """Keep diffusers from saying that layers were not used which are read when one attaches."""
-    library = logging.getLogger("diffusers.models.modeling_utils")
-    library.addFilter(_is_of_others)
-    try:
-        yield
-    finally:
-        library.removeFilter(_is_of_others)
-
-
-def _is_of_others(record: logging.LogRecord) -> bool:
-    """Tell whether a record is about anything but weights of trained layers that were not used."""
-    _, unused, names = record.getMessage().partition(" were not used when initializing ")
+def _is_of_trained_layers(message: str) -> bool:
+    """Tell whether a message is about weights alone that are read when an attention attaches."""
+    _, unused, names = message.partition(" were not used when initializing ")
     listed = names.partition("['")[2].partition("']")[0].split(", ")
-    return not unused or not all(_TRAINED & set(name.split(".")) for name in listed)
+    return bool(unused) and all(_TRAINED & set(name.split(".")) for name in listed)
 
 
 def _tile_vae(pipe: Any) -> None:

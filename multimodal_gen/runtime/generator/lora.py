@@ -10,6 +10,7 @@ told otherwise; here that is chosen behind an @, or said.
 
 import math
 import re
+import textwrap
 import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -23,13 +24,13 @@ import torch
 from multimodal_gen.errors import MissingDependencyError, UsageError, first_line
 from multimodal_gen.runtime.generator.index import HUB_ID
 from multimodal_gen.runtime.generator.library_errors import told
+from multimodal_gen.runtime.generator.quiet import without
 from multimodal_gen.settings import expanded
 
 _TARGET = re.compile(r"(?P<rest>.+)@(?P<target>\w+)")
 _SCALE = re.compile(r"(?P<path>.+):(?P<scale>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)")
 _SHOWN = 3
 _WEIGHTS = (".safetensors", ".bin")
-_MOST = 200  # characters of another library's message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +168,11 @@ def add_loras(pipe: Any, loras: Sequence[Lora]) -> None:
     names = [_name(number) for number in range(1, len(loras) + 1)]
     for name, lora in zip(names, loras, strict=True):
         file = _local_file(lora)
-        with told(partial(_failure, pipe, lora)), warnings.catch_warnings():
+        with (
+            told(partial(_failure, pipe, lora)),
+            warnings.catch_warnings(),
+            without("diffusers.loaders.peft", lambda text: "was unsuccessful" in text),
+        ):
             warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several are meant
             given = None if file is None else _tensors(file)
             held = pipe.lora_state_dict(lora.path if given is None else dict(given))
@@ -250,9 +255,10 @@ def _check_kept(
 
 
 def _failure(pipe: Any, lora: Lora, error: Exception) -> str:
+    line = textwrap.shorten(first_line(error), 200, placeholder=" ...")
     return (
         f"--lora-path must be a LoRA for {type(pipe).__name__}, got {lora.path!r}, which could not "
-        f"be loaded: {type(error).__name__}: {first_line(error)[:_MOST]}"
+        f"be loaded: {type(error).__name__}: {line}"
     )
 
 
