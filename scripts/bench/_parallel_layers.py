@@ -1,13 +1,12 @@
 """One self-attention layer on several GPUs: its exchanges, their chunks, and how it all grows."""
 
-import argparse
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from _harness import DEVICE, relative_error
+from _harness import DEVICE, Bench, relative_error
 from _ranks import ONE, Contender, Ranks, Reading, sent_bytes
 
 from multimodal_gen.errors import MultimodalGenError
@@ -122,23 +121,21 @@ def layer_contenders(ranks: Ranks, qkv: QKV, name: str, **options: object) -> li
     return found
 
 
-def layer_case(
-    ranks: Ranks, options: argparse.Namespace, method: str, config: dict[str, object] | None
-) -> None:
+def layer_case(ranks: Ranks, bench: Bench, method: str, config: dict[str, object] | None) -> None:
     """One layer of Wan2.1-14B at 720p, in every layout."""
-    heads, grid = (SMALL_HEADS, SMALL_GRID) if options.smoke else (HEADS, GRID)
-    grid = (options.frames or grid[0], *grid[1:])
+    heads, grid = (SMALL_HEADS, SMALL_GRID) if bench.options.smoke else (HEADS, GRID)
+    grid = (bench.options.frames or grid[0], *grid[1:])
     tokens = math.prod(grid)
     qkv = make_qkv(tokens, heads)
     backend = None if method == "dense" else method
     contenders = layer_contenders(ranks, qkv, method, backend=backend, config=config, grid=grid)
     errors = check(ranks, contenders)
-    _measure(ranks, options, contenders, f"layer {method}", tokens, heads, errors)
+    _measure(ranks, bench, contenders, f"layer {method}", tokens, heads, errors)
 
 
-def exchange_case(ranks: Ranks, options: argparse.Namespace) -> None:
+def exchange_case(ranks: Ranks, bench: Bench) -> None:
     """The exchanges of one layer alone: bare, and as the layer packs and unpacks them."""
-    heads, grid = (SMALL_HEADS, SMALL_GRID) if options.smoke else (HEADS, GRID)
+    heads, grid = (SMALL_HEADS, SMALL_GRID) if bench.options.smoke else (HEADS, GRID)
     tokens = math.prod(grid) // ranks.size * ranks.size
     with ranks.sharing(Mesh(ulysses=ranks.size)):
         q, k, v = (own_tokens(x).contiguous() for x in make_qkv(tokens, heads))
@@ -146,7 +143,7 @@ def exchange_case(ranks: Ranks, options: argparse.Namespace) -> None:
     for c in contenders:
         with ranks.sharing(c.mesh), c.around():
             c.run()
-    _measure(ranks, options, contenders, "exchange", tokens, heads, {})
+    _measure(ranks, bench, contenders, "exchange", tokens, heads, {})
 
 
 def _exchange(
@@ -238,10 +235,10 @@ def _groups_by_ctas(ranks: Ranks) -> dict[int, dist.ProcessGroup]:
     return found
 
 
-def growth_case(ranks: Ranks, options: argparse.Namespace) -> None:
+def growth_case(ranks: Ranks, bench: Bench) -> None:
     """A dense layer from 32K to 256K tokens on 1, 2 and more GPUs."""
-    heads = SMALL_HEADS if options.smoke else HEADS
-    for tokens in (64, 128) if options.smoke else GROWTH:
+    heads = SMALL_HEADS if bench.options.smoke else HEADS
+    for tokens in (64, 128) if bench.options.smoke else GROWTH:
         qkv = make_qkv(tokens, heads)
         meshes = {"ulysses 2": Mesh(ulysses=2), **ranks.meshes()}
         one = "dense, 1 GPU"
@@ -251,31 +248,28 @@ def growth_case(ranks: Ranks, options: argparse.Namespace) -> None:
             for layout, mesh in meshes.items()
         ]
         errors = check(ranks, contenders)
-        _measure(ranks, options, contenders, f"growth {tokens // 1024}K", tokens, heads, errors)
+        _measure(ranks, bench, contenders, f"growth {tokens // 1024}K", tokens, heads, errors)
 
 
 def _measure(
     ranks: Ranks,
-    options: argparse.Namespace,
+    bench: Bench,
     contenders: list[Contender],
     case: str,
     tokens: int,
     heads: int,
     errors: dict[str, float],
 ) -> None:
-    rounds = options.layer_rounds
-    times, taken = ranks.time(contenders, rounds=rounds, block_ms=1 if options.smoke else 60)
+    rounds = bench.options.layer_rounds
+    times, taken = ranks.time(contenders, rounds=rounds, block_ms=1 if bench.options.smoke else 60)
     ranks.write(
-        options.out / "parallel.csv",
+        bench,
         contenders,
         times,
         taken,
-        commit=options.commit,
-        benchmark="parallel",
         case=case,
         shape=f"B1 H{heads} S{tokens} D{SIZE} bf16",
         flop=0.0 if case == "exchange" else 4.0 * heads * tokens**2 * SIZE,
         flop_formula="4*H*S*S*D of the whole sequence, as if dense",
         errors=errors,
-        versions={},
     )

@@ -16,51 +16,45 @@ Outputs of all are compared after the window has been filled and has moved; then
 timed in turns, and one attention call by itself. `chunk 1000` is the same after 1,000 chunks were
 begun and committed, of which only the last ones were computed.
 
+Columns: `frames_per_second` of the video, from whole chunks, nan for single calls; `rate_to_fa3`,
+FLOP/s of a single call over FlashAttention 3's in the same run, and for chunks that of what
+attention and the past add to a chunk without them, over what they add with FlashAttention 3 and a
+shifted cache; `cache_gib`, what keys and values of the past take; `peak_gib`, the most memory of
+the contender's chunk, all caches of the run included.
+
     python3 scripts/bench/run.py streaming --commit HASH [--only chunk] [--rounds 5]
     python3 scripts/bench/run.py streaming --commit HASH --smoke    # a tiny model, on any machine
 """
 
 import argparse
-import importlib.util
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from functools import cache
-from itertools import chain
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
+from _attention import FA3, fa3, layer_on, sdpa
 from _harness import (
     DEVICE,
+    Bench,
     Row,
+    Times,
     event_ms,
-    interleave,
     relative_error,
-    rows_of,
     shuffled_rounds,
     synchronize,
     version_of,
-    write_rows,
 )
 from _streaming_model import SMOKE, WAN, Attend, Case, CausalModel
 
 from multimodal_gen.runtime.layers.attention import LocalAttention
-from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
 from multimodal_gen.runtime.layers.attention.causal_cache import (
     CacheSize,
     CausalCache,
     LayerCache,
 )
-from multimodal_gen.runtime.layers.attention.config import build_config
-from multimodal_gen.runtime.layers.attention.scope import (
-    BackendPreference,
-    SelectionScope,
-    Source,
-)
 from multimodal_gen.runtime.layers.attention.sparse.windows import pair_density
-from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 
 BOUND = 5e-2
 BOUND_OF_8_BITS = 0.2
@@ -74,25 +68,6 @@ SPARSITY = 0.8
 FORWARDS = 5  # four denoising steps and a clean pass
 FRAMES_OF_LATENT = 4
 FLOP = "4*L*H*D*queries*keys of the self-attention, per forward"
-
-
-@dataclass(frozen=True, kw_only=True)
-class StreamingRow(Row):
-    """One line of `streaming.csv`.
-
-    Attributes:
-        frames_per_second: of the video, from whole chunks; nan for single calls.
-        rate_to_fa3: FLOP/s of a single call over FlashAttention 3's in the same run; of chunks that
-            of what attention and the past add to a chunk without them, over what they add with
-            FlashAttention 3 and a shifted cache.
-        cache_gib: what keys and values of the past take.
-        peak_gib: the most memory of the contender's chunk, all caches of the run included.
-    """
-
-    frames_per_second: float
-    rate_to_fa3: float
-    cache_gib: float
-    peak_gib: float
 
 
 class ShiftedPast:
@@ -180,25 +155,6 @@ class NoPast:
         """Do nothing."""
 
 
-@cache
-def fa3() -> Callable[..., torch.Tensor] | None:
-    """Return FlashAttention 3, or None where it is not installed."""
-    if DEVICE != "cuda" or importlib.util.find_spec("fa3_fwd_interface") is None:
-        return None
-    from fa3_fwd_interface import flash_attn_func
-
-    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = flash_attn_func(q, k, v)
-        return out[0] if isinstance(out, tuple) else out
-
-    return run
-
-
-def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """PyTorch's own."""
-    return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
-
-
 class Flex:
     """FlexAttention, compiled for a full window, with a block mask; PyTorch's own until then."""
 
@@ -219,20 +175,6 @@ class Flex:
         return self.run(q, k, v, block_mask=self.mask).transpose(1, 2)
 
 
-def layer_of(
-    case: Case, backend: str | None, options: dict[str, object] | None = None
-) -> LocalAttention:
-    """Return a layer of ours on a backend with its parameters, or the automatic choice."""
-    scope = SelectionScope()
-    if backend is not None:
-        name = AttentionBackendEnum(backend)
-        cls = find_backend(name, PlatformEnum.CUDA).config_cls
-        config = build_config(cls, options, backend=backend) if options else None
-        asked = BackendPreference(source=Source.SETTINGS, backend=name, config=config)
-        scope = SelectionScope(default=asked, strict=True)
-    return LocalAttention(case.heads, case.head_size, scope=scope, compute_dtype=torch.bfloat16)
-
-
 Past = ShiftedPast | SlottedPast | NoPast
 
 
@@ -249,19 +191,19 @@ def contenders(case: Case) -> tuple[dict[str, tuple[Past, Attend]], dict[str, Lo
         found["flex, clone-and-shift"] = (shifted, shifted.attend(Flex(case)))
     found[NOTHING] = (NoPast(), lambda i, q, k, v: v)
     spaces = {IN_WINDOWS: case.space, IN_TALL: case.tall}
-    layers = {name: layer_of(case, None) for name in ("cache, auto", IN_PIECES, *spaces)}
+    layers = {name: layer_on(case) for name in ("cache, auto", IN_PIECES, *spaces)}
     if DEVICE == "cuda":
         chooses = {"sparsity": SPARSITY, "tile_size": [4, *case.tile]}
-        layers[CHOSEN] = layer_of(case, "video_sparse_attn", chooses)
-        layers["cache, triton_attn"] = layer_of(case, "triton_attn")
-        layers["cache, sage_attn"] = layer_of(case, "sage_attn")
+        layers[CHOSEN] = layer_on(case, "video_sparse_attn", chooses)
+        layers["cache, triton_attn"] = layer_on(case, "triton_attn")
+        layers["cache, sage_attn"] = layer_on(case, "sage_attn")
         if flash is not None:
-            layers["cache, fa"] = layer_of(case, "fa")
+            layers["cache, fa"] = layer_on(case, "fa")
     for name, layer in layers.items():
         window = case.window - 1 if name == IN_PIECES else None
         past = tall if name == IN_TALL else slotted
         found[name] = (past, past.attend(layer, window=window, space=spaces.get(name)))
-    layers["cache, 8 bits"] = layer_of(case, None)
+    layers["cache, 8 bits"] = layer_on(case)
     found["cache, 8 bits"] = (bytes_, bytes_.attend(layers["cache, 8 bits"]))
     return found, layers
 
@@ -395,9 +337,9 @@ def check_graph(run: Run, name: str, chunk: Callable[[], torch.Tensor]) -> None:
 
 def time_chunks(
     run: Run, chunks: dict[str, Callable[[], torch.Tensor]], rounds: int
-) -> tuple[dict[str, list[float]], dict[str, float]]:
+) -> tuple[Times, dict[str, float]]:
     """Return milliseconds of whole chunks, and the most memory, by contender."""
-    times: dict[str, list[float]] = {name: [] for name in chunks}
+    times: Times = {name: [] for name in chunks}
     peaks = dict.fromkeys(chunks, math.nan)
     for name in chunks:
         run.noise.normal_()
@@ -436,10 +378,8 @@ def cache_gib(past: Past) -> float:
     return 2 * past.keys.numel() * 2 / 2**30 if isinstance(past, ShiftedPast) else 0.0
 
 
-def bench_chunks(
-    run: Run, commit: str, rounds: int, errors: dict[str, float]
-) -> Iterator[list[StreamingRow]]:
-    """Time whole chunks of all contenders, then chunk 1,000 of ours; yields the rows of each."""
+def bench_chunks(run: Run, bench: Bench, errors: dict[str, float]) -> None:
+    """Time whole chunks of all contenders, then chunk 1,000 of ours, and write their rows."""
     chunks = {name: (lambda name=name: run.chunk(name)) for name in run.found}
     if DEVICE == "cuda":
         for name in (name for name in IN_GRAPHS if name in run.found):
@@ -450,9 +390,9 @@ def bench_chunks(
         for past in {id(past): past for past, _ in run.found.values()}.values():
             if isinstance(past, SlottedPast):
                 jump(run, past, number)
-        times, peaks = time_chunks(run, some, rounds)
+        times, peaks = time_chunks(run, some, bench.options.rounds)
         pasts = {name: run.found[name.removesuffix(", graph")][0] for name in some}
-        yield streaming_rows(run, commit, case, times, errors, pasts, peaks)
+        write_chunks(run, bench, case, times, errors, pasts, peaks)
 
 
 def share_seen(case: Case, contender: str) -> float:
@@ -481,41 +421,39 @@ def added_by_fa3(medians: dict[str, float], contender: str) -> float:
     return (medians.get(f"fa3, clone-and-shift{kind}", math.nan) - base) / (added or math.nan)
 
 
-def streaming_rows(
+def write_chunks(
     run: Run,
-    commit: str,
+    bench: Bench,
     case: str,
-    times: dict[str, list[float]],
+    times: Times,
     errors: dict[str, float],
     pasts: dict[str, Past],
     peaks: dict[str, float],
-) -> list[StreamingRow]:
-    """Return rows of whole chunks."""
+) -> None:
+    """Write rows of whole chunks."""
     c = run.case
     frames = c.grid[0] * FRAMES_OF_LATENT
-    plain = rows_of(
+    shares = {name: share_seen(c, name) for name in times}
+    medians = {name: statistics.median(samples) for name, samples in times.items()}
+
+    def more(row: Row) -> Row:
+        name = row["contender"]
+        return {
+            "frames_per_second": round(1e3 * frames / row["median_ms"], 2),
+            "rate_to_fa3": round(shares[name] * added_by_fa3(medians, name), 3),
+            "cache_gib": round(cache_gib(pasts[name]), 3),
+            "peak_gib": round(peaks[name], 2),
+        }
+
+    bench.write(
         times,
-        commit=commit,
-        benchmark="streaming",
         case=f"{c.name}, {case}, {FORWARDS} forwards",
         shape=f"B1 H{c.heads} S{c.tokens} K{c.keys} D{c.head_size} L{c.layers} bf16",
-        flop=FORWARDS * c.layers * c.flop(c.keys),
+        flop={name: FORWARDS * c.layers * c.flop(c.keys) * share for name, share in shares.items()},
         flop_formula=FLOP,
         errors=errors,
-        versions={},
+        more=more,
     )
-    shares = [share_seen(c, row.contender) for row in plain]
-    medians = {row.contender: row.median_ms for row in plain}
-    return [
-        StreamingRow(
-            **asdict(row) | {"flop": row.flop * share, "tflops": round(row.tflops * share, 1)},
-            frames_per_second=round(1e3 * frames / row.median_ms, 2),
-            rate_to_fa3=round(share * added_by_fa3(medians, row.contender), 3),
-            cache_gib=round(cache_gib(pasts[row.contender]), 3),
-            peak_gib=round(peaks[row.contender], 2),
-        )
-        for row, share in zip(plain, shares, strict=True)
-    ]
 
 
 def replayed(call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
@@ -533,9 +471,9 @@ def replayed(call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
     return replay
 
 
-def bench_attention(run: Run, commit: str, rounds: int) -> list[StreamingRow]:
-    """Time one layer's attention over a full window, writing the chunk included."""
-    c, rows = run.case, []
+def bench_attention(run: Run, bench: Bench) -> None:
+    """Time and write one layer's attention over a full window, writing the chunk included."""
+    c = run.case
     drawn = {"device": DEVICE, "dtype": torch.bfloat16}
     q, k, v = (torch.randn(1, c.tokens, c.heads, c.head_size, **drawn) for _ in range(3))
     calls: dict[str, Callable[[], torch.Tensor]] = {}
@@ -551,37 +489,31 @@ def bench_attention(run: Run, commit: str, rounds: int) -> list[StreamingRow]:
     flash = fa3()
     if flash is not None:
         keys, values = (torch.randn(1, c.keys, c.heads, c.head_size, **drawn) for _ in range(2))
-        calls["fa3 dense"] = lambda: flash(q, keys, values)
-    times = interleave(calls, rounds=rounds, block_ms=60.0)
+        calls[FA3] = lambda: flash(q, keys, values)
+    times = bench.time(calls, block_ms=60.0)
     for key, past in pasts.items():
         commit_with(past, k, v)
         run.numbers[key] += 1
     medians = {name: statistics.median(t) for name, t in times.items()}
+    fastest = medians.get(FA3, math.nan) / c.flop(c.keys)
     for name in times:
         seen = round(c.keys * share_seen(c, name))
-        (row,) = rows_of(
+        own = {
+            "ratio_to_best": round(medians[name] / min(medians.values()), 4),
+            "frames_per_second": math.nan,
+            "rate_to_fa3": round(fastest / (medians[name] / c.flop(seen)), 3),
+            "cache_gib": math.nan,
+            "peak_gib": math.nan,
+        }
+        bench.write(
             {name: times[name]},
-            commit=commit,
-            benchmark="streaming",
             case=f"{c.name}, one call",
             shape=f"B1 H{c.heads} S{c.tokens} K{seen} D{c.head_size} bf16",
             flop=c.flop(seen),
             flop_formula="4*H*D*queries*keys",
-            errors={},
-            versions={"fa3 dense": version_of("fa3-fwd")},
+            versions={FA3: version_of("fa3-fwd")},
+            more=lambda row, own=own: own,
         )
-        fastest = medians.get("fa3 dense", math.nan) / c.flop(c.keys)
-        given = asdict(row) | {"ratio_to_best": round(row.median_ms / min(medians.values()), 4)}
-        rows.append(
-            StreamingRow(
-                **given,
-                frames_per_second=math.nan,
-                rate_to_fa3=round(fastest / (row.median_ms / c.flop(seen)), 3),
-                cache_gib=math.nan,
-                peak_gib=math.nan,
-            )
-        )
-    return rows
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -589,19 +521,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--contenders", default="", help="their pattern; the first one is right")
 
 
-def main(arguments: argparse.Namespace) -> None:
+def main(bench: Bench) -> None:
     """Check, time, and append to `streaming.csv`."""
-    run, layers = prepare(SMOKE if arguments.smoke else WAN)
-    run.found = {n: pair for n, pair in run.found.items() if re.search(arguments.contenders, n)}
-    rounds, only = arguments.rounds, arguments.only
+    options = bench.options
+    run, layers = prepare(SMOKE if options.smoke else WAN)
+    run.found = {n: pair for n, pair in run.found.items() if re.search(options.contenders, n)}
     with torch.inference_mode():
         errors, wrong = check(run)
-        one = (bench_attention(run, arguments.commit, rounds) for _ in range(only in "one call"))
-        whole = bench_chunks(run, arguments.commit, rounds, errors) if only in "chunk" else ()
-        for rows in chain(one, whole):
-            write_rows(arguments.out / "streaming.csv", rows)
-            for row in rows:
-                print(row.contender, row.frames_per_second, "fps", row.rate_to_fa3, "of fa3's rate")
+        if options.only in "one call":
+            bench_attention(run, bench)
+        if options.only in "chunk":
+            bench_chunks(run, bench, errors)
     for name, layer in layers.items():
         report = layer.report()
         ran = [e for e in (*report.entries, *report.detours) if e.calls]

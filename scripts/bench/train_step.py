@@ -1,9 +1,10 @@
 """One training step of Wan2.1-T2V with random bf16 weights: stock diffusers against `apply`.
 
 Forward, backward with gradient checkpointing, and AdamW on all weights, at batch 1; time and peak
-memory. Contenders take turns on one model. Gradients of dense ones are checked against the first
-one's; of the others, that they are finite, and that every self-attention ran sparse. Their distance
-from the dense gradients is a column: with random weights it says how much attention there is.
+memory of a step. Contenders take turns on one model. Gradients of dense ones are checked against
+the first one's; of the others, that they are finite, and that every self-attention ran sparse.
+Their distance from the dense gradients is a column: with random weights it says how much attention
+there is.
 
     python3 scripts/bench/run.py train_step --commit HASH [--only 1.3B] [--rounds 3]
         [--contenders "stock native,apply video_sparse_attn"]
@@ -13,21 +14,22 @@ from the dense gradients is a column: with random weights it says how much atten
 import argparse
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 
 import torch
-from _harness import (
-    DEVICE,
-    Row,
-    event_ms,
-    relative_error,
-    rows_of,
-    shuffled_rounds,
-    version_of,
-    write_rows,
-)
+from _harness import DEVICE, Bench, Times, event_ms, relative_error, shuffled_rounds, version_of
 from diffusers import WanTransformer3DModel
-from wan_forward import CASES, SMOKE, SPARSE, Case, Contexts, build, pick, sparse_backend, stock
+from wan_forward import CASES as CASES
+from wan_forward import SMOKE as SMOKE
+from wan_forward import (
+    SPARSE,
+    Case,
+    Contexts,
+    build,
+    listed,
+    pick,
+    sparse_backend,
+    stock,
+)
 
 import multimodal_gen
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
@@ -36,17 +38,6 @@ METHODS = ("sliding_tile_attn", "video_sparse_attn", "sla_attn")
 # What is compared of the gradients.
 WATCHED = ("blocks.0.attn1.to_q.weight", "blocks.1.attn1.to_k.weight", "blocks.1.ffn.net.2.weight")
 FLOP = "18*L*H*S*S*D: self-attention forward twice and backward, as if dense"
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainRow(Row):
-    """One line of `train_step.csv`.
-
-    Attributes:
-        peak_gib: peak memory of a step.
-    """
-
-    peak_gib: float
 
 
 def contenders(model: WanTransformer3DModel) -> Contexts:
@@ -134,11 +125,9 @@ def check(training: Training, contexts: Contexts) -> dict[str, float]:
     return errors
 
 
-def measure(
-    training: Training, contexts: Contexts, rounds: int
-) -> tuple[dict[str, list[float]], dict[str, float]]:
+def times_of(training: Training, contexts: Contexts, rounds: int) -> tuple[Times, dict[str, float]]:
     """Return times and peak memory, in GiB, of every contender."""
-    times: dict[str, list[float]] = {name: [] for name in contexts}
+    times: Times = {name: [] for name in contexts}
     peaks = dict.fromkeys(contexts, math.nan)
     training.step()  # which makes the optimizer's state
     for name in shuffled_rounds(contexts, rounds):
@@ -156,30 +145,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--contenders", default="", help="names by commas; all by default")
 
 
-def main(options: argparse.Namespace) -> int:
-    """Check, time and write every case."""
-    names = [name.strip() for name in options.contenders.split(",") if name]
-    for case in SMOKE if options.smoke else CASES:
-        if options.only not in case.name:
-            continue
-        training = Training(case)
-        contexts = pick(contenders(training.model), names)
-        errors = check(training, contexts)
-        times, peaks = measure(training, contexts, options.rounds)
-        rows = rows_of(
-            times,
-            commit=options.commit,
-            benchmark="train_step",
-            case=case.name,
-            shape=f"B1 H{case.heads} S{case.tokens} D128 L{case.layers} bf16",
-            flop=4.5 * case.flop,
-            flop_formula=FLOP,
-            errors=errors,
-            versions=dict.fromkeys(times, version_of("diffusers")),
-        )
-        made = [TrainRow(**asdict(row), peak_gib=round(peaks[row.contender], 2)) for row in rows]
-        write_rows(options.out / "train_step.csv", made)
-        for row in made:
-            print(f"   {row.contender:28} peak {row.peak_gib:.2f} GiB", flush=True)
-        del training
-    return 0
+def measure(case: Case, bench: Bench) -> None:
+    """Check, time and write a case."""
+    training = Training(case)
+    contexts = pick(contenders(training.model), listed(bench.options.contenders))
+    errors = check(training, contexts)
+    times, peaks = times_of(training, contexts, bench.options.rounds)
+    bench.write(
+        times,
+        case=case.name,
+        shape=f"B1 H{case.heads} S{case.tokens} D128 L{case.layers} bf16",
+        flop=4.5 * case.flop,
+        flop_formula=FLOP,
+        errors=errors,
+        versions=version_of("diffusers"),
+        more=lambda row: {"peak_gib": round(peaks[row["contender"]], 2)},
+    )

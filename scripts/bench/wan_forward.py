@@ -19,12 +19,12 @@ from dataclasses import dataclass
 import torch
 from _harness import (
     DEVICE,
+    Bench,
+    Times,
     event_ms,
     relative_error,
-    rows_of,
     shuffled_rounds,
     version_of,
-    write_rows,
 )
 from diffusers import WanTransformer3DModel
 from diffusers.models.attention_dispatch import attention_backend
@@ -218,14 +218,14 @@ def check(
     return errors
 
 
-def measure(
+def times_of(
     model: WanTransformer3DModel,
     inputs: dict[str, torch.Tensor],
     contexts: Contexts,
     rounds: int,
-) -> dict[str, list[float]]:
+) -> Times:
     """Return times of every contender; a warm-up must have been."""
-    times: dict[str, list[float]] = {name: [] for name in contexts}
+    times: Times = {name: [] for name in contexts}
     for name in shuffled_rounds(contexts, rounds):
         # Attaching is outside the timed region.
         with torch.inference_mode(), contexts[name]():
@@ -252,33 +252,26 @@ def pick(contexts: Contexts, names: list[str]) -> Contexts:
     return {name: context for name, context in contexts.items() if not names or name in names}
 
 
-def main(arguments: argparse.Namespace) -> None:
-    """Check, then time, eager and regionally compiled; append to `wan_forward.csv`."""
-    modes = listed(arguments.modes)
+def measure(case: Case, bench: Bench) -> None:
+    """Check, then time, eager and regionally compiled, and write a case."""
+    options = bench.options
+    modes = listed(options.modes)
     if not set(modes) <= set(MODES):
         raise argparse.ArgumentError(None, f"--modes must be among {', '.join(MODES)}, got {modes}")
-    for case in SMOKE if arguments.smoke else CASES:
-        if arguments.only not in case.name:
-            continue
-        model, inputs = build(case)
-        contexts = pick(contenders(model), listed(arguments.contenders))
-        for mode in modes:
-            if mode == "compiled":
-                model.compile_repeated_blocks(
-                    fullgraph=True, backend="eager" if arguments.smoke else "inductor"
-                )
-            errors = check(case, model, inputs, contexts)
-            times = measure(model, inputs, contexts, arguments.rounds)
-            rows = rows_of(
-                times,
-                commit=arguments.commit,
-                benchmark="wan_forward",
-                case=f"{case.name}, {mode}",
-                shape=f"B1 H{case.heads} S{case.tokens} D128 L{case.layers} bf16",
-                flop=case.flop,
-                flop_formula="4*L*H*S*S*D, self-attention only, as if dense",
-                errors=errors,
-                versions=dict.fromkeys(times, version_of("diffusers")),
+    model, inputs = build(case)
+    contexts = pick(contenders(model), listed(options.contenders))
+    for mode in modes:
+        if mode == "compiled":
+            model.compile_repeated_blocks(
+                fullgraph=True, backend="eager" if options.smoke else "inductor"
             )
-            write_rows(arguments.out / "wan_forward.csv", rows)
-        del model
+        errors = check(case, model, inputs, contexts)
+        bench.write(
+            times_of(model, inputs, contexts, options.rounds),
+            case=f"{case.name}, {mode}",
+            shape=f"B1 H{case.heads} S{case.tokens} D128 L{case.layers} bf16",
+            flop=case.flop,
+            flop_formula="4*L*H*S*S*D, self-attention only, as if dense",
+            errors=errors,
+            versions=version_of("diffusers"),
+        )
