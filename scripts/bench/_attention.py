@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
 from multimodal_gen.runtime.layers.attention.config import BackendConfig
 from multimodal_gen.runtime.layers.attention.scope import LayerSite, scope_from
+from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from tests.helpers.inputs import QKV, make_video_qkv
 
 Grid = tuple[int, int, int]
@@ -80,7 +82,7 @@ def layer_on(
         backend: None for the automatic choice.
         config: of the backend.
         dtype: what it computes in.
-        strict: whether fallbacks are refused.
+        strict: whether fallbacks of a backend are refused.
         num_layers: layers of the model, where the schedule of a method asks for them.
         kind: the class of the layer.
     """
@@ -89,8 +91,26 @@ def layer_on(
         case.head_size,
         compute_dtype=dtype,
         site=LayerSite(name="blocks.0.attn1", layer=0, num_layers=num_layers),
-        scope=scope_from(attention_backend=backend, attention_backend_config=config, strict=strict),
+        scope=scope_from(
+            attention_backend=backend,
+            attention_backend_config=config,
+            strict=strict and backend is not None,
+        ),
     )
+
+
+def next_step_of(
+    case: Case, layer: AttentionLayer, qkv: tuple[torch.Tensor, ...]
+) -> Callable[[], torch.Tensor]:
+    """Return a call of a layer, each at the next step of one generation."""
+    step = itertools.count()
+
+    def run() -> torch.Tensor:
+        known = {"latent_grid": case.grid, "request_id": "bench", "cfg_branch": "cond"}
+        with torch.inference_mode(), set_forward_context(next(step), **known):
+            return layer(*qkv)
+
+    return run
 
 
 def fa3() -> Attend | None:

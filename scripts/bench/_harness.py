@@ -26,6 +26,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -121,8 +122,13 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def extra_memory(run: Callable[[], torch.Tensor]) -> float:
-    """Return peak memory beyond inputs and output, over inputs and output; NaN on the CPU."""
+def extra_memory(run: Callable[[], torch.Tensor], *, inputs: int = 3) -> float:
+    """Return peak memory beyond inputs and output, over inputs and output; NaN on the CPU.
+
+    Args:
+        run: what allocates it.
+        inputs: how many tensors of the size of the output are read.
+    """
     if DEVICE == "cpu":
         return math.nan
     synchronize()
@@ -130,7 +136,44 @@ def extra_memory(run: Callable[[], torch.Tensor]) -> float:
     before = torch.cuda.memory_allocated()
     tensor = run().nbytes
     synchronize()
-    return (torch.cuda.max_memory_allocated() - before - tensor) / (4 * tensor)
+    return (torch.cuda.max_memory_allocated() - before - tensor) / ((inputs + 1) * tensor)
+
+
+def capture(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+    """Return what replays a call as a CUDA graph, and its output; the call ran before."""
+    synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    return graph.replay, out
+
+
+def time_calls(
+    runs: Mapping[str, Run],
+    rounds: int,
+    *,
+    around: Callable[[str], AbstractContextManager[object]] = nullcontext,
+) -> tuple[Times, dict[str, float]]:
+    """Time every contender by one call per round; all must have run before.
+
+    Args:
+        runs: what to run, by name.
+        rounds: number of rounds.
+        around: what a contender runs in, by its name; entered outside of the timed region.
+
+    Returns:
+        The times, and the peak memory of the last call in GiB, NaN on the CPU.
+    """
+    times: Times = {name: [] for name in runs}
+    peaks = dict.fromkeys(runs, math.nan)
+    for name in shuffled_rounds(runs, rounds):
+        with around(name):
+            if DEVICE == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            times[name].append(event_ms(runs[name]))
+            if DEVICE == "cuda":
+                peaks[name] = torch.cuda.max_memory_allocated() / 2**30
+    return times, peaks
 
 
 def machine() -> Row:
@@ -288,6 +331,7 @@ class Bench:
     def write(
         self,
         times: Times,
+        measured: Any = None,
         *,
         benchmark: str = "",
         table: str = "",
@@ -298,12 +342,16 @@ class Bench:
 
         Args:
             times: what was measured.
+            measured: a case; has name, shape and FLOP, as far as `of_rows` does not tell them.
             benchmark: how rows call the benchmark, if not by its name.
             table: the file's name, if not the benchmark's.
             show: what is printed of a row.
             of_rows: see `rows_of`.
         """
         options = self.options
+        if measured is not None:
+            told = {"case": "name", "shape": "shape", "flop": "flop"}.items()
+            of_rows |= {column: getattr(measured, x) for column, x in told if column not in of_rows}
         rows = rows_of(times, commit=options.commit, benchmark=benchmark or self.name, **of_rows)
         write_table(options.out / f"{table or self.name}.csv", rows)
         for row in rows:

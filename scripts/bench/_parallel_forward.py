@@ -265,7 +265,7 @@ def _measure(
         times,
         taken,
         case=f"{case.name}, {name}",
-        shape=f"B1 H{case.heads} S{case.tokens} D128 L{case.layers} bf16",
+        shape=case.shape,
         flop=case.flop,
         flop_formula="4*L*H*S*S*D, self-attention only, as if dense",
         errors=errors,

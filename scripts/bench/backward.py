@@ -316,9 +316,8 @@ def write(
     print(f"-- {case.name}, {kind}")
     bench.write(
         times,
+        case,
         benchmark=f"backward: {kind}",
-        case=case.name,
-        shape=case.shape,
         flop=flops,
         flop_formula=f"{factor}*H*D*kept pairs",
         errors=errors,
@@ -440,7 +439,8 @@ def from_the_first() -> Callable[[str, Run], float]:
 
     def error_of(name: str, run: Run) -> float:
         found = [x.clone() for x in run()]
-        first.append(found)
+        if not first:
+            first.append(found)
         return max(relative_error(x, y) for x, y in zip(found, first[0], strict=True))
 
     return error_of

@@ -76,9 +76,7 @@ def measure(case: DataCase, bench: Bench) -> None:
     best = statistics.median(times[FA3])
     bench.write(
         times,
-        case=case.name,
-        shape=case.shape,
-        flop=case.flop,
+        case,
         flop_formula="4*H*D*S*S, of all pairs",
         errors=errors,
         versions=version_of("fa3-fwd", "torch"),

@@ -87,9 +87,7 @@ def measure(case: Case, bench: Bench) -> None:
     variants = {n: layer.report().entries[-1].selection.variant for n, layer in layers.items()}
     bench.write(
         bench.time(runs),
-        case=case.name,
-        shape=case.shape,
-        flop=case.flop,
+        case,
         flop_formula="4*B*H*S*S*D",
         errors=errors,
         versions={name: version_of(DISTRIBUTIONS.get(v, "torch")) for name, v in variants.items()},

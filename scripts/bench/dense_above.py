@@ -225,9 +225,8 @@ def measure(case: DataCase, bench: Bench) -> None:
 
     rows = bench.write(
         times,
-        case=case.name,
+        case,
         shape=case.shape.removesuffix(" bf16"),
-        flop=case.flop,
         flop_formula="4*H*S*S*D, of all pairs",
         errors=errors,
         versions=version_of("torch"),

@@ -19,13 +19,11 @@ import math
 import statistics
 from dataclasses import dataclass
 
-import torch
-from _attention import FA3, Case, fa3_run
-from _harness import Bench, Row, Run, Times, version_of
+from _attention import FA3, Case, fa3_run, next_step_of
+from _harness import Bench, Row, Times, version_of
 from tail import CASES, SMALL, make_layer, sample
 
 from multimodal_gen.runtime.layers.attention import LocalAttention
-from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from tests.helpers.inputs import QKV
 
 SMOKE = Case(name="smoke", grid=(5, 9, 13), heads=2, head_size=32)
@@ -96,18 +94,6 @@ class Point:
         return make_layer(case, backend, given)
 
 
-def steps_of(case: Case, layer: LocalAttention, qkv: QKV) -> Run:
-    """Return a call of the layer, each at the next step of one generation."""
-    step = itertools.count()
-
-    def run() -> torch.Tensor:
-        known = {"latent_grid": case.grid, "request_id": "bench", "cfg_branch": "cond"}
-        with torch.inference_mode(), set_forward_context(next(step), **known):
-            return layer(*qkv)
-
-    return run
-
-
 def points(methods: list[str], most: int | None = None) -> list[Point]:
     """Return every setting of methods, or the first `most` of each, without and with a tail."""
     return [
@@ -121,7 +107,7 @@ def points(methods: list[str], most: int | None = None) -> list[Point]:
 def kernel_error(point: Point, case: Case, qkv: QKV) -> float:
     """Return how far the kernel is from the reference: nine rows in ten are nearer."""
     found, wanted = (
-        steps_of(case, point.layer(case, kernel=kernel), qkv)().double()
+        next_step_of(case, point.layer(case, kernel=kernel), qkv)().double()
         for kernel in ("auto", "reference")
     )
     return float(((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).quantile(0.9))
@@ -136,7 +122,7 @@ def measure(case: Case, chosen: list[Point], errors: dict[str, float], bench: Be
     densities = dict.fromkeys(runs, 1.0)
     for point in chosen:
         layer = point.layer(case)
-        run = steps_of(case, layer, qkv)
+        run = next_step_of(case, layer, qkv)
         for _ in range(WARM_STEPS):
             out = run()
         to_dense[point.name] = exact.error(out)
@@ -147,9 +133,8 @@ def measure(case: Case, chosen: list[Point], errors: dict[str, float], bench: Be
     curves = Curves({point.name: point for point in chosen}, times, densities, to_dense)
     bench.write(
         times,
+        case,
         benchmark="error curves",
-        case=case.name,
-        shape=case.shape,
         flop={name: case.flop * densities[name] for name in times},
         flop_formula="4*H*D*pairs that are attended to exactly",
         errors=errors,

@@ -20,6 +20,7 @@ from _harness import (
     DEVICE,
     Bench,
     Times,
+    capture,
     event_ms,
     relative_error,
     shuffled_rounds,
@@ -75,10 +76,7 @@ def captured(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], torch.Tensor
     if DEVICE == "cpu":  # to try the script
         out = run()
         return lambda: out.copy_(run()), out
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
-    return graph.replay, out
+    return capture(run)
 
 
 def times_of(
@@ -151,7 +149,7 @@ def measure(case: Case, bench: Bench) -> None:
     times, hosts, errors = times_of(model, inputs, bench.options.rounds)
     bench.write(
         times,
-        case=case.name,
+        case,
         shape=f"{tuple(inputs['hidden_states'].shape)} bf16",
         flop=0.0,
         flop_formula="time only",

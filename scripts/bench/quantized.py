@@ -129,7 +129,7 @@ def measure(case: QuantizedCase, bench: Bench) -> None:
         times = bench.time({name: contender.run for name, contender in right.items()})
     bench.write(
         times,
-        case=case.name,
+        case,
         shape=case.shape if dense else f"{case.shape} ratio {case.ratio}",
         flop=case.flop if dense else case.flop * case.ratio,
         flop_formula="4*B*H*S*S*D" if dense else "4*B*H*S*S*D*ratio",

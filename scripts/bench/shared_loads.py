@@ -84,10 +84,9 @@ def measure(case: PlanCase, tile: GluonTile, kernels: dict[str, ModuleType], ben
                 raise SystemExit(f"{case.name} is wrong, relative error {error:.2e}")
     bench.write(
         bench.time(runs),
+        case,
         table="engine",
         benchmark="shared loads",
-        case=case.name,
-        shape=case.shape,
         flop=case.kept_flop,
         flop_formula="4*H*D*kept pairs",
         errors={"as ever": error} | dict.fromkeys(kernels, math.nan),

@@ -247,8 +247,8 @@ def measure(case: SLACase, bench: Bench) -> None:
 
     bench.write(
         times,
+        case,
         case=f"{case.name} {case.ratio}",
-        shape=case.shape,
         flop={name: case.flop * density for name, density in densities.items()},
         flop_formula=FLOP,
         errors=errors,
@@ -289,7 +289,8 @@ def measure_backward(case: SLACase, bench: Bench) -> None:
         found = run()
         if heads_first:
             found = (*(x.transpose(1, 2) for x in found[:3]), *found[3:])
-        first.append(found)
+        if not first:
+            first.append(found)
         return max(relative_error(x, y) for x, y in zip(found, first[0], strict=True))
 
     torch.manual_seed(0)

@@ -18,7 +18,17 @@ from unittest import mock
 
 import torch
 from _attention import FA3
-from _harness import DEVICE, Bench, Row, Times, elapsed_ms, mark, run_apart, synchronize
+from _harness import (
+    DEVICE,
+    Bench,
+    Row,
+    Times,
+    elapsed_ms,
+    extra_memory,
+    mark,
+    run_apart,
+    synchronize,
+)
 from _sparse_cases import CASES, SMOKE, Case, Expected, expect, make_inputs, tiles_of
 from _sparse_contenders import (
     OURS,
@@ -114,20 +124,6 @@ def _marked(
     return run
 
 
-def extra_memory(contender: Contender, case: Case) -> float:
-    """Return peak memory beyond inputs and output, over inputs and output; NaN on the CPU."""
-    if DEVICE == "cpu":
-        return math.nan
-    synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    contender.run()
-    synchronize()
-    tensor = case.tokens * case.heads * case.head_size * 2
-    extra = torch.cuda.max_memory_allocated() - before - tensor
-    return extra / ((contender.tensors + 1) * tensor)
-
-
 def measure(case: Case, bench: Bench, left_out: dict[str, str]) -> None:
     """Check, time and write a case, then what its layers spend their time in."""
     setting = Setting(case=case, inputs=make_inputs(case, DEVICE))
@@ -142,7 +138,7 @@ def measure(case: Case, bench: Bench, left_out: dict[str, str]) -> None:
         times = bench.time({name: c.run for name, c in right.items()}, block_ms=BLOCK_MS)
         layers = {name: c for name, c in right.items() if c.layer is not None}
         densities = densities_of(layers)
-        memory = {name: extra_memory(c, case) for name, c in layers.items()}
+        memory = {name: extra_memory(c.run, inputs=c.tensors) for name, c in layers.items()}
         pieces = {name: split(c.run, bench.options.rounds) for name, c in layers.items()}
     print(f"-- {case.name}: {case.shape}")
     write(bench, case, right, times, densities, errors=errors, memory=memory)
@@ -211,8 +207,7 @@ def write(
         alike = {name: c for name, c in contenders.items() if c.kind == kind}
         rows += bench.write(
             {name: times[name] for name in alike},
-            case=case.name,
-            shape=case.shape,
+            case,
             flop=dense_flop * density,
             flop_formula=DENSE_FLOP if kind == "dense" else FLOP,
             errors=errors,
@@ -227,9 +222,8 @@ def write_pieces(bench: Bench, case: Case, name: str, pieces: Times, density: fl
     unknown = ("ratio_to_best", "padded_tflops", "speedup_over_fa3", "extra_memory_share")
     return bench.write(
         {f"{name}: {piece}": times for piece, times in pieces.items()},
+        case,
         benchmark="sparse pieces",
-        case=case.name,
-        shape=case.shape,
         flop=0.0,
         flop_formula="time between marks inside the layer",
         more=lambda row: {"density": round(density, 5), **dict.fromkeys(unknown, math.nan)},
@@ -292,9 +286,11 @@ def main(bench: Bench) -> int:
         with ThreadPoolExecutor(PROBES_AT_ONCE) as pool:
             reasons = pool.map(probe_apart, names)
         left_out = {n: why for n, why in zip(names, reasons, strict=True) if why is not None}
+    failed = []
     for case in cases:
+        bench.wrong.clear()
         measure(case, bench, left_out)
-    failed = [name for name in bench.wrong if name not in OTHERS]
+        failed += [f"{case.name}: {name}" for name in bench.wrong if name not in OTHERS]
     if failed:
         raise SystemExit(f"wrong: {'; '.join(failed)}")
     return 0

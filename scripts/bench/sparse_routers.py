@@ -184,9 +184,8 @@ def write(found: Found, times: Times, fa3_ms: float, *, layer_ms: float = math.n
     versions = {name: version_of(PEER) for name in times if name.startswith(PEER)}
     found.bench.write(
         times,
+        case,
         benchmark="routers",
-        case=case.name,
-        shape=case.shape,
         flop={name: case.flop if name == FA3 else 0.0 for name in times},
         flop_formula="4*H*D*S*S of dense attention; of others none are counted",
         errors=found.errors,

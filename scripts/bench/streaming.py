@@ -40,10 +40,9 @@ from _harness import (
     Bench,
     Row,
     Times,
-    event_ms,
+    capture,
     relative_error,
-    shuffled_rounds,
-    synchronize,
+    time_calls,
     version_of,
 )
 from _streaming_model import SMOKE, WAN, Attend, Case, CausalModel
@@ -70,7 +69,30 @@ FRAMES_OF_LATENT = 4
 FLOP = "4*L*H*D*queries*keys of the self-attention, per forward"
 
 
-class ShiftedPast:
+class Past:
+    """Keeps nothing but how many chunks are past."""
+
+    number = 0
+    gib = 0.0
+    """What keys and values take."""
+
+    def reset(self) -> None:
+        """Start anew."""
+        self.number = 0
+
+    def begin(self) -> None:
+        """Make room for the next chunk, and take it."""
+
+    def commit(self) -> None:
+        """Make the chunk past."""
+        self.number += 1
+
+    def commit_with(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Make a chunk past in which every layer has the same keys and values, if they are kept."""
+        self.commit()
+
+
+class ShiftedPast(Past):
     """Keys and values in order; a chunk that does not fit moves those behind the sink."""
 
     def __init__(self, case: Case) -> None:
@@ -80,10 +102,15 @@ class ShiftedPast:
             torch.zeros(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)
         )
         self.end = 0
+        self.gib = 2 * self.keys.numel() * 2 / 2**30
 
-    def begin(self, number: int) -> None:
-        """Make room for a chunk, and take it."""
-        del number
+    def reset(self) -> None:
+        """Start anew."""
+        super().reset()
+        self.end = 0
+
+    def begin(self) -> None:
+        """Make room for the next chunk, and take it."""
         tokens, first = self.case.tokens, self.case.sink * self.case.tokens
         if self.end + tokens > self.case.keys:
             for past in (self.keys, self.values):
@@ -91,9 +118,6 @@ class ShiftedPast:
                     layer[:, first:-tokens] = layer[:, first + tokens :].clone()
             self.end -= tokens
         self.end += tokens
-
-    def commit(self) -> None:
-        """Do nothing."""
 
     def attend(self, attention: Callable[..., torch.Tensor]) -> Attend:
         """Return what writes the chunk and attends to what is seen."""
@@ -106,7 +130,7 @@ class ShiftedPast:
         return run
 
 
-class SlottedPast:
+class SlottedPast(Past):
     """A `CausalCache` of the package."""
 
     def __init__(self, case: Case, *, bits: int = 16, tile: tuple[int, int] | None = None) -> None:
@@ -124,14 +148,27 @@ class SlottedPast:
             tile=tile or case.tile,
         )
         self.cache = CausalCache(size, DEVICE)
+        self.gib = size.num_bytes / 2**30
 
-    def begin(self, number: int) -> None:
-        """Place a chunk."""
-        self.cache.begin(number * self.case.tokens, self.case.tokens)
+    def reset(self) -> None:
+        """Start anew."""
+        super().reset()
+        self.cache.reset()
+
+    def begin(self) -> None:
+        """Place the next chunk."""
+        self.cache.begin(self.number * self.case.tokens, self.case.tokens)
 
     def commit(self) -> None:
         """Make the chunk past."""
+        super().commit()
         self.cache.commit()
+
+    def commit_with(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Make a chunk past in which every layer has the same keys and values."""
+        for layer in self.cache.layers:
+            layer.append(key, value)
+        self.commit()
 
     def attend(
         self,
@@ -143,16 +180,6 @@ class SlottedPast:
         """Return what lets a layer write the chunk and attend to what is seen."""
         parts: list[LayerCache] = [x.view(None, window, space) for x in self.cache.layers]
         return lambda i, q, k, v: layer(q, k, v, cache=parts[i])
-
-
-class NoPast:
-    """Keeps nothing."""
-
-    def begin(self, number: int) -> None:
-        """Do nothing."""
-
-    def commit(self) -> None:
-        """Do nothing."""
 
 
 class Flex:
@@ -175,9 +202,6 @@ class Flex:
         return self.run(q, k, v, block_mask=self.mask).transpose(1, 2)
 
 
-Past = ShiftedPast | SlottedPast | NoPast
-
-
 def contenders(case: Case) -> tuple[dict[str, tuple[Past, Attend]], dict[str, LocalAttention]]:
     """Return past and attention by name, and the layers of ours among them."""
     shifted, slotted, bytes_ = ShiftedPast(case), SlottedPast(case), SlottedPast(case, bits=8)
@@ -189,7 +213,7 @@ def contenders(case: Case) -> tuple[dict[str, tuple[Past, Attend]], dict[str, Lo
     found["sdpa, clone-and-shift"] = (shifted, shifted.attend(sdpa))
     if DEVICE == "cuda":
         found["flex, clone-and-shift"] = (shifted, shifted.attend(Flex(case)))
-    found[NOTHING] = (NoPast(), lambda i, q, k, v: v)
+    found[NOTHING] = (Past(), lambda i, q, k, v: v)
     spaces = {IN_WINDOWS: case.space, IN_TALL: case.tall}
     layers = {name: layer_on(case) for name in ("cache, auto", IN_PIECES, *spaces)}
     if DEVICE == "cuda":
@@ -218,34 +242,30 @@ class Run:
     text: torch.Tensor
     time: torch.Tensor
     noise: torch.Tensor
-    numbers: dict[int, int]
 
     def chunk(self, name: str, *, forwards: int = FORWARDS) -> torch.Tensor:
         """Make the next chunk of the contender's past."""
         past, attend = self.found[name]
-        number = self.numbers.setdefault(id(past), 0)
-        past.begin(number)
-        self.model.place(number)
+        past.begin()
+        self.model.place(past.number)
         out = self.noise
         for _ in range(forwards):
             out = self.model(self.noise, self.time, self.text, attend)
         past.commit()
-        self.numbers[id(past)] = number + 1
         return out
 
     def video(self, name: str, chunks: int) -> torch.Tensor:
         """Start anew, and return the last of some chunks, each of one forward on its own noise."""
-        past, _ = self.found[name]
-        if isinstance(past, SlottedPast):
-            past.cache.reset()
-        elif isinstance(past, ShiftedPast):
-            past.end = 0
-        self.numbers[id(past)] = 0
+        self.found[name][0].reset()
         for seed in range(chunks):
             generator = torch.Generator(DEVICE).manual_seed(seed)
             self.noise.normal_(generator=generator)
             out = self.chunk(name, forwards=1)
         return out
+
+    def pasts(self) -> list[Past]:
+        """Return the pasts of all contenders, each once."""
+        return [*{id(past): past for past, _ in self.found.values()}.values()]
 
 
 def prepare(case: Case) -> tuple[Run, dict[str, LocalAttention]]:
@@ -266,7 +286,6 @@ def prepare(case: Case) -> tuple[Run, dict[str, LocalAttention]]:
         text=torch.randn(1, case.text, case.width, **drawn),
         time=torch.randn(6, case.width, **drawn),
         noise=torch.randn(1, case.tokens, case.width, **drawn),
-        numbers={},
     )
     return run, layers
 
@@ -297,24 +316,17 @@ def captured(run: Run, name: str) -> Callable[[], torch.Tensor]:
     """Return what makes a chunk by replaying a graph of one forward; slots are its data."""
     past, attend = run.found[name]
     run.chunk(name, forwards=1)
-    number = run.numbers[id(past)]
-    past.begin(number)
-    synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run.model(run.noise, run.time, run.text, attend)
-    graph.replay()
+    past.begin()
+    replay, out = capture(lambda: run.model(run.noise, run.time, run.text, attend))
+    replay()
     past.commit()
-    run.numbers[id(past)] = number + 1
 
     def chunk() -> torch.Tensor:
-        number = run.numbers[id(past)]
-        past.begin(number)
-        run.model.place(number)
+        past.begin()
+        run.model.place(past.number)
         for _ in range(FORWARDS):
-            graph.replay()
+            replay()
         past.commit()
-        run.numbers[id(past)] = number + 1
         return out
 
     return chunk
@@ -325,9 +337,9 @@ def check_graph(run: Run, name: str, chunk: Callable[[], torch.Tensor]) -> None:
     past, attend = run.found[name]
     for _ in range(2):
         out = chunk().clone()
-        number = run.numbers[id(past)] - 1
+        past.number -= 1
         if isinstance(past, SlottedPast):
-            past.begin(number)  # the chunk that is kept, written anew
+            past.begin()  # the chunk that is kept, written anew
         plain = run.model(run.noise, run.time, run.text, attend)
         past.commit()
         error = relative_error(out, plain)
@@ -335,47 +347,13 @@ def check_graph(run: Run, name: str, chunk: Callable[[], torch.Tensor]) -> None:
             raise SystemExit(f"{name}, graph is wrong: relative error {error:.2e}")
 
 
-def time_chunks(
-    run: Run, chunks: dict[str, Callable[[], torch.Tensor]], rounds: int
-) -> tuple[Times, dict[str, float]]:
-    """Return milliseconds of whole chunks, and the most memory, by contender."""
-    times: Times = {name: [] for name in chunks}
-    peaks = dict.fromkeys(chunks, math.nan)
-    for name in chunks:
-        run.noise.normal_()
-        chunks[name]()
-    for name in shuffled_rounds(chunks, rounds):
-        if DEVICE == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        times[name].append(event_ms(chunks[name]))
-        if DEVICE == "cuda":
-            peaks[name] = torch.cuda.max_memory_allocated() / 2**30
-    return times, peaks
-
-
-def commit_with(past: Past, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Make a chunk past in which every layer has the same keys and values."""
-    if isinstance(past, SlottedPast):
-        for layer in past.cache.layers:
-            layer.append(key, value)
-    past.commit()
-
-
-def jump(run: Run, past: SlottedPast, number: int) -> None:
+def jump(case: Case, past: SlottedPast, number: int) -> None:
     """Let chunks pass that are not computed, and are written with noise."""
-    c = run.case
-    noise = torch.randn(1, c.tokens, c.heads, c.head_size, device=DEVICE, dtype=torch.bfloat16)
-    for skipped in range(run.numbers[id(past)], number):
-        past.begin(skipped)
-        commit_with(past, noise, noise)
-    run.numbers[id(past)] = number
-
-
-def cache_gib(past: Past) -> float:
-    """Return what a past takes."""
-    if isinstance(past, SlottedPast):
-        return past.cache.size.num_bytes / 2**30
-    return 2 * past.keys.numel() * 2 / 2**30 if isinstance(past, ShiftedPast) else 0.0
+    shape = (1, case.tokens, case.heads, case.head_size)
+    noise = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
+    while past.number < number:
+        past.begin()
+        past.commit_with(noise, noise)
 
 
 def bench_chunks(run: Run, bench: Bench, errors: dict[str, float]) -> None:
@@ -387,10 +365,13 @@ def bench_chunks(run: Run, bench: Bench, errors: dict[str, float]) -> None:
             check_graph(run, name, chunks[f"{name}, graph"])
     for case, number, wanted in (("chunk 30", 30, ""), ("chunk 1000", 1000, "cache, auto")):
         some = {name: chunk for name, chunk in chunks.items() if name.startswith(wanted)}
-        for past in {id(past): past for past, _ in run.found.values()}.values():
+        for past in run.pasts():
             if isinstance(past, SlottedPast):
-                jump(run, past, number)
-        times, peaks = time_chunks(run, some, bench.options.rounds)
+                jump(run.case, past, number)
+        for chunk in some.values():
+            run.noise.normal_()
+            chunk()
+        times, peaks = time_calls(some, bench.options.rounds)
         pasts = {name: run.found[name.removesuffix(", graph")][0] for name in some}
         write_chunks(run, bench, case, times, errors, pasts, peaks)
 
@@ -441,7 +422,7 @@ def write_chunks(
         return {
             "frames_per_second": round(1e3 * frames / row["median_ms"], 2),
             "rate_to_fa3": round(shares[name] * added_by_fa3(medians, name), 3),
-            "cache_gib": round(cache_gib(pasts[name]), 3),
+            "cache_gib": round(pasts[name].gib, 3),
             "peak_gib": round(peaks[name], 2),
         }
 
@@ -459,16 +440,13 @@ def write_chunks(
 def replayed(call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
     """Return what replays a graph of a call."""
     call()
-    synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call()
+    replay, out = capture(call)
 
-    def replay() -> torch.Tensor:
-        graph.replay()
+    def run() -> torch.Tensor:
+        replay()
         return out
 
-    return replay
+    return run
 
 
 def bench_attention(run: Run, bench: Bench) -> None:
@@ -477,11 +455,10 @@ def bench_attention(run: Run, bench: Bench) -> None:
     drawn = {"device": DEVICE, "dtype": torch.bfloat16}
     q, k, v = (torch.randn(1, c.tokens, c.heads, c.head_size, **drawn) for _ in range(3))
     calls: dict[str, Callable[[], torch.Tensor]] = {}
-    pasts = {id(past): past for past, _ in run.found.values()}
-    for key, past in pasts.items():
-        past.begin(run.numbers[key])
-    for name, (past, attend) in run.found.items():
-        if isinstance(past, NoPast):
+    for past in run.pasts():
+        past.begin()
+    for name, (_, attend) in run.found.items():
+        if name == NOTHING:
             continue
         calls[name] = lambda attend=attend: attend(0, q, k, v)
         if DEVICE == "cuda" and name in IN_GRAPHS:
@@ -491,9 +468,8 @@ def bench_attention(run: Run, bench: Bench) -> None:
         keys, values = (torch.randn(1, c.keys, c.heads, c.head_size, **drawn) for _ in range(2))
         calls[FA3] = lambda: flash(q, keys, values)
     times = bench.time(calls, block_ms=60.0)
-    for key, past in pasts.items():
-        commit_with(past, k, v)
-        run.numbers[key] += 1
+    for past in run.pasts():
+        past.commit_with(k, v)
     medians = {name: statistics.median(t) for name, t in times.items()}
     fastest = medians.get(FA3, math.nan) / c.flop(c.keys)
     for name in times:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from _attention import Case, fa3, layer_on
+from _attention import Case, fa3, layer_on, next_step_of
 from _harness import Bench, Run, relative_error, version_of
 
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
@@ -29,7 +29,6 @@ from multimodal_gen.kernels.cluster_attention.plan import (
 from multimodal_gen.kernels.kmeans.api import Clusters, by_similarity, initial_centroids, kmeans
 from multimodal_gen.kernels.tile_order.api import gather_tokens
 from multimodal_gen.runtime.layers.attention.sparse.tiles import run_on_two_streams
-from multimodal_gen.runtime.managers.forward_context import set_forward_context
 
 GRID, HEADS, HEAD_SIZE = (21, 52, 68), 32, 128
 TOKENS = math.prod(GRID)
@@ -192,13 +191,7 @@ def layer_run(data: Clustered, case: ClusterCase) -> Run:
         "svg2_first_times_fp": 0,
     }
     layer = layer_on(case, "sparse_video_gen_2_attn", config, num_layers=1)
-    step = iter(range(10**6))
-
-    def run() -> object:
-        known = {"latent_grid": GRID, "request_id": "bench", "cfg_branch": "cond"}
-        with set_forward_context(next(step), **known):
-            return layer(data.q, data.k, data.v)
-
+    run = next_step_of(case, layer, (data.q, data.k, data.v))
     run()  # from random centroids
     return run
 

@@ -292,8 +292,7 @@ def write(bench: Bench, case: Case, times: Times, group: Group) -> None:
 
     bench.write(
         times,
-        case=case.name,
-        shape=case.shape,
+        case,
         flop={name: flop(name) for name in times},
         flop_formula=FLOP,
         errors=group.errors,

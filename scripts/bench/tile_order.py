@@ -151,7 +151,7 @@ def measure(case: Case, bench: Bench) -> None:
     print(f"-- {case.name}: {moved / 1e9:.2f} GB", flush=True)
     bench.write(
         times,
-        case=case.name,
+        case,
         shape=f"B1 H{case.heads} S{tokens} D{HEAD_SIZE}",
         flop=moved,
         flop_formula="bytes read + written; tflops is TB/s",

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable
 
 import torch
-from _harness import DEVICE, Bench, Times, event_ms, relative_error, shuffled_rounds, version_of
+from _harness import DEVICE, Bench, relative_error, time_calls, version_of
 from diffusers import WanTransformer3DModel
 from wan_forward import CASES as CASES
 from wan_forward import SMOKE as SMOKE
@@ -125,21 +125,6 @@ def check(training: Training, contexts: Contexts) -> dict[str, float]:
     return errors
 
 
-def times_of(training: Training, contexts: Contexts, rounds: int) -> tuple[Times, dict[str, float]]:
-    """Return times and peak memory, in GiB, of every contender."""
-    times: Times = {name: [] for name in contexts}
-    peaks = dict.fromkeys(contexts, math.nan)
-    training.step()  # which makes the optimizer's state
-    for name in shuffled_rounds(contexts, rounds):
-        with contexts[name]():
-            if DEVICE == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            times[name].append(event_ms(training.step))
-            if DEVICE == "cuda":
-                peaks[name] = torch.cuda.max_memory_allocated() / 2**30
-    return times, peaks
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark alone."""
     parser.add_argument("--contenders", default="", help="names by commas; all by default")
@@ -150,11 +135,15 @@ def measure(case: Case, bench: Bench) -> None:
     training = Training(case)
     contexts = pick(contenders(training.model), listed(bench.options.contenders))
     errors = check(training, contexts)
-    times, peaks = times_of(training, contexts, bench.options.rounds)
+    training.step()  # which makes the optimizer's state
+    times, peaks = time_calls(
+        dict.fromkeys(contexts, training.step),
+        bench.options.rounds,
+        around=lambda name: contexts[name](),
+    )
     bench.write(
         times,
-        case=case.name,
-        shape=f"B1 H{case.heads} S{case.tokens} D128 L{case.layers} bf16",
+        case,
         flop=4.5 * case.flop,
         flop_formula=FLOP,
         errors=errors,

@@ -195,7 +195,7 @@ def measure(case: ChunkCase, bench: Bench) -> None:
     theirs, fa3 = version_of("fastvideo-kernel"), version_of("fa3-fwd")
     bench.write(
         times,
-        case=case.name,
+        case,
         shape=f"B1 H{case.heads} S{case.tokens} D{case.head_size} chunk {case.chunk} "
         f"topk {case.topk}",
         flop={name: case.flop if name in DENSE else 4.0 * case.head_size * kept for name in times},

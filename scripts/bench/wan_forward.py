@@ -20,10 +20,8 @@ import torch
 from _harness import (
     DEVICE,
     Bench,
-    Times,
-    event_ms,
     relative_error,
-    shuffled_rounds,
+    time_calls,
     version_of,
 )
 from diffusers import WanTransformer3DModel
@@ -89,6 +87,11 @@ class Case:
     def tokens(self) -> int:
         """Tokens of the video."""
         return math.prod(self.grid)
+
+    @property
+    def shape(self) -> str:
+        """What the results file calls it."""
+        return f"B1 H{self.heads} S{self.tokens} D128 L{self.layers} bf16"
 
     @property
     def flop(self) -> float:
@@ -218,21 +221,6 @@ def check(
     return errors
 
 
-def times_of(
-    model: WanTransformer3DModel,
-    inputs: dict[str, torch.Tensor],
-    contexts: Contexts,
-    rounds: int,
-) -> Times:
-    """Return times of every contender; a warm-up must have been."""
-    times: Times = {name: [] for name in contexts}
-    for name in shuffled_rounds(contexts, rounds):
-        # Attaching is outside the timed region.
-        with torch.inference_mode(), contexts[name]():
-            times[name].append(event_ms(lambda: model(**inputs, return_dict=False)))
-    return times
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark alone."""
     parser.add_argument("--contenders", default="", help="names by commas; all by default")
@@ -266,11 +254,16 @@ def measure(case: Case, bench: Bench) -> None:
                 fullgraph=True, backend="eager" if options.smoke else "inductor"
             )
         errors = check(case, model, inputs, contexts)
+        with torch.inference_mode():
+            times, _ = time_calls(
+                dict.fromkeys(contexts, lambda: model(**inputs, return_dict=False)),
+                options.rounds,
+                around=lambda name: contexts[name](),
+            )
         bench.write(
-            times_of(model, inputs, contexts, options.rounds),
+            times,
+            case,
             case=f"{case.name}, {mode}",
-            shape=f"B1 H{case.heads} S{case.tokens} D128 L{case.layers} bf16",
-            flop=case.flop,
             flop_formula="4*L*H*S*S*D, self-attention only, as if dense",
             errors=errors,
             versions=version_of("diffusers"),
