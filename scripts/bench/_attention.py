@@ -12,6 +12,7 @@ from _harness import DEVICE, Run, version_of
 from torch.nn import functional as F
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.block_sparse.tuning import TritonTile
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
 from multimodal_gen.runtime.layers.attention.config import BackendConfig
@@ -166,3 +167,13 @@ def attention_rows(qkv: tuple[torch.Tensor, ...], rows: torch.Tensor) -> torch.T
     scores = torch.einsum("bqhd,bkhd->bhqk", q[:, rows].float(), k.float())
     weights = (scores * q.shape[3] ** -0.5).softmax(-1)
     return torch.einsum("bhqk,bkhd->bqhd", weights, v.float())
+
+
+def triton_tiles(prefix: str, *shapes: tuple[int, int, int, int]) -> dict[str, TritonTile]:
+    """Return tiles of (rows, keys, warps, stages) by name, behind a prefix."""
+    return {
+        f"{prefix}{rows}x{keys} w{warps} s{stages}": TritonTile(
+            rows=rows, keys=keys, warps=warps, stages=stages
+        )
+        for rows, keys, warps, stages in shapes
+    }

@@ -258,12 +258,10 @@ def _measure(
 ) -> None:
     contenders = [c for c in contenders if c.name not in bench.options.skip]
     errors = check(ranks, case, runs, contenders, exact=exact)
-    times, taken = ranks.time(contenders, rounds=bench.options.rounds)
-    ranks.write(
+    ranks.measure(
         bench,
         contenders,
-        times,
-        taken,
+        rounds=bench.options.rounds,
         case=f"{case.name}, {name}",
         shape=case.shape,
         flop=case.flop,

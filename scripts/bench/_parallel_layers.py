@@ -260,13 +260,11 @@ def _measure(
     heads: int,
     errors: dict[str, float],
 ) -> None:
-    rounds = bench.options.layer_rounds
-    times, taken = ranks.time(contenders, rounds=rounds, block_ms=1 if bench.options.smoke else 60)
-    ranks.write(
+    ranks.measure(
         bench,
         contenders,
-        times,
-        taken,
+        rounds=bench.options.layer_rounds,
+        block_ms=1 if bench.options.smoke else 60,
         case=case,
         shape=f"B1 H{heads} S{tokens} D{SIZE} bf16",
         flop=0.0 if case == "exchange" else 4.0 * heads * tokens**2 * SIZE,

@@ -101,8 +101,22 @@ class Ranks:
         dist.all_reduce(told, op=dist.ReduceOp.MAX)
         return float(told)
 
-    def time(
-        self, contenders: Sequence[Contender], *, rounds: int, block_ms: float = 0.0
+    def measure(
+        self,
+        bench: Bench,
+        contenders: Sequence[Contender],
+        *,
+        rounds: int,
+        block_ms: float = 0.0,
+        **of_all: Any,
+    ) -> None:
+        """Time the contenders of a case, and append their rows; `of_all` as `rows_of` takes it."""
+        times, taken = self._time(contenders, rounds=rounds, block_ms=block_ms)
+        if self.rank == 0:
+            self._write(bench, contenders, times, taken, of_all)
+
+    def _time(
+        self, contenders: Sequence[Contender], *, rounds: int, block_ms: float
     ) -> tuple[Times, dict[str, list[TimeTaken]]]:
         """Time every contender once per round, ranks starting together; each has run before.
 
@@ -135,23 +149,21 @@ class Ranks:
             after = reading() if reading else None
         return spent, _per_run(before, after, repeat)
 
-    def write(
+    def _write(
         self,
         bench: Bench,
         contenders: Sequence[Contender],
         times: Times,
         taken: Mapping[str, list[TimeTaken]],
-        **of_all: Any,
+        of_all: Mapping[str, Any],
     ) -> None:
-        """Append the rows of a case, on the first rank; `of_all` as `rows_of` takes it.
+        """Append the rows of a case.
 
         Times are the slowest rank's. Further columns are the GPUs that share a sequence, and how;
         the contender on one GPU that `speedup` is against, its median over this one's; megabytes
         that each GPU sends in self-attention, by the formula of `sent_bytes`; and milliseconds of
         communication and attention as the report of the first rank has them, medians over rounds.
         """
-        if self.rank:
-            return
         by_name = {c.name: c for c in contenders}
         medians = {name: statistics.median(t) for name, t in times.items()}
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from _attention import Attend, Case, first_of, random_lists, sdpa
+from _attention import Attend, Case, first_of, random_lists, sdpa, triton_tiles
 from _harness import DEVICE, Bench, Run, Times, relative_error, run_apart, version_of
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -338,20 +338,14 @@ def _sm90(*shapes: tuple[int, int, int], own: bool = False) -> dict[str, Tile]:
     }
 
 
-def _tiles(*shapes: tuple[int, int, int, int]) -> dict[str, Tile]:
-    return {
-        f"{rows}x{keys} w{warps} s{stages}": TritonTile(
-            rows=rows, keys=keys, warps=warps, stages=stages
-        )
-        for rows, keys, warps, stages in shapes
-    }
-
-
 # Other shapes of the programs: (blocks, kernel) -> tiles of rows x keys, by name.
-WIDE_DQ = {**_tiles((128, 64, 8, 3)), **_sm90((2, 64, 4), (2, 64, 3))}
-WIDE_DKV = {**_tiles((64, 128, 8, 3)), **_sm90((2, 64, 4))}
-NARROW_DQ = {**_tiles((64, 64, 4, 2)), **_sm90((2, 64, 2), (2, 32, 4), (2, 32, 3), own=True)}
-NARROW_DKV = {**_tiles((32, 64, 4, 3)), **_sm90((2, 64, 2), own=True)}
+WIDE_DQ = {**triton_tiles("", (128, 64, 8, 3)), **_sm90((2, 64, 4), (2, 64, 3))}
+WIDE_DKV = {**triton_tiles("", (64, 128, 8, 3)), **_sm90((2, 64, 4))}
+NARROW_DQ = {
+    **triton_tiles("", (64, 64, 4, 2)),
+    **_sm90((2, 64, 2), (2, 32, 4), (2, 32, 3), own=True),
+}
+NARROW_DKV = {**triton_tiles("", (32, 64, 4, 3)), **_sm90((2, 64, 2), own=True)}
 # All three gradients: by two kernels, and by one.
 ALL: dict[str, Tile | None] = {
     "sm90 two": gluon_backward_tile(block=128),

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from _attention import FA3, Case, fa3_run, random_lists
+from _attention import FA3, Case, fa3_run, random_lists, triton_tiles
 from _harness import Bench, Row, relative_error, run_apart, version_of
 
 from multimodal_gen.kernels.block_sparse.api import request_for
@@ -48,24 +48,10 @@ def lazy(tile: GluonTile, **changes: object) -> GluonTile:
     return exact(tile, lazy=True, **changes)
 
 
-TRITON = {
-    f"triton {t.rows}x{t.keys} w{t.warps} s{t.stages}": t
-    for t in (
-        TritonTile(rows=128, keys=64, warps=4, stages=3),
-        TritonTile(rows=128, keys=64, warps=8, stages=3),
-        TritonTile(rows=128, keys=128, warps=8, stages=2),
-        TritonTile(rows=128, keys=128, warps=8, stages=3),
-    )
-}
-TRITON_64 = {
-    f"triton {t.rows}x{t.keys} w{t.warps} s{t.stages}": t
-    for t in (
-        TritonTile(rows=64, keys=64, warps=4, stages=4),
-        TritonTile(rows=64, keys=64, warps=4, stages=3),
-        TritonTile(rows=64, keys=64, warps=4, stages=2),
-        TritonTile(rows=64, keys=64, warps=8, stages=3),
-    )
-}
+TRITON = triton_tiles(
+    "triton ", (128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3)
+)
+TRITON_64 = triton_tiles("triton ", (64, 64, 4, 4), (64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 8, 3))
 VARIANTS: dict[str, dict[str, GluonTile | TritonTile]] = {
     "sta": {
         "gluon 3x64 fast": WIDE,

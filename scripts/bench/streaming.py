@@ -430,7 +430,9 @@ def write_chunks(
         times,
         case=f"{c.name}, {case}, {FORWARDS} forwards",
         shape=f"B1 H{c.heads} S{c.tokens} K{c.keys} D{c.head_size} L{c.layers} bf16",
-        flop={name: FORWARDS * c.layers * c.flop(c.keys) * share for name, share in shares.items()},
+        flop={
+            name: FORWARDS * c.layers * c.flop_of(c.keys) * share for name, share in shares.items()
+        },
         flop_formula=FLOP,
         errors=errors,
         more=more,
@@ -471,13 +473,13 @@ def bench_attention(run: Run, bench: Bench) -> None:
     for past in run.pasts():
         past.commit_with(k, v)
     medians = {name: statistics.median(t) for name, t in times.items()}
-    fastest = medians.get(FA3, math.nan) / c.flop(c.keys)
+    fastest = medians.get(FA3, math.nan) / c.flop_of(c.keys)
     for name in times:
         seen = round(c.keys * share_seen(c, name))
         own = {
             "ratio_to_best": round(medians[name] / min(medians.values()), 4),
             "frames_per_second": math.nan,
-            "rate_to_fa3": round(fastest / (medians[name] / c.flop(seen)), 3),
+            "rate_to_fa3": round(fastest / (medians[name] / c.flop_of(seen)), 3),
             "cache_gib": math.nan,
             "peak_gib": math.nan,
         }
@@ -485,7 +487,7 @@ def bench_attention(run: Run, bench: Bench) -> None:
             {name: times[name]},
             case=f"{c.name}, one call",
             shape=f"B1 H{c.heads} S{c.tokens} K{seen} D{c.head_size} bf16",
-            flop=c.flop(seen),
+            flop=c.flop_of(seen),
             flop_formula="4*H*D*queries*keys",
             versions={FA3: version_of("fa3-fwd")},
             more=lambda row, own=own: own,
