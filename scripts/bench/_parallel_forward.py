@@ -10,9 +10,8 @@ from _harness import DEVICE, Bench, relative_error, version_of
 from _ranks import ONE, Contender, Ranks, Reading, sent_bytes
 from diffusers import ContextParallelConfig, WanTransformer3DModel
 from diffusers.models.attention_dispatch import attention_backend
-from wan_forward import CASES, SMOKE, SPARSE, Case, build, expected_density
+from wan_forward import CASES, SMOKE, SPARSE, Case, applied, build, expected_density
 
-import multimodal_gen
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.layers.attention.report import AttentionReport
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
@@ -88,11 +87,7 @@ class Runs:
 
         @contextmanager
         def around() -> Iterator[Reading]:
-            config = SPARSE.get(backend or "")
-            applied = multimodal_gen.apply(
-                model, attention_backend=backend, attention_backend_config=config
-            )
-            with torch.inference_mode(), applied as handle:
+            with torch.inference_mode(), applied(model, backend) as handle:
                 self.report = handle.report
                 yield lambda: handle.report().times
 

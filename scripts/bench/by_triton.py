@@ -18,7 +18,8 @@ from collections.abc import Mapping
 import torch
 from _attention import Method, layer_on
 from _harness import Bench, relative_error, version_of
-from dense_above import KINDS, SVG2, VMOBA, DataCase, call_of
+from dense_above import KINDS, DataCase, call_of
+from dense_above import METHODS as SPARSE
 
 from multimodal_gen.errors import UnsupportedBackendError
 from multimodal_gen.runtime.layers.attention import LocalAttention
@@ -28,16 +29,11 @@ METHODS: Mapping[str, Method] = {
     FA3: ("fa", {}),
     "triton_attn": ("triton_attn", {}),
     "sage_attn": ("sage_attn", {"kernel": "triton"}),
-    "sta 3x3x3": ("sliding_tile_attn", {"window": [3, 3, 3], "skip_time_steps": 0}),
-    "vsa 0.9": ("video_sparse_attn", {"sparsity": 0.9}),
-    "sla 0.1": ("sla_attn", {"topk_ratio": 0.1}),
+    **{name: SPARSE[name] for name in ("sta 3x3x3", "vsa 0.9", "sla 0.1")},
     "sage_sla 0.1": ("sage_sla_attn", {"topk_ratio": 0.1}),
     "sol 64": ("sol_attn", {"topk_ratio": 0.15, "dense_layers": None, "dense_steps": None}),
-    **{
-        f"vmoba {kind}": ("vmoba_attn", {**VMOBA, **layers, "moba_select_mode": "topk"})
-        for kind, layers in KINDS.items()
-    },
-    "svg2": ("sparse_video_gen_2_attn", SVG2),
+    **{f"vmoba {kind}": SPARSE[f"vmoba {kind} topk"] for kind in KINDS},
+    "svg2": SPARSE["svg2"],
 }
 CASES = [
     DataCase(name="hunyuan 30x48x80", grid=(30, 48, 80), heads=24, data="video"),

@@ -28,11 +28,10 @@ from _harness import (
     version_of,
 )
 
-import multimodal_gen
-
 # This method refuses to be captured: it starts from the step before.
 STATEFUL = "sparse_video_gen_2_attn"
-SPARSE = {name: config for name, config in wan_forward.SPARSE.items() if name != STATEFUL}
+SPARSE = tuple(name for name in wan_forward.SPARSE if name != STATEFUL)
+DENSE = ("torch_sdpa", "auto", "sage_attn")
 # The GPU's sums differ between runs where programs begin at other keys.
 BOUND = 2e-2
 Inputs = dict[str, Any]
@@ -86,21 +85,14 @@ def times_of(
     times: Times = {}
     hosts: Times = {}
     errors: dict[str, float] = {}
-    dense = {"torch_sdpa": None, "auto": None, "sage_attn": None}
     latents = inputs["hidden_states"]
-    for backend, config in {**dense, **(SPARSE if latents.dim() == 5 else {})}.items():
+    for backend in (*DENSE, *(SPARSE if latents.dim() == 5 else ())):
 
         def run() -> torch.Tensor:
             return model(**inputs, return_dict=False)[0]
 
-        with (
-            torch.inference_mode(),
-            multimodal_gen.apply(
-                model,
-                attention_backend=None if backend == "auto" else backend,
-                attention_backend_config=config,
-            ),
-        ):
+        chosen = None if backend == "auto" else backend
+        with torch.inference_mode(), wan_forward.applied(model, chosen):
             run()
             try:
                 replay, out = captured(run)

@@ -13,7 +13,7 @@ there is.
 
 import argparse
 import math
-from collections.abc import Callable
+from functools import partial
 
 import torch
 from _harness import DEVICE, Bench, relative_error, time_calls, version_of
@@ -21,9 +21,9 @@ from diffusers import WanTransformer3DModel
 from wan_forward import CASES as CASES
 from wan_forward import SMOKE as SMOKE
 from wan_forward import (
-    SPARSE,
     Case,
     Contexts,
+    applied,
     build,
     listed,
     pick,
@@ -42,19 +42,13 @@ FLOP = "18*L*H*S*S*D: self-attention forward twice and backward, as if dense"
 
 def contenders(model: WanTransformer3DModel) -> Contexts:
     """Return what to compare, each as a context in which the model runs."""
-
-    def applied(backend: str | None) -> Callable[[], multimodal_gen.AttentionHandle]:
-        return lambda: multimodal_gen.apply(
-            model, attention_backend=backend, attention_backend_config=SPARSE.get(backend or "")
-        )
-
-    dense = {"apply auto": applied(None)}
+    dense = {"apply auto": partial(applied, model)}
     if DEVICE == "cuda":
-        dense["apply triton_attn"] = applied("triton_attn")
+        dense["apply triton_attn"] = partial(applied, model, "triton_attn")
     return {
         "stock native": lambda: stock("native"),
         **dense,
-        **{f"apply {backend}": applied(backend) for backend in METHODS},
+        **{f"apply {backend}": partial(applied, model, backend) for backend in METHODS},
     }
 
 

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from _harness import (
@@ -143,22 +144,23 @@ def stock(name: str) -> Iterator[None]:
         yield
 
 
+def applied(model: torch.nn.Module, backend: str | None = None) -> multimodal_gen.AttentionHandle:
+    """Run a model on a backend with what `SPARSE` has for it, or on the automatic choice."""
+    return multimodal_gen.apply(
+        model, attention_backend=backend, attention_backend_config=SPARSE.get(backend or "")
+    )
+
+
 def contenders(model: WanTransformer3DModel) -> Contexts:
     """Return what to compare, each as a context in which the model runs."""
-
-    def applied(backend: str | None, config: dict[str, object] | None = None) -> Context:
-        return lambda: multimodal_gen.apply(
-            model, attention_backend=backend, attention_backend_config=config
-        )
-
     cudnn = {} if DEVICE == "cpu" else {"stock _native_cudnn": lambda: stock("_native_cudnn")}
     return {
         "stock native": lambda: stock("native"),
         **cudnn,
-        "apply torch_sdpa": applied("torch_sdpa"),
-        "apply auto": applied(None),
-        "apply sage_attn": applied("sage_attn"),
-        **{f"apply {backend}": applied(backend, config) for backend, config in SPARSE.items()},
+        "apply torch_sdpa": partial(applied, model, "torch_sdpa"),
+        "apply auto": partial(applied, model),
+        "apply sage_attn": partial(applied, model, "sage_attn"),
+        **{f"apply {backend}": partial(applied, model, backend) for backend in SPARSE},
     }
 
 
