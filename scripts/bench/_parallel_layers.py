@@ -33,6 +33,9 @@ GROWTH = tuple(2**n for n in range(15, 19))
 LARGEST_ERROR = 1e-2
 
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Exchange = Callable[[Group], object]
+Exchanges = dict[str, tuple[int, Exchange]]
+"""Name -> how many tensors of the size of q are exchanged, less its own share of them, and how."""
 
 
 def make_qkv(tokens: int, heads: int) -> QKV:
@@ -139,7 +142,21 @@ def exchange_case(ranks: Ranks, bench: Bench) -> None:
     tokens = math.prod(grid) // ranks.size * ranks.size
     with ranks.sharing(Mesh(ulysses=ranks.size)):
         q, k, v = (own_tokens(x).contiguous() for x in make_qkv(tokens, heads))
-    contenders = [*_bare_exchanges(ranks, (q, k, v)), *_layer_exchanges(ranks, (q, k, v))]
+    made = {**_bare_exchanges(ranks, (q, k, v)), **_layer_exchanges(ranks, (q, k, v))}
+    share = (ranks.size - 1) / ranks.size
+    contenders = [
+        _exchange(name, Mesh(ulysses=ranks.size), q, tensors * share, run)
+        for name, (tensors, run) in made.items()
+    ]
+    contenders.append(
+        _exchange(
+            "ring step of K and V",
+            Mesh(ring=ranks.size),
+            q,
+            2,
+            lambda g: Transfer(g, (k, v), [k.shape, v.shape]).wait(),
+        )
+    )
     for c in contenders:
         with ranks.sharing(c.mesh), c.around():
             c.run()
@@ -147,10 +164,10 @@ def exchange_case(ranks: Ranks, bench: Bench) -> None:
 
 
 def _exchange(
-    name: str, mesh: Mesh, qkv: QKV, tensors: float, run: Callable[[Group], object]
+    name: str, mesh: Mesh, query: torch.Tensor, tensors: float, run: Exchange
 ) -> Contender:
     """Return a contender that gets the group of a mesh of one dimension; `tensors` leave."""
-    sent = tensors * qkv[0].numel() * qkv[0].element_size()
+    sent = tensors * query.nbytes
 
     def in_group() -> object:
         groups = parallel_groups()
@@ -160,48 +177,33 @@ def _exchange(
     return Contender(name=name, run=in_group, mesh=mesh, sent=sent, around=torch.inference_mode)
 
 
-def _bare_exchanges(ranks: Ranks, qkv: QKV) -> list[Contender]:
+def _bare_exchanges(ranks: Ranks, qkv: QKV) -> Exchanges:
     """Return exchanges of memory as it lies, on any number of multiprocessors."""
-    mesh, share = Mesh(ulysses=ranks.size), (ranks.size - 1) / ranks.size
     packed = torch.cat(qkv, dim=-1)
     landed, received = torch.empty_like(packed), torch.empty_like(qkv[0])
-
-    def all_to_all(group: Group) -> None:
-        dist.all_to_all_single(landed, packed, group=group.handle)
-
-    found = [
-        _exchange(
-            f"all_to_all, q k v in one, {ctas} CTAs",
-            mesh,
-            qkv,
-            3 * share,
-            lambda _, handle=handle: dist.all_to_all_single(landed, packed, group=handle),
-        )
-        for ctas, handle in _groups_by_ctas(ranks).items()
-    ]
-    return [
-        *found,
-        _exchange("all_to_all, q k v in one", mesh, qkv, 3 * share, all_to_all),
-        _exchange(
-            "all_to_all, 1 tensor",
-            mesh,
-            qkv,
-            share,
-            lambda group: dist.all_to_all_single(received, qkv[0], group=group.handle),
-        ),
-    ]
+    exchange = dist.all_to_all_single
+    return {
+        **{
+            f"all_to_all, q k v in one, {ctas} CTAs": (
+                3,
+                lambda _, handle=handle: exchange(landed, packed, group=handle),
+            )
+            for ctas, handle in _groups_by_ctas(ranks).items()
+        },
+        "all_to_all, q k v in one": (3, lambda g: exchange(landed, packed, group=g.handle)),
+        "all_to_all, 1 tensor": (1, lambda g: exchange(received, qkv[0], group=g.handle)),
+    }
 
 
-def _layer_exchanges(ranks: Ranks, qkv: QKV) -> list[Contender]:
+def _layer_exchanges(ranks: Ranks, qkv: QKV) -> Exchanges:
     """Return the exchanges that layers make."""
     n, (q, k, v) = ranks.size, qkv
-    mesh, share = Mesh(ulysses=n), (n - 1) / n
     spans, lengths = partition_heads(q.shape[2], q.shape[2], n).queries, [q.shape[1]] * n
 
     def scatter(group: Group, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return scatter_heads(tensors, [spans] * len(tensors), lengths, group)
 
-    with ranks.sharing(mesh), torch.inference_mode():
+    with ranks.sharing(Mesh(ulysses=n)), torch.inference_mode():
         group = parallel_groups().ulysses
         out = scatter(group, q)[0].contiguous()
         assert torch.equal(gather_heads(out, spans, lengths, group), q), "there and back"
@@ -209,20 +211,11 @@ def _layer_exchanges(ranks: Ranks, qkv: QKV) -> list[Contender]:
     def gather(group: Group) -> torch.Tensor:
         return gather_heads(out, spans, lengths, group)
 
-    return [
-        _exchange("scatter q k v", mesh, qkv, 3 * share, lambda g: scatter(g, q, k, v)),
-        _exchange("gather output", mesh, qkv, share, gather),
-        _exchange(
-            "scatter and gather", mesh, qkv, 4 * share, lambda g: (scatter(g, q, k, v), gather(g))
-        ),
-        _exchange(
-            "ring step of K and V",
-            Mesh(ring=n),
-            qkv,
-            2,
-            lambda g: Transfer(g, (k, v), [k.shape, v.shape]).wait(),
-        ),
-    ]
+    return {
+        "scatter q k v": (3, lambda g: scatter(g, q, k, v)),
+        "gather output": (1, gather),
+        "scatter and gather": (4, lambda g: (scatter(g, q, k, v), gather(g))),
+    }
 
 
 def _groups_by_ctas(ranks: Ranks) -> dict[int, dist.ProcessGroup]:
