@@ -1,19 +1,17 @@
 """One forward of Wan2.1-14B over several GPUs: `apply` against diffusers' context parallelism."""
 
-import argparse
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from _harness import DEVICE, relative_error, version_of
+from _harness import DEVICE, Bench, relative_error, version_of
 from _ranks import ONE, Contender, Ranks, Reading, sent_bytes
 from diffusers import ContextParallelConfig, WanTransformer3DModel
 from diffusers.models.attention_dispatch import attention_backend
-from wan_forward import CASES, SMOKE, SPARSE, Case, build, expected_density
+from wan_forward import CASES, SMOKE, SPARSE, Case, applied, build, expected_density
 
-import multimodal_gen
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.layers.attention.report import AttentionReport
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
@@ -89,11 +87,7 @@ class Runs:
 
         @contextmanager
         def around() -> Iterator[Reading]:
-            config = SPARSE.get(backend or "")
-            applied = multimodal_gen.apply(
-                model, attention_backend=backend, attention_backend_config=config
-            )
-            with torch.inference_mode(), applied as handle:
+            with torch.inference_mode(), applied(model, backend) as handle:
                 self.report = handle.report
                 yield lambda: handle.report().times
 
@@ -119,9 +113,7 @@ class Runs:
         )
 
 
-def dense_contenders(
-    ranks: Ranks, runs: Runs, models: Models, options: argparse.Namespace
-) -> list[Contender]:
+def dense_contenders(ranks: Ranks, runs: Runs, models: Models, bench: Bench) -> list[Contender]:
     """Return stock and ours on one GPU and in every layout."""
     backend = "_native_cudnn" if DEVICE == "cuda" else "native"
     found = [
@@ -137,7 +129,7 @@ def dense_contenders(
             )
         ours = {"mesh": mesh, "one_gpu": "ours, 1 GPU"}
         found.append(runs.ours(f"ours, {layout}", models.plain, **ours))
-        for chunks in options.chunks if mesh.ring == 1 else ():
+        for chunks in bench.options.chunks if mesh.ring == 1 else ():
             name = f"ours, {layout}, {chunks} chunks"
             found.append(runs.ours(name, models.plain, chunks=chunks, **ours))
     return found
@@ -147,7 +139,7 @@ def method_contenders(
     ranks: Ranks,
     runs: Runs,
     model: WanTransformer3DModel,
-    options: argparse.Namespace,
+    bench: Bench,
     method: str | None,
 ) -> list[Contender]:
     """Return a method of ours on one GPU and with all GPUs as one Ulysses group."""
@@ -155,7 +147,7 @@ def method_contenders(
     label = method or "dense"
     one = f"{label}, 1 GPU"
     found = [runs.ours(one, model, ONE, method)]
-    for chunks in (1, *options.chunks):
+    for chunks in (1, *bench.options.chunks):
         suffix = f", {chunks} chunks" if chunks > 1 else ""
         name = f"{label}, ulysses {ranks.size}{suffix}"
         found.append(runs.ours(name, model, mesh, method, one_gpu=one, chunks=chunks))
@@ -227,31 +219,31 @@ def check(
     return errors
 
 
-def forward_case(ranks: Ranks, options: argparse.Namespace) -> None:
+def forward_case(ranks: Ranks, bench: Bench) -> None:
     """Dense, then sparse, eager and where asked compiled; each written as it ends."""
-    full = SMOKE[0] if options.smoke else next(case for case in CASES if "14B" in case.name)
-    heads = ranks.size if options.smoke else full.heads
-    layers = options.layers or full.layers
+    full = SMOKE[0] if bench.options.smoke else next(case for case in CASES if "14B" in case.name)
+    heads = ranks.size if bench.options.smoke else full.heads
+    layers = bench.options.layers or full.layers
     case = Case(name=full.name, heads=heads, layers=layers, ffn=full.ffn, latent=full.latent)
     model, inputs = build(case)
     dist.barrier()
     ranks.say(f"{case.name}: {layers} layers are built")
     runs, models = Runs(ranks, case, inputs), Models(model)
-    for mode in options.modes:
-        if mode == "eager" and options.wants("forward dense"):
-            contenders = dense_contenders(ranks, runs, models, options)
-            _measure(ranks, options, case, runs, contenders, "dense, eager", exact=True)
-        target = models.compiled(smoke=options.smoke) if mode == "compiled" else model
-        for method in options.methods if options.wants("forward methods") else ():
+    for mode in bench.options.modes:
+        if mode == "eager" and bench.options.wants("forward dense"):
+            contenders = dense_contenders(ranks, runs, models, bench)
+            _measure(ranks, bench, case, runs, contenders, "dense, eager", exact=True)
+        target = models.compiled(smoke=bench.options.smoke) if mode == "compiled" else model
+        for method in bench.options.methods if bench.options.wants("forward methods") else ():
             backend = None if method == "dense" else method
-            contenders = method_contenders(ranks, runs, target, options, backend)
+            contenders = method_contenders(ranks, runs, target, bench, backend)
             exact = method in ("dense", "sliding_tile_attn")
-            _measure(ranks, options, case, runs, contenders, f"{method}, {mode}", exact=exact)
+            _measure(ranks, bench, case, runs, contenders, f"{method}, {mode}", exact=exact)
 
 
 def _measure(
     ranks: Ranks,
-    options: argparse.Namespace,
+    bench: Bench,
     case: Case,
     runs: Runs,
     contenders: list[Contender],
@@ -259,21 +251,16 @@ def _measure(
     *,
     exact: bool,
 ) -> None:
-    contenders = [c for c in contenders if c.name not in options.skip]
+    contenders = [c for c in contenders if c.name not in bench.options.skip]
     errors = check(ranks, case, runs, contenders, exact=exact)
-    times, taken = ranks.time(contenders, rounds=options.rounds)
-    stock = version_of("diffusers")
-    ranks.write(
-        options.out / "parallel.csv",
+    ranks.measure(
+        bench,
         contenders,
-        times,
-        taken,
-        commit=options.commit,
-        benchmark="parallel",
+        rounds=bench.options.rounds,
         case=f"{case.name}, {name}",
-        shape=f"B1 H{case.heads} S{case.tokens} D128 L{case.layers} bf16",
+        shape=case.shape,
         flop=case.flop,
         flop_formula="4*L*H*S*S*D, self-attention only, as if dense",
         errors=errors,
-        versions=dict.fromkeys(times, stock),
+        versions=version_of("diffusers"),
     )

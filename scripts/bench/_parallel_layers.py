@@ -1,13 +1,12 @@
 """One self-attention layer on several GPUs: its exchanges, their chunks, and how it all grows."""
 
-import argparse
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from _harness import DEVICE, relative_error
+from _harness import DEVICE, Bench, relative_error
 from _ranks import ONE, Contender, Ranks, Reading, sent_bytes
 
 from multimodal_gen.errors import MultimodalGenError
@@ -34,6 +33,9 @@ GROWTH = tuple(2**n for n in range(15, 19))
 LARGEST_ERROR = 1e-2
 
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Exchange = Callable[[Group], object]
+Exchanges = dict[str, tuple[int, Exchange]]
+"""Name -> how many tensors of the size of q are exchanged, less its own share of them, and how."""
 
 
 def make_qkv(tokens: int, heads: int) -> QKV:
@@ -122,38 +124,50 @@ def layer_contenders(ranks: Ranks, qkv: QKV, name: str, **options: object) -> li
     return found
 
 
-def layer_case(
-    ranks: Ranks, options: argparse.Namespace, method: str, config: dict[str, object] | None
-) -> None:
+def layer_case(ranks: Ranks, bench: Bench, method: str, config: dict[str, object] | None) -> None:
     """One layer of Wan2.1-14B at 720p, in every layout."""
-    heads, grid = (SMALL_HEADS, SMALL_GRID) if options.smoke else (HEADS, GRID)
-    grid = (options.frames or grid[0], *grid[1:])
+    heads, grid = (SMALL_HEADS, SMALL_GRID) if bench.options.smoke else (HEADS, GRID)
+    grid = (bench.options.frames or grid[0], *grid[1:])
     tokens = math.prod(grid)
     qkv = make_qkv(tokens, heads)
     backend = None if method == "dense" else method
     contenders = layer_contenders(ranks, qkv, method, backend=backend, config=config, grid=grid)
     errors = check(ranks, contenders)
-    _measure(ranks, options, contenders, f"layer {method}", tokens, heads, errors)
+    _measure(ranks, bench, contenders, f"layer {method}", tokens, heads, errors)
 
 
-def exchange_case(ranks: Ranks, options: argparse.Namespace) -> None:
+def exchange_case(ranks: Ranks, bench: Bench) -> None:
     """The exchanges of one layer alone: bare, and as the layer packs and unpacks them."""
-    heads, grid = (SMALL_HEADS, SMALL_GRID) if options.smoke else (HEADS, GRID)
+    heads, grid = (SMALL_HEADS, SMALL_GRID) if bench.options.smoke else (HEADS, GRID)
     tokens = math.prod(grid) // ranks.size * ranks.size
     with ranks.sharing(Mesh(ulysses=ranks.size)):
         q, k, v = (own_tokens(x).contiguous() for x in make_qkv(tokens, heads))
-    contenders = [*_bare_exchanges(ranks, (q, k, v)), *_layer_exchanges(ranks, (q, k, v))]
+    made = {**_bare_exchanges(ranks, (q, k, v)), **_layer_exchanges(ranks, (q, k, v))}
+    share = (ranks.size - 1) / ranks.size
+    contenders = [
+        _exchange(name, Mesh(ulysses=ranks.size), q, tensors * share, run)
+        for name, (tensors, run) in made.items()
+    ]
+    contenders.append(
+        _exchange(
+            "ring step of K and V",
+            Mesh(ring=ranks.size),
+            q,
+            2,
+            lambda g: Transfer(g, (k, v), [k.shape, v.shape]).wait(),
+        )
+    )
     for c in contenders:
         with ranks.sharing(c.mesh), c.around():
             c.run()
-    _measure(ranks, options, contenders, "exchange", tokens, heads, {})
+    _measure(ranks, bench, contenders, "exchange", tokens, heads, {})
 
 
 def _exchange(
-    name: str, mesh: Mesh, qkv: QKV, tensors: float, run: Callable[[Group], object]
+    name: str, mesh: Mesh, query: torch.Tensor, tensors: float, run: Exchange
 ) -> Contender:
     """Return a contender that gets the group of a mesh of one dimension; `tensors` leave."""
-    sent = tensors * qkv[0].numel() * qkv[0].element_size()
+    sent = tensors * query.nbytes
 
     def in_group() -> object:
         groups = parallel_groups()
@@ -163,48 +177,33 @@ def _exchange(
     return Contender(name=name, run=in_group, mesh=mesh, sent=sent, around=torch.inference_mode)
 
 
-def _bare_exchanges(ranks: Ranks, qkv: QKV) -> list[Contender]:
+def _bare_exchanges(ranks: Ranks, qkv: QKV) -> Exchanges:
     """Return exchanges of memory as it lies, on any number of multiprocessors."""
-    mesh, share = Mesh(ulysses=ranks.size), (ranks.size - 1) / ranks.size
     packed = torch.cat(qkv, dim=-1)
     landed, received = torch.empty_like(packed), torch.empty_like(qkv[0])
-
-    def all_to_all(group: Group) -> None:
-        dist.all_to_all_single(landed, packed, group=group.handle)
-
-    found = [
-        _exchange(
-            f"all_to_all, q k v in one, {ctas} CTAs",
-            mesh,
-            qkv,
-            3 * share,
-            lambda _, handle=handle: dist.all_to_all_single(landed, packed, group=handle),
-        )
-        for ctas, handle in _groups_by_ctas(ranks).items()
-    ]
-    return [
-        *found,
-        _exchange("all_to_all, q k v in one", mesh, qkv, 3 * share, all_to_all),
-        _exchange(
-            "all_to_all, 1 tensor",
-            mesh,
-            qkv,
-            share,
-            lambda group: dist.all_to_all_single(received, qkv[0], group=group.handle),
-        ),
-    ]
+    exchange = dist.all_to_all_single
+    return {
+        **{
+            f"all_to_all, q k v in one, {ctas} CTAs": (
+                3,
+                lambda _, handle=handle: exchange(landed, packed, group=handle),
+            )
+            for ctas, handle in _groups_by_ctas(ranks).items()
+        },
+        "all_to_all, q k v in one": (3, lambda g: exchange(landed, packed, group=g.handle)),
+        "all_to_all, 1 tensor": (1, lambda g: exchange(received, qkv[0], group=g.handle)),
+    }
 
 
-def _layer_exchanges(ranks: Ranks, qkv: QKV) -> list[Contender]:
+def _layer_exchanges(ranks: Ranks, qkv: QKV) -> Exchanges:
     """Return the exchanges that layers make."""
     n, (q, k, v) = ranks.size, qkv
-    mesh, share = Mesh(ulysses=n), (n - 1) / n
     spans, lengths = partition_heads(q.shape[2], q.shape[2], n).queries, [q.shape[1]] * n
 
     def scatter(group: Group, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return scatter_heads(tensors, [spans] * len(tensors), lengths, group)
 
-    with ranks.sharing(mesh), torch.inference_mode():
+    with ranks.sharing(Mesh(ulysses=n)), torch.inference_mode():
         group = parallel_groups().ulysses
         out = scatter(group, q)[0].contiguous()
         assert torch.equal(gather_heads(out, spans, lengths, group), q), "there and back"
@@ -212,20 +211,11 @@ def _layer_exchanges(ranks: Ranks, qkv: QKV) -> list[Contender]:
     def gather(group: Group) -> torch.Tensor:
         return gather_heads(out, spans, lengths, group)
 
-    return [
-        _exchange("scatter q k v", mesh, qkv, 3 * share, lambda g: scatter(g, q, k, v)),
-        _exchange("gather output", mesh, qkv, share, gather),
-        _exchange(
-            "scatter and gather", mesh, qkv, 4 * share, lambda g: (scatter(g, q, k, v), gather(g))
-        ),
-        _exchange(
-            "ring step of K and V",
-            Mesh(ring=n),
-            qkv,
-            2,
-            lambda g: Transfer(g, (k, v), [k.shape, v.shape]).wait(),
-        ),
-    ]
+    return {
+        "scatter q k v": (3, lambda g: scatter(g, q, k, v)),
+        "gather output": (1, gather),
+        "scatter and gather": (4, lambda g: (scatter(g, q, k, v), gather(g))),
+    }
 
 
 def _groups_by_ctas(ranks: Ranks) -> dict[int, dist.ProcessGroup]:
@@ -238,10 +228,10 @@ def _groups_by_ctas(ranks: Ranks) -> dict[int, dist.ProcessGroup]:
     return found
 
 
-def growth_case(ranks: Ranks, options: argparse.Namespace) -> None:
+def growth_case(ranks: Ranks, bench: Bench) -> None:
     """A dense layer from 32K to 256K tokens on 1, 2 and more GPUs."""
-    heads = SMALL_HEADS if options.smoke else HEADS
-    for tokens in (64, 128) if options.smoke else GROWTH:
+    heads = SMALL_HEADS if bench.options.smoke else HEADS
+    for tokens in (64, 128) if bench.options.smoke else GROWTH:
         qkv = make_qkv(tokens, heads)
         meshes = {"ulysses 2": Mesh(ulysses=2), **ranks.meshes()}
         one = "dense, 1 GPU"
@@ -251,31 +241,26 @@ def growth_case(ranks: Ranks, options: argparse.Namespace) -> None:
             for layout, mesh in meshes.items()
         ]
         errors = check(ranks, contenders)
-        _measure(ranks, options, contenders, f"growth {tokens // 1024}K", tokens, heads, errors)
+        _measure(ranks, bench, contenders, f"growth {tokens // 1024}K", tokens, heads, errors)
 
 
 def _measure(
     ranks: Ranks,
-    options: argparse.Namespace,
+    bench: Bench,
     contenders: list[Contender],
     case: str,
     tokens: int,
     heads: int,
     errors: dict[str, float],
 ) -> None:
-    rounds = options.layer_rounds
-    times, taken = ranks.time(contenders, rounds=rounds, block_ms=1 if options.smoke else 60)
-    ranks.write(
-        options.out / "parallel.csv",
+    ranks.measure(
+        bench,
         contenders,
-        times,
-        taken,
-        commit=options.commit,
-        benchmark="parallel",
+        rounds=bench.options.layer_rounds,
+        block_ms=1 if bench.options.smoke else 60,
         case=case,
         shape=f"B1 H{heads} S{tokens} D{SIZE} bf16",
         flop=0.0 if case == "exchange" else 4.0 * heads * tokens**2 * SIZE,
         flop_formula="4*H*S*S*D of the whole sequence, as if dense",
         errors=errors,
-        versions={},
     )

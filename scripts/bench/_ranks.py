@@ -4,12 +4,12 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from _harness import DEVICE, Row, event_ms, rows_of, shuffled_rounds, synchronize, write_rows
+from _harness import DEVICE, Bench, Row, Times, event_ms, shuffled_rounds, synchronize
 
 from multimodal_gen.runtime.distributed.groups import (
     ParallelGroups,
@@ -23,29 +23,6 @@ from multimodal_gen.runtime.distributed.timing import TimeTaken
 ONE = Mesh()
 
 Reading = Callable[[], TimeTaken | None] | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelRow(Row):
-    """A `Row` of a run on several GPUs; times are the slowest rank's.
-
-    Attributes:
-        gpus: GPUs that share a sequence.
-        layout: how they do.
-        one_gpu: the contender that `speedup` is against.
-        speedup: its median over this one's.
-        sent_mb: megabytes each GPU sends in self-attention, by the formula of `sent_bytes`.
-        communication_ms: as the report of the first rank has it, median over rounds.
-        attention_ms: the same for attention.
-    """
-
-    gpus: int
-    layout: str
-    one_gpu: str
-    speedup: float
-    sent_mb: float
-    communication_ms: float
-    attention_ms: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,15 +101,29 @@ class Ranks:
         dist.all_reduce(told, op=dist.ReduceOp.MAX)
         return float(told)
 
-    def time(
-        self, contenders: Sequence[Contender], *, rounds: int, block_ms: float = 0.0
-    ) -> tuple[dict[str, list[float]], dict[str, list[TimeTaken]]]:
+    def measure(
+        self,
+        bench: Bench,
+        contenders: Sequence[Contender],
+        *,
+        rounds: int,
+        block_ms: float = 0.0,
+        **of_all: Any,
+    ) -> None:
+        """Time the contenders of a case, and append their rows; `of_all` as `rows_of` takes it."""
+        times, taken = self._time(contenders, rounds=rounds, block_ms=block_ms)
+        if self.rank == 0:
+            self._write(bench, contenders, times, taken, of_all)
+
+    def _time(
+        self, contenders: Sequence[Contender], *, rounds: int, block_ms: float
+    ) -> tuple[Times, dict[str, list[TimeTaken]]]:
         """Time every contender once per round, ranks starting together; each has run before.
 
         Returns:
             Milliseconds per run of the slowest rank, and what the first rank's report says.
         """
-        times: dict[str, list[float]] = {c.name: [] for c in contenders}
+        times: Times = {c.name: [] for c in contenders}
         taken: dict[str, list[TimeTaken]] = {c.name: [] for c in contenders}
         by_name = {c.name: c for c in contenders}
         repeats = dict.fromkeys(by_name, 1)
@@ -158,43 +149,38 @@ class Ranks:
             after = reading() if reading else None
         return spent, _per_run(before, after, repeat)
 
-    def write(
+    def _write(
         self,
-        path: Path,
+        bench: Bench,
         contenders: Sequence[Contender],
-        times: dict[str, list[float]],
+        times: Times,
         taken: Mapping[str, list[TimeTaken]],
-        **of_all: object,
+        of_all: Mapping[str, Any],
     ) -> None:
-        """Append the rows of a case, on the first rank; `of_all` as `rows_of` takes it."""
-        if self.rank:
-            return
+        """Append the rows of a case.
+
+        Times are the slowest rank's. Further columns are the GPUs that share a sequence, and how;
+        the contender on one GPU that `speedup` is against, its median over this one's; megabytes
+        that each GPU sends in self-attention, by the formula of `sent_bytes`; and milliseconds of
+        communication and attention as the report of the first rank has them, medians over rounds.
+        """
         by_name = {c.name: c for c in contenders}
         medians = {name: statistics.median(t) for name, t in times.items()}
-        rows = []
-        for row in rows_of(times, **of_all):  # type: ignore[arg-type]
-            c = by_name[row.contender]
-            base = medians.get(c.one_gpu, math.nan)
+
+        def more(row: Row) -> Row:
+            c = by_name[row["contender"]]
             parts = taken[c.name]
-            rows.append(
-                ParallelRow(
-                    **asdict(row),
-                    gpus=c.mesh.sequence,
-                    layout=f"ulysses {c.mesh.ulysses} ring {c.mesh.ring} chunks {c.chunks}",
-                    one_gpu=c.one_gpu,
-                    speedup=round(base / row.median_ms, 4),
-                    sent_mb=round(c.sent / 1e6, 1),
-                    communication_ms=_median(x.communication_ms for x in parts),
-                    attention_ms=_median(x.attention_ms for x in parts),
-                )
-            )
-        write_rows(path, rows)
-        for row in rows:
-            print(
-                f"    {row.contender:34} {row.speedup:6.3f}x of one GPU, sends {row.sent_mb} MB, "
-                f"communication {row.communication_ms} ms, attention {row.attention_ms} ms",
-                flush=True,
-            )
+            return {
+                "gpus": c.mesh.sequence,
+                "layout": f"ulysses {c.mesh.ulysses} ring {c.mesh.ring} chunks {c.chunks}",
+                "one_gpu": c.one_gpu,
+                "speedup": round(medians.get(c.one_gpu, math.nan) / row["median_ms"], 4),
+                "sent_mb": round(c.sent / 1e6, 1),
+                "communication_ms": _median(x.communication_ms for x in parts),
+                "attention_ms": _median(x.attention_ms for x in parts),
+            }
+
+        bench.write(times, **of_all, more=more)
 
 
 def sent_bytes(mesh: Mesh, *, tokens: int, heads: int, size: int, itemsize: int = 2) -> float:

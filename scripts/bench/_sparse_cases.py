@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass
 
 import torch
-
-Grid = tuple[int, int, int]
+from _attention import Case as Attention
+from _attention import Grid
 
 ROWS = 48
 # Tiles whose score is this close, in standard deviations, to the last one kept may be chosen
@@ -20,15 +20,11 @@ MARGIN = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class Case(Attention):
     """One self-attention of a model, and what is measured on it.
 
     Attributes:
-        name: what `--only` selects by.
-        grid: (T, H, W) of the video tokens.
-        heads: H.
         text: text tokens behind the video.
-        head_size: D.
         sta: whether Sliding Tile Attention is measured.
         vsa: whether Video Sparse Attention is measured.
         slow_peers: whether the peers that compile, or add nothing elsewhere, are measured too.
@@ -38,11 +34,7 @@ class Case:
         sparsity: share of tiles that Video Sparse Attention skips.
     """
 
-    name: str
-    grid: Grid
-    heads: int
     text: int = 0
-    head_size: int = 128
     sta: bool = True
     vsa: bool = True
     slow_peers: bool = False

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
+from _attention import layer_on
 from _harness import version_of
 from _sparse_cases import Case, Grid, Inputs
 from torch.nn import functional as F
@@ -17,15 +18,8 @@ from multimodal_gen.kernels.block_sparse.api import block_sparse_attention, kern
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.select.api import add_gated, pool_tiles, select_tiles
 from multimodal_gen.kernels.tile_order.api import gather_tokens
-from multimodal_gen.runtime.layers.attention import LocalAttention, UlyssesAttention_VSA
+from multimodal_gen.runtime.layers.attention import UlyssesAttention_VSA
 from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
-from multimodal_gen.runtime.layers.attention.config import BackendConfig
-from multimodal_gen.runtime.layers.attention.scope import (
-    BackendPreference,
-    LayerSite,
-    SelectionScope,
-    Source,
-)
 from multimodal_gen.runtime.layers.attention.sparse.methods.sta.router import SlidingTileConfig
 from multimodal_gen.runtime.layers.attention.sparse.methods.vsa import VideoSparseConfig
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
@@ -33,7 +27,6 @@ from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     TiledSequence,
     tiled_sequence,
 )
-from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from tests.helpers.block_plans import tile_lists
 
 BOUND = 4e-3
@@ -205,7 +198,7 @@ def sta_layer(setting: Setting) -> Contender:
     case = setting.case
     need(case.sta, "not measured here")
     config = SlidingTileConfig(window=case.window, tile_size=case.sta_tile, skip_time_steps=0)
-    layer = LocalAttention(**_layer_options(case, "sliding_tile_attn", config))
+    layer = layer_on(case, "sliding_tile_attn", config)
     return _layer_contender("sta layer", "sta", layer, partial(layer, *setting.inputs.qkv))
 
 
@@ -213,7 +206,7 @@ def vsa_layer(setting: Setting) -> Contender:
     """A layer on Video Sparse Attention, without a gate."""
     case = setting.case
     need(case.vsa, "not measured here")
-    layer = LocalAttention(**_layer_options(case, "video_sparse_attn", _vsa_config(case)))
+    layer = layer_on(case, "video_sparse_attn", _vsa_config(case))
     return _layer_contender("vsa layer", "vsa", layer, partial(layer, *setting.inputs.qkv))
 
 
@@ -222,7 +215,7 @@ def vsa_gated_layer(setting: Setting) -> Contender:
     case, x = setting.case, setting.inputs
     need(case.vsa, "not measured here")
     need(not case.text, "takes no text")
-    layer = UlyssesAttention_VSA(**_layer_options(case, "video_sparse_attn", _vsa_config(case)))
+    layer = layer_on(case, "video_sparse_attn", _vsa_config(case), kind=UlyssesAttention_VSA)
     run = partial(layer, *x.qkv, gate_compress=x.gate)
     return _layer_contender("vsa layer, gate", "vsa gate", layer, run, tensors=4)
 
@@ -303,19 +296,6 @@ def _layer_contender(
         tensors=tensors,
         layer=layer,
     )
-
-
-def _layer_options(case: Case, backend: str, config: BackendConfig) -> dict[str, object]:
-    asked = BackendPreference(
-        source=Source.SETTINGS, backend=AttentionBackendEnum.parse(backend), config=config
-    )
-    return {
-        "num_heads": case.heads,
-        "head_size": case.head_size,
-        "compute_dtype": torch.bfloat16,
-        "site": LayerSite(name="blocks.0.attn1", layer=0),
-        "scope": SelectionScope(default=asked, strict=True),
-    }
 
 
 def _vsa_config(case: Case) -> VideoSparseConfig:

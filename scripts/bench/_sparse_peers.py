@@ -10,7 +10,8 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from _harness import DEVICE, version_of
+from _attention import first_of, sdpa
+from _harness import DEVICE, Run, version_of
 from _sparse_contenders import (
     Contender,
     LeftOutError,
@@ -23,7 +24,6 @@ from _sparse_contenders import (
     sta_engine,
     vsa_engine,
 )
-from torch.nn import functional as F
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.tile_order.api import tile_order
@@ -40,13 +40,12 @@ SAFE = ("fa3 dense", "cudnn dense", "sdpa dense")
 def fa3_dense(setting: Setting) -> Contender:
     """FlashAttention 3."""
     function = _import("fa3_fwd_interface").flash_attn_func
+    return _dense("fa3 dense", lambda: first_of(function(*setting.inputs.qkv)), "fa3-fwd")
 
-    def run() -> torch.Tensor:
-        out = function(*setting.inputs.qkv)
-        return out[0] if isinstance(out, tuple) else out
 
-    version = version_of("fa3-fwd")
-    return Contender(name="fa3 dense", kind="dense", run=run, take=in_place, version=version)
+def _dense(name: str, run: Run, distribution: str) -> Contender:
+    version = version_of(distribution)
+    return Contender(name=name, kind="dense", run=run, take=in_place, version=version)
 
 
 def cudnn_dense(setting: Setting) -> Contender:
@@ -61,21 +60,14 @@ def cudnn_dense(setting: Setting) -> Contender:
         heads_first = (x.transpose(1, 2) for x in setting.inputs.qkv)
         return function(*heads_first, None, False)[0].transpose(1, 2)
 
-    version = version_of("torch")
-    return Contender(name="cudnn dense", kind="dense", run=run, take=in_place, version=version)
+    return _dense("cudnn dense", run, "torch")
 
 
 def sdpa_dense(setting: Setting) -> Contender:
     """PyTorch's attention on the CPU, where nothing else is dense."""
     if DEVICE != "cpu":
         raise LeftOutError("stands in on the CPU")
-
-    def run() -> torch.Tensor:
-        heads_first = (x.transpose(1, 2) for x in setting.inputs.qkv)
-        return F.scaled_dot_product_attention(*heads_first).transpose(1, 2)
-
-    version = version_of("torch")
-    return Contender(name="sdpa dense", kind="dense", run=run, take=in_place, version=version)
+    return _dense("sdpa dense", lambda: sdpa(*setting.inputs.qkv), "torch")
 
 
 def fastvideo_sta(setting: Setting) -> Contender:

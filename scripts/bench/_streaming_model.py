@@ -1,11 +1,11 @@
 """A causal video transformer in the shape of Wan's, with random weights, for streaming.py."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from _attention import Case as Attention
 from _harness import DEVICE
 from torch import nn
 
@@ -14,7 +14,7 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class Case(Attention):
     """A model and its chunks.
 
     Attributes:
@@ -27,14 +27,10 @@ class Case:
         tall: a window of them.
     """
 
-    name: str
     layers: int
-    heads: int
     ffn: int
-    grid: tuple[int, int, int]
     window: int
     sink: int
-    head_size: int = 128
     text: int = 512
     tile: tuple[int, int] = (8, 8)
     space: tuple[int, int] = (3, 3)
@@ -47,16 +43,11 @@ class Case:
         return self.heads * self.head_size
 
     @property
-    def tokens(self) -> int:
-        """Tokens of a chunk."""
-        return math.prod(self.grid)
-
-    @property
     def keys(self) -> int:
         """Keys that a chunk sees."""
         return (self.window + self.sink) * self.tokens
 
-    def flop(self, keys: int) -> float:
+    def flop_of(self, keys: int) -> float:
         """FLOP of one layer's self-attention."""
         return 4.0 * self.width * self.tokens * keys
 

@@ -8,14 +8,12 @@ from `dense.csv`. `--table` alone measures nothing.
 
 import argparse
 import csv
-import datetime
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
 import torch
-from _harness import DEVICE, RESULTS, Row, version_of, write_rows
+from _harness import DEVICE, RESULTS, Bench, Row, version_of
 
 from multimodal_gen.runtime.benchmark import SHAPES, ShapeTimes, measure
 from multimodal_gen.runtime.layers.attention.auto_table import (
@@ -39,44 +37,37 @@ BACKENDS = ("triton_attn", "fa", "torch_sdpa", "torch_cudnn_sdpa", "sage_attn")
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class AutoRow(Row):
-    """A row with the time of the host beside that of the device."""
-
-    host_ms: float
-
-
-def rows_of(result: ShapeTimes, commit: str) -> list[AutoRow]:
-    """Return one row per backend."""
+def write(bench: Bench, result: ShapeTimes) -> None:
+    """Write one row per backend."""
     shape = result.shape
-    best = min((each.timing.device_ms for each in result.times), default=0.0)
+    size = f"B{shape.batch} H{shape.heads} S{shape.queries} D{shape.head_size}"
     mask = f" K{shape.keys} KV{shape.kv_heads}" + (" mask" if shape.masked else "")
-    return [
-        AutoRow(
-            date=datetime.date.today().isoformat(),
-            gpu=torch.cuda.get_device_name() if DEVICE == "cuda" else "none",
-            torch=torch.__version__,
-            triton=version_of("triton").split()[-1],
-            commit=commit,
-            benchmark="auto",
-            case=str(shape),
-            shape=f"B{shape.batch} H{shape.heads} S{shape.queries} D{shape.head_size} bf16{mask}",
-            contender=each.label,
-            version=" ".join(f"{name} {version}" for name, version in each.versions.items())
-            or version_of("torch"),
-            flop=shape.flop,
-            flop_formula="4*B*H*Sq*Sk*D",
-            rounds=each.rounds,
-            median_ms=round(each.timing.device_ms, 5),
-            p20_ms=round(each.p20_ms, 5),
-            p80_ms=round(each.p80_ms, 5),
-            tflops=round(shape.flop / each.timing.device_ms / 1e9, 1),
-            relative_error=float(f"{each.relative_error:.3g}"),
-            ratio_to_best=round(each.timing.device_ms / best, 4),
-            host_ms=round(each.timing.host_ms or float("nan"), 5),
-        )
-        for each in result.times
-    ]
+    by_label = {each.label: each for each in result.times}
+
+    def more(row: Row) -> Row:
+        each = by_label[row["contender"]]
+        return {
+            "rounds": each.rounds,
+            "median_ms": round(each.timing.device_ms, 5),
+            "p20_ms": round(each.p20_ms, 5),
+            "p80_ms": round(each.p80_ms, 5),
+            "host_ms": round(each.timing.host_ms or float("nan"), 5),
+        }
+
+    bench.write(
+        {label: [each.timing.device_ms] for label, each in by_label.items()},
+        case=str(shape),
+        shape=f"{size} bf16{mask}",
+        flop=shape.flop,
+        flop_formula="4*B*H*Sq*Sk*D",
+        errors={label: each.relative_error for label, each in by_label.items()},
+        versions={
+            label: " ".join(f"{name} {version}" for name, version in each.versions.items())
+            or version_of("torch")
+            for label, each in by_label.items()
+        },
+        more=more,
+    )
 
 
 def read_rows(folder: Path = RESULTS) -> Iterator[tuple[str, dict[str, str]]]:
@@ -163,8 +154,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--table", action="store_true", help="write the package's table anew")
 
 
-def main(arguments: argparse.Namespace) -> None:
+def main(bench: Bench) -> None:
     """Measure what was asked for, and write the table where that was asked for."""
+    arguments = bench.options
     for shape in SHAPES if arguments.commit else ():
         if arguments.only not in str(shape):
             continue
@@ -177,6 +169,6 @@ def main(arguments: argparse.Namespace) -> None:
         )
         for each in result.left_out:
             print(f"{shape}: left out: {each.backend}: {each.reason}")
-        write_rows(arguments.out / "auto.csv", rows_of(result, arguments.commit))
+        write(bench, result)
     if arguments.table:
         write_tables(COMMITTED, tables_of(read_rows(arguments.out)))

@@ -14,26 +14,14 @@ other shapes of their programs, which processes of their own compile first.
 
 import argparse
 import importlib
-import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
-from _harness import (
-    DEVICE,
-    RUN,
-    Row,
-    interleave,
-    relative_error,
-    rows_of,
-    version_of,
-    write_rows,
-)
-from torch.nn import functional as F
+from _attention import Attend, Case, first_of, random_lists, sdpa, triton_tiles
+from _harness import DEVICE, Bench, Run, Times, relative_error, run_apart, version_of
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
@@ -48,31 +36,13 @@ from multimodal_gen.kernels.block_sparse.tuning import (
 DENSITY = 0.1
 CHUNK = 1024
 COMPILE_SECONDS, AT_ONCE = 70, 3
-FORWARD_FLOP, BACKWARD_FLOP = "4*H*D*kept pairs", "10*H*D*kept pairs"
-
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One self-attention of a model."""
-
-    name: str
-    tokens: int
-    heads: int
-    head_size: int = 128
-
-    @property
-    def shape(self) -> str:
-        """What rows say."""
-        return f"B1 H{self.heads} S{self.tokens} D{self.head_size} bf16"
 
 
 CASES = (
-    Case(name="vsa training 1034", tokens=40_768, heads=16),
-    Case(name="wan 1.3B 480p 81f", tokens=32_760, heads=12),
+    Case(name="vsa training 1034", grid=(1, 1, 40_768), heads=16),
+    Case(name="wan 1.3B 480p 81f", grid=(21, 30, 52), heads=12),
 )
-SMOKE = (Case(name="smoke", tokens=300, heads=2, head_size=32),)
+SMOKE = (Case(name="smoke", grid=(1, 1, 300), heads=2, head_size=32),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,32 +62,19 @@ class Contender:
     heads_first: bool = False
 
 
-def random_lists(case: Case, size: int) -> BlockPlan:
-    """Return lists of random blocks, of which each row keeps its share."""
-    blocks = Blocks.regular(case.tokens, size)
-    kept = max(1, round(DENSITY * blocks.num))
-    generator = torch.Generator(DEVICE).manual_seed(0)
-    draws = torch.rand(1, case.heads, blocks.num, blocks.num, device=DEVICE, generator=generator)
-    indices = draws.topk(kept, dim=-1).indices.sort(-1).values.int()
-    counts = indices.new_full(indices.shape[:3], kept)
-    return BlockPlan(indices=indices, counts=counts, q=blocks, kv=blocks, uniform=True)
-
-
-def dense_lists(case: Case) -> BlockPlan:
-    """Return the plan of dense attention, as the dense backend makes it."""
-    blocks = Blocks.regular(case.tokens, 384)
-    return BlockPlan.dense(blocks, blocks, DEVICE)
-
-
 def lists_of(case: Case, blocks: str) -> BlockPlan:
-    """Return the plan that contenders call "dense", "128x128" or "64x64"."""
-    return dense_lists(case) if blocks == "dense" else random_lists(case, int(blocks.split("x")[0]))
+    """Return the plan that contenders call "dense", as the backend makes it, "128x128", "64x64"."""
+    if blocks == "dense":
+        whole = Blocks.regular(case.tokens, 384)
+        return BlockPlan.dense(whole, whole, DEVICE)
+    return random_lists(case.tokens, case.heads, int(blocks.split("x")[0]), share=DENSITY)
 
 
 def kept_blocks(plan: BlockPlan) -> torch.Tensor:
-    """Return which blocks a plan of equal counts keeps, of the first head: bool [Nq, Nk]."""
-    keep = torch.zeros(plan.q.num, plan.kv.num, dtype=torch.bool, device=plan.device)
-    return keep.scatter_(1, plan.indices[0, 0].long(), True)
+    """Return which blocks a plan of equal counts keeps: bool [1, H, Nq, Nk]."""
+    shape = (*plan.indices.shape[:3], plan.kv.num)
+    keep = torch.zeros(shape, dtype=torch.bool, device=plan.device)
+    return keep.scatter_(-1, plan.indices.long(), True)
 
 
 def head_gradients(
@@ -128,7 +85,7 @@ def head_gradients(
     Sums over chunks are taken in float32 or better.
     """
     scale = q.shape[1] ** -0.5
-    keep = kept_blocks(plan)
+    keep = kept_blocks(plan)[0, 0]
     columns = torch.arange(len(k), device=k.device) // plan.kv.size
     wide = torch.promote_types(q.dtype, torch.float32)
     dq = torch.empty_like(q)
@@ -156,8 +113,7 @@ def torchs_own(backend: SDPBackend, plan: BlockPlan) -> Contender:
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         with sdpa_kernel(backend):
-            out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)))
-        return out.transpose(1, 2)
+            return sdpa(q, k, v)
 
     return Contender(attend=attend, plan=plan, version=version_of("torch"))
 
@@ -167,8 +123,7 @@ def flash_attention_4(plan: BlockPlan) -> Contender:
     function = importlib.import_module("flash_attn.cute").flash_attn_func
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = function(q, k, v)
-        return out[0] if isinstance(out, tuple) else out
+        return first_of(function(q, k, v))
 
     return Contender(attend=attend, plan=plan, version=version_of("flash-attn-4"))
 
@@ -198,7 +153,7 @@ def flash_attention_4_lists(plan: BlockPlan) -> Contender:
         out = function(
             q, k, v, pack_gqa=False, block_sparse_tensors=by_query, block_sparse_tensors_bwd=by_key
         )
-        return out[0] if isinstance(out, tuple) else out
+        return first_of(out)
 
     return Contender(attend=attend, plan=plan, version=version_of("flash-attn-4"))
 
@@ -206,8 +161,7 @@ def flash_attention_4_lists(plan: BlockPlan) -> Contender:
 def fastvideo(plan: BlockPlan) -> Contender:
     """Return fastvideo-kernel's attention over a map of blocks of 64."""
     function = importlib.import_module("fastvideo_kernel.block_sparse_attn").block_sparse_attn
-    keep = torch.zeros((*plan.indices.shape[:3], plan.kv.num), dtype=torch.bool, device=DEVICE)
-    keep = keep.scatter_(-1, plan.indices.long(), True)
+    keep = kept_blocks(plan)
     sizes = torch.full((plan.kv.num,), plan.kv.size, dtype=torch.int32, device=DEVICE)
     sizes[-1] = plan.kv.total - (plan.kv.num - 1) * plan.kv.size
     if plan.kv.total % plan.kv.size:
@@ -225,8 +179,7 @@ def flex(plan: BlockPlan) -> Contender:
     """Return FlexAttention over the lists of a plan."""
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-    keep = torch.zeros((*plan.indices.shape[:3], plan.kv.num), dtype=torch.bool, device=DEVICE)
-    keep = keep.scatter_(-1, plan.indices.long(), True)
+    keep = kept_blocks(plan)
     counts = keep.sum(-1, dtype=torch.int32)
     indices = keep.byte().argsort(dim=-1, descending=True, stable=True).int()
     size = plan.q.size
@@ -312,18 +265,18 @@ def errors_of(
     return max(errors), max(e / a for e, a in zip(errors, allowed, strict=True))
 
 
-def measure(case: Case, options: argparse.Namespace) -> list[str]:
-    """Check, time and write a case; returns the names of what was wrong."""
+def measure(case: Case, bench: Bench) -> None:
+    """Check, time and write a case."""
     torch.manual_seed(0)
     shape = (1, case.tokens, case.heads, case.head_size)
     *given, upstream = (torch.randn(shape, device=DEVICE).bfloat16() for _ in range(4))
     inputs = tuple(x.requires_grad_() for x in given)
     turned = [x.detach().transpose(1, 2).contiguous() for x in (*inputs, upstream)]
     heads_first = tuple(x.requires_grad_() for x in turned[:3])
-    forward: dict[str, Callable[[], object]] = {}
-    backward: dict[str, Callable[[], object]] = {}
-    errors, flops, versions, wrong = {}, {}, {}, []
-    for name, contender in contenders_of(case, quick=options.quick).items():
+    forward: dict[str, Run] = {}
+    backward: dict[str, Run] = {}
+    errors, flops, versions = {}, {}, {}
+    for name, contender in contenders_of(case, quick=bench.options.quick).items():
         try:
             taken, above = (heads_first, turned[3]) if contender.heads_first else (inputs, upstream)
             run = gradients_of(contender, taken, above)
@@ -333,59 +286,44 @@ def measure(case: Case, options: argparse.Namespace) -> list[str]:
             errors[name], excess = errors_of(found, inputs, upstream, contender.plan)
         except Exception as error:  # one contender must not end the others
             print(f"FAILED {name}: {type(error).__name__}: {str(error)[:600]}", flush=True)
-            wrong += [name] if name.startswith("engine") else []
+            bench.wrong += [name] if name.startswith("engine") else []
             continue
         if not excess <= 1:
             print(f"WRONG {name}: error {errors[name]:.2e}, {excess:.2f} of what is allowed")
-            wrong.append(name)
+            bench.wrong.append(name)
             continue
         forward[name], backward[name] = partial(contender.attend, *taken), run
         pairs = contender.plan.pairs()
         flops[name] = float(pairs.sum()) * case.heads / pairs.numel() * case.head_size
         versions[name] = contender.version
-    for kind, runs, factor, formula in (
-        ("forward", forward, 4.0, FORWARD_FLOP),
-        ("backward", backward, 10.0, BACKWARD_FLOP),
-    ):
-        times = interleave(runs, rounds=options.rounds, block_ms=80.0)
-        write(case, kind, times, {n: factor * f for n, f in flops.items()}, formula, options,
-              errors=errors, versions=versions)  # fmt: skip
-    return wrong
+    for kind, runs, factor in (("forward", forward, 4), ("backward", backward, 10)):
+        times = bench.time(runs, block_ms=80.0)
+        work = {name: factor * flop for name, flop in flops.items()}
+        write(bench, case, kind, times, work, factor, errors, versions)
 
 
 def write(
+    bench: Bench,
     case: Case,
     kind: str,
-    times: dict[str, list[float]],
+    times: Times,
     flops: dict[str, float],
-    formula: str,
-    options: argparse.Namespace,
-    *,
+    factor: int,
     errors: dict[str, float],
-    versions: dict[str, str],
+    versions: Mapping[str, str],
 ) -> None:
-    """Write rows whose contenders differ in what they compute."""
-    rows: list[Row] = []
-    best: dict[str, float] = {}
-    for name, samples in times.items():
-        group = name.rpartition(" ")[2]
-        best[group] = min(best.get(group, float("inf")), statistics.median(samples))
-    for name, samples in times.items():
-        (row,) = rows_of(
-            {name: samples},
-            commit=options.commit,
-            benchmark=f"backward: {kind}",
-            case=case.name,
-            shape=case.shape,
-            flop=flops[name],
-            flop_formula=formula,
-            errors=errors,
-            versions=versions,
-        )
-        ratio = row.median_ms / best[name.rpartition(" ")[2]]
-        rows.append(replace(row, ratio_to_best=round(ratio, 4)))
+    """Write rows whose contenders differ in what they compute, by the end of their names."""
     print(f"-- {case.name}, {kind}")
-    write_rows(options.out / "backward.csv", rows)
+    bench.write(
+        times,
+        case,
+        benchmark=f"backward: {kind}",
+        flop=flops,
+        flop_formula=f"{factor}*H*D*kept pairs",
+        errors=errors,
+        versions=versions,
+        group=lambda name: name.rpartition(" ")[2],
+    )
 
 
 Tile = TritonTile | GluonBackwardTile
@@ -400,20 +338,14 @@ def _sm90(*shapes: tuple[int, int, int], own: bool = False) -> dict[str, Tile]:
     }
 
 
-def _tiles(*shapes: tuple[int, int, int, int]) -> dict[str, Tile]:
-    return {
-        f"{rows}x{keys} w{warps} s{stages}": TritonTile(
-            rows=rows, keys=keys, warps=warps, stages=stages
-        )
-        for rows, keys, warps, stages in shapes
-    }
-
-
 # Other shapes of the programs: (blocks, kernel) -> tiles of rows x keys, by name.
-WIDE_DQ = {**_tiles((128, 64, 8, 3)), **_sm90((2, 64, 4), (2, 64, 3))}
-WIDE_DKV = {**_tiles((64, 128, 8, 3)), **_sm90((2, 64, 4))}
-NARROW_DQ = {**_tiles((64, 64, 4, 2)), **_sm90((2, 64, 2), (2, 32, 4), (2, 32, 3), own=True)}
-NARROW_DKV = {**_tiles((32, 64, 4, 3)), **_sm90((2, 64, 2), own=True)}
+WIDE_DQ = {**triton_tiles("", (128, 64, 8, 3)), **_sm90((2, 64, 4), (2, 64, 3))}
+WIDE_DKV = {**triton_tiles("", (64, 128, 8, 3)), **_sm90((2, 64, 4))}
+NARROW_DQ = {
+    **triton_tiles("", (64, 64, 4, 2)),
+    **_sm90((2, 64, 2), (2, 32, 4), (2, 32, 3), own=True),
+}
+NARROW_DKV = {**triton_tiles("", (32, 64, 4, 3)), **_sm90((2, 64, 2), own=True)}
 # All three gradients: by two kernels, and by one.
 ALL: dict[str, Tile | None] = {
     "sm90 two": gluon_backward_tile(block=128),
@@ -485,37 +417,35 @@ def tile_run(
 
 def compile_apart(blocks: str, kernel: str, names: list[str]) -> set[str]:
     """Fill Triton's cache in a process of its own; returns what ran in it."""
-    command = [
-        sys.executable,
-        str(RUN),
-        "backward",
-        "--commit",
-        "-",
-        "--compile",
-        blocks,
-        kernel,
-        *names,
-    ]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        said, errors = process.communicate(timeout=COMPILE_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        said, errors = process.communicate()
-        errors += f" more than {COMPILE_SECONDS} s"
+    said, failure = run_apart(
+        "backward", "--compile", blocks, kernel, *names, seconds=COMPILE_SECONDS
+    )
     ran = {line.removeprefix("ran ") for line in said.splitlines() if line.startswith("ran ")}
     if len(ran) < len(names):
         failed = ", ".join(name for name in names if name not in ran)
-        print(f"FAILED {blocks} {kernel} {failed}: {errors.strip()[-300:]}", flush=True)
+        print(f"FAILED {blocks} {kernel} {failed}: {(failure or '')[-300:]}", flush=True)
     return ran
 
 
-def measure_tiles(case: Case, options: argparse.Namespace) -> None:
+def from_the_first() -> Callable[[str, Run], float]:
+    """Return what tells how far the gradients of a call are from those of the first one."""
+    first: list[list[torch.Tensor]] = []
+
+    def error_of(name: str, run: Run) -> float:
+        found = [x.clone() for x in run()]
+        if not first:
+            first.append(found)
+        return max(relative_error(x, y) for x, y in zip(found, first[0], strict=True))
+
+    return error_of
+
+
+def measure_tiles(case: Case, bench: Bench) -> None:
     """Time the two kernels in other shapes."""
     jobs = [
         (*key, list(tiles)[first : first + AT_ONCE])
         for key, tiles in TILES.items()
-        if options.tiles in ("", *key)
+        if bench.options.tiles in ("", *key)
         for first in range(0, len(tiles), AT_ONCE)
     ]
     ran: dict[tuple[str, str], set[str]] = {key: set() for key in TILES}
@@ -525,27 +455,17 @@ def measure_tiles(case: Case, options: argparse.Namespace) -> None:
     for (blocks, kernel), tiles in TILES.items():
         if not ran[blocks, kernel]:
             continue
-        runs, errors, first = {}, {}, None
-        for name, tile in tiles.items():
-            if name not in ran[blocks, kernel]:
-                continue
-            run = tile_run(case, blocks, kernel, tile)
-            found = [x.clone() for x in run()]
-            first = first or found
-            label = f"{kernel} {name} {blocks}"
-            errors[label] = max(relative_error(x, y) for x, y in zip(found, first, strict=True))
-            if errors[label] < 1e-2:
-                runs[label] = run
-            else:
-                print(f"WRONG {label}: {errors[label]:.2e} from the first", flush=True)
+        made = (
+            (f"{kernel} {name} {blocks}", tile_run(case, blocks, kernel, tile))
+            for name, tile in tiles.items()
+            if name in ran[blocks, kernel]
+        )
+        runs, errors = bench.check(made, from_the_first(), 1e-2)
         pairs = lists_of(case, blocks).pairs().double().mean()
-        flop = float(pairs) * case.heads * case.head_size
         factor = {"dq": 6, "dkv": 8, "all": 10}[kernel]
-        flop *= factor
-        times = interleave(runs, rounds=options.rounds, block_ms=40.0)
-        formula = f"{factor}*H*D*kept pairs"
-        write(case, f"{kernel} alone", times, dict.fromkeys(runs, flop), formula, options,
-              errors=errors, versions={})  # fmt: skip
+        flop = float(pairs) * case.heads * case.head_size * factor
+        times = bench.time(runs, block_ms=40.0)
+        write(bench, case, f"{kernel} alone", times, dict.fromkeys(runs, flop), factor, errors, {})
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -557,8 +477,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compile", nargs="+", default=None, help="compile shapes, then stop")
 
 
-def main(options: argparse.Namespace) -> int:
-    """Measure, print and append the rows."""
+def main(bench: Bench) -> int:
+    """Measure the cases, and other shapes where they are asked for."""
+    options = bench.options
     if options.compile:
         blocks, kernel, *names = options.compile
         for name in names:
@@ -566,10 +487,10 @@ def main(options: argparse.Namespace) -> int:
             torch.cuda.synchronize()
             print(f"ran {name}", flush=True)
         return 0
-    wrong: list[str] = []
     for case in SMOKE if options.smoke else CASES:
         if options.only in case.name:
-            wrong += measure(case, options)
+            measure(case, bench)
+    failed = 1 if bench.wrong else 0
     if options.tiles is not None and not options.smoke:
-        measure_tiles(CASES[0], options)
-    return 1 if wrong else 0
+        measure_tiles(CASES[0], bench)
+    return failed

@@ -16,7 +16,6 @@ Needs diffusers, and the packages of the extra `compare`.
 """
 
 import argparse
-import datetime
 import statistics
 import tempfile
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _harness import DEVICE, version_of, write_table
+from _harness import DEVICE, Bench, machine, version_of, write_table
 
 import multimodal_gen
 from multimodal_gen.runtime.comparison.record import Report
@@ -71,24 +70,6 @@ CASES = (
     Case(name="flux 1024px", family="flux", sizes={"height": 1024, "width": 1024}),
 )
 SMOKE = (Case(name="smoke", family="flux", sizes={"height": 64, "width": 128}, smoke=True),)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CostRow:
-    """One line of the results file."""
-
-    date: str
-    gpu: str
-    torch: str
-    triton: str
-    commit: str
-    benchmark: str
-    case: str
-    measure: str
-    value: float
-    limit: float
-    holds: bool
-    details: str
 
 
 def build(case: Case) -> Any:
@@ -207,31 +188,27 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep", type=Path, help="folder that keeps the comparisons")
 
 
-def main(options: argparse.Namespace) -> None:
-    """Measure every case, and append the rows to a CSV file."""
-    for case in SMOKE if options.smoke else CASES:
-        if options.only not in case.name:
-            continue
-        folder = Path(options.keep or tempfile.mkdtemp()) / case.name.replace(" ", "-")
-        rows = [
-            CostRow(
-                date=datetime.date.today().isoformat(),
-                gpu=torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu",
-                torch=torch.__version__,
-                triton=version_of("triton"),
-                commit=options.commit,
-                benchmark="compare_cost",
-                case=f"{case.name}, {options.steps} steps, {options.seeds} seeds",
-                measure=measure,
-                value=round(value, 4),
-                limit=limit,
-                holds=value <= limit,
-                details=details,
-            )
-            for measure, value, limit, details in rows_of(
-                case, options.steps, folder, seeds=options.seeds, part=options.part
-            )
-        ]
-        write_table(options.out / "compare_cost.csv", rows)
-        for row in rows:
-            print(row.case, row.measure, row.value, row.limit, row.holds, row.details, flush=True)
+def measure(case: Case, bench: Bench) -> None:
+    """Measure a case, and append its rows to a CSV file."""
+    options = bench.options
+    folder = Path(options.keep or tempfile.mkdtemp()) / case.name.replace(" ", "-")
+    rows = [
+        {
+            **machine(),
+            "triton": version_of("triton"),
+            "commit": options.commit,
+            "benchmark": bench.name,
+            "case": f"{case.name}, {options.steps} steps, {options.seeds} seeds",
+            "measure": name,
+            "value": round(value, 4),
+            "limit": limit,
+            "holds": value <= limit,
+            "details": details,
+        }
+        for name, value, limit, details in rows_of(
+            case, options.steps, folder, seeds=options.seeds, part=options.part
+        )
+    ]
+    write_table(options.out / "compare_cost.csv", rows)
+    for row in rows:
+        print(*[*row.values()][6:], flush=True)

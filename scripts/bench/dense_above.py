@@ -18,31 +18,20 @@ much of queries, keys, values and results, beside its own choice.
 import argparse
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
-from _harness import (
-    DEVICE,
-    Row,
-    event_ms,
-    extra_memory,
-    interleave,
-    relative_error,
-    rows_of,
-    version_of,
-    write_rows,
-)
+from _attention import DTYPE, Case, Method, layer_on
+from _harness import Bench, Row, Run, event_ms, extra_memory, relative_error, version_of
 
 from multimodal_gen.runtime.layers.attention import LocalAttention
-from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope, scope_from
 from multimodal_gen.runtime.layers.attention.sparse.executors import rows as by_rows
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
-from tests.helpers.inputs import QKV, make_video_qkv
+from tests.helpers.inputs import QKV
 
 STEPS = 50
 SUSTAINED = "auto, a generation"
-DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 SVG2 = {"svg2_first_layers_fp": 0, "svg2_first_times_fp": 0}
 VMOBA = {
     "first_full_step": 0,
@@ -58,7 +47,7 @@ KINDS = {
     kind: {f"{other}_layer": int(other == kind) for other in ("temporal", "spatial", "st")}
     for kind in ("temporal", "spatial", "st")
 }
-METHODS: Mapping[str, tuple[str, Mapping[str, object]]] = {
+METHODS: Mapping[str, Method] = {
     "vsa 0.9": ("video_sparse_attn", {"sparsity": 0.9}),
     "vsa 0.5": ("video_sparse_attn", {"sparsity": 0.5}),
     "vsa 0.2": ("video_sparse_attn", {"sparsity": 0.2}),
@@ -85,7 +74,7 @@ METHODS: Mapping[str, tuple[str, Mapping[str, object]]] = {
         for share in (0.25, 0.8)
     },
 }
-SMOKE: Mapping[str, tuple[str, Mapping[str, object]]] = {
+SMOKE_METHODS: Mapping[str, Method] = {
     "vsa 0.5": ("video_sparse_attn", {"sparsity": 0.5, "dense_above": 0.3}),
     "vmoba temporal topk": (
         "vmoba_attn",
@@ -105,83 +94,53 @@ SMOKE: Mapping[str, tuple[str, Mapping[str, object]]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class DataCase(Case):
     """A video of one model, with one kind of data."""
 
-    name: str
-    grid: tuple[int, int, int]
-    heads: int
     data: str
-    head_size: int = 128
-
-    @property
-    def tokens(self) -> int:
-        """S."""
-        return math.prod(self.grid)
 
     def draw(self) -> QKV:
         """Return its tensors."""
-        shape = (1, self.tokens, self.heads, self.head_size)
         if self.data == "video":
-            size = self.head_size
-            return make_video_qkv(self.grid, self.heads, size, dtype=DTYPE, device=DEVICE)
-        if self.data == "constant":
-            return QKV(*(torch.full(shape, 0.5, dtype=DTYPE, device=DEVICE) for _ in range(3)))
-        generator = torch.Generator(DEVICE).manual_seed(0)
-        drawn = (torch.randn(shape, generator=generator, device=DEVICE) for _ in range(3))
-        return QKV(*(x.to(DTYPE) for x in drawn))
-
-
-@dataclass(frozen=True, kw_only=True)
-class DenseAboveRow(Row):
-    """One line of `dense_above.csv`; see above.
-
-    Attributes:
-        density: mean share of pairs attended to.
-        dense_calls: share of the calls that were dense.
-        over_dense: time over that of `auto`.
-        extra_memory_share: peak memory beyond inputs and output, over inputs and output.
-    """
-
-    density: float
-    dense_calls: float
-    over_dense: float
-    extra_memory_share: float
+            return self.video(DTYPE)
+        qkv = self.normal()
+        return QKV(*(x.fill_(0.5) for x in qkv)) if self.data == "constant" else qkv
 
 
 CASES = [
-    Case(name=f"{size}, {data}", grid=grid, heads=heads, data=data)
+    DataCase(name=f"{size}, {data}", grid=grid, heads=heads, data=data)
     for size, grid, heads in (
         ("wan 1.3B 21x30x52", (21, 30, 52), 12),
         ("hunyuan 30x48x80", (30, 48, 80), 24),
     )
     for data in ("video", "random", "constant")
 ]
-SMOKE_CASES = [Case(name="smoke, random", grid=(4, 6, 8), heads=2, data="random", head_size=32)]
+SMOKE = [DataCase(name="smoke, random", grid=(4, 6, 8), heads=2, data="random", head_size=32)]
 
 
-def layer_of(case: Case, scope: SelectionScope) -> LocalAttention:
-    """Return a layer that takes part in the schedule of its method."""
-    site = LayerSite(name="blocks.0.attn1", layer=0, num_layers=1)
-    return LocalAttention(case.heads, case.head_size, site=site, scope=scope)
-
-
-def layers_of(
-    case: Case, methods: Mapping[str, tuple[str, Mapping[str, object]]], only: str
-) -> dict[str, LocalAttention]:
+def layers_of(case: Case, methods: Mapping[str, Method], only: str) -> dict[str, LocalAttention]:
     """Return what is timed, by name; `auto` is dense."""
-    layers = {"auto": layer_of(case, SelectionScope())}
+    layers = {"auto": layer_on(case, dtype=None, num_layers=1, strict=False)}
     for name, (backend, config) in methods.items():
         if only not in name:
             continue
         for suffix, more in (("", {}), (", dense_above=1.0", {"dense_above": 1.0})):
-            scope = scope_from(
-                attention_backend=backend,
-                attention_backend_config={**config, **more},
-                strict=True,
-            )
-            layers[name + suffix] = layer_of(case, scope)
+            given = {**config, **more}
+            layers[name + suffix] = layer_on(case, backend, given, dtype=None, num_layers=1)
     return layers
+
+
+def call_of(case: Case, layer: LocalAttention, qkv: QKV) -> Callable[..., torch.Tensor]:
+    """Return a call of a layer in a step of a generation, in its middle where none is named."""
+
+    def run(step: int = 20, request: str = "bench") -> torch.Tensor:
+        # A step behind the first, so that what is carried from step to step is there.
+        with set_forward_context(
+            step, latent_grid=case.grid, num_steps=STEPS, request_id=request, cfg_branch="cond"
+        ):
+            return layer(*qkv)
+
+    return run
 
 
 def with_copies(run: Callable[[], torch.Tensor], share: float) -> Callable[[], torch.Tensor]:
@@ -219,7 +178,7 @@ def density_of(layer: LocalAttention) -> tuple[float, float]:
 
 
 def errors_of(
-    case: Case, runs: Mapping[str, Callable[[], torch.Tensor]], layers: Mapping[str, LocalAttention]
+    case: DataCase, runs: Mapping[str, Run], layers: Mapping[str, LocalAttention]
 ) -> dict[str, float]:
     """Return the errors against `auto` where calls are dense or all tokens the same, else NaN."""
     wanted, errors = runs["auto"](), {}
@@ -232,36 +191,20 @@ def errors_of(
     return errors
 
 
-def measure(
-    case: Case,
-    methods: Mapping[str, tuple[str, Mapping[str, object]]],
-    *,
-    commit: str,
-    rounds: int,
-    only: str,
-    vmoba_copies: Sequence[float] = (),
-) -> list[DenseAboveRow]:
-    """Check what can be compared with dense attention, then time a case."""
-    qkv, layers = case.draw(), layers_of(case, methods, only)
-
-    def run_of(layer: LocalAttention) -> Callable[..., torch.Tensor]:
-        def run(step: int = 20, request: str = "bench") -> torch.Tensor:
-            # A step behind the first, so that what is carried from step to step is there.
-            with set_forward_context(
-                step, latent_grid=case.grid, num_steps=STEPS, request_id=request, cfg_branch="cond"
-            ):
-                return layer(*qkv)
-
-        return run
-
-    runs = {name: run_of(layer) for name, layer in layers.items()}
+@torch.no_grad()
+def measure(case: DataCase, bench: Bench) -> None:
+    """Check what can be compared with dense attention, then time and write a case."""
+    options = bench.options
+    qkv = case.draw()
+    layers = layers_of(case, SMOKE_METHODS if options.smoke else METHODS, options.only)
+    runs = {name: call_of(case, layer, qkv) for name, layer in layers.items()}
     for name in [name for name in runs if name.startswith("vmoba")]:
-        for share in vmoba_copies:
+        for share in options.vmoba_copies:
             layers[f"{name}, copies {share:g}"] = layers[name]
             runs[f"{name}, copies {share:g}"] = with_copies(runs[name], share)
     errors = errors_of(case, runs, layers)
     memory = {name: extra_memory(run) for name, run in runs.items()}
-    times = interleave(runs, rounds=rounds, block_ms=80.0 if DEVICE == "cuda" else 1.0)
+    times = bench.time(runs, block_ms=80.0)
     decided = [name for name in runs if "svg2" in name or "threshold" in name]
     layers[SUSTAINED], errors[SUSTAINED] = layers["auto"], math.nan
     memory[SUSTAINED] = memory["auto"]
@@ -269,52 +212,32 @@ def measure(
         times[name] = [generation_ms(run, f"{name} {i}") / STEPS for i in range(2)]
     # A GPU that is busy for long runs slower: like is compared with like.
     dense = {name: times[SUSTAINED if name in decided else "auto"] for name in times}
-    flop = 4.0 * case.heads * case.tokens**2 * case.head_size
-    rows = []
-    for row in rows_of(
+
+    def more(row: Row) -> Row:
+        name = row["contender"]
+        density, dense_calls = density_of(layers[name])
+        return {
+            "density": round(density, 4),
+            "dense_calls": round(dense_calls, 3),
+            "over_dense": round(row["median_ms"] / statistics.median(dense[name]), 3),
+            "extra_memory_share": round(memory[name], 4),
+        }
+
+    rows = bench.write(
         times,
-        commit=commit,
-        benchmark="dense_above",
-        case=case.name,
-        shape=f"B1 H{case.heads} S{case.tokens} D{case.head_size}",
-        flop=flop,
+        case,
+        shape=case.shape.removesuffix(" bf16"),
         flop_formula="4*H*S*S*D, of all pairs",
         errors=errors,
-        versions=dict.fromkeys(times, version_of("torch")),
-    ):
-        density, dense_calls = density_of(layers[row.contender])
-        rows.append(
-            DenseAboveRow(
-                **asdict(row),
-                density=round(density, 4),
-                dense_calls=round(dense_calls, 3),
-                over_dense=round(row.median_ms / statistics.median(dense[row.contender]), 3),
-                extra_memory_share=round(memory[row.contender], 4),
-            )
-        )
-    return rows
+        versions=version_of("torch"),
+        more=more,
+    )
+    for row in rows:
+        if row["over_dense"] > 1.1 and "dense_above" not in row["contender"]:
+            print(f"SLOW {row['case']}: {row['contender']} takes {row['over_dense']} of dense")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark alone."""
     parser.add_argument("--vmoba-copies", type=float, nargs="*", default=[], help="share of copies")
     parser.add_argument("--case", default="", help="run the cases whose name contains this")
-
-
-def main(arguments: argparse.Namespace) -> None:
-    """Measure the cases and append their rows; say what is slower than it should be."""
-    torch.set_grad_enabled(False)
-    cases, methods = (SMOKE_CASES, SMOKE) if arguments.smoke else (CASES, METHODS)
-    for case in (case for case in cases if arguments.case in case.name):
-        rows = measure(
-            case,
-            methods,
-            commit=arguments.commit,
-            rounds=arguments.rounds,
-            only=arguments.only,
-            vmoba_copies=arguments.vmoba_copies,
-        )
-        write_rows(arguments.out / "dense_above.csv", rows)
-        for row in rows:
-            if row.over_dense > 1.1 and "dense_above" not in row.contender:
-                print(f"SLOW {row.case}: {row.contender} takes {row.over_dense} of dense")

@@ -7,22 +7,18 @@ itself; the same step fills the kernel cache. Those that pass are timed in inter
 """
 
 import argparse
-import contextlib
 import dataclasses
-import io
 import math
 import statistics
-import subprocess
-import sys
 import time
-import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from _harness import RUN, interleave, relative_error, rows_of, version_of, write_rows
+from _attention import FA3, Case, fa3_run, random_lists, triton_tiles
+from _harness import Bench, Row, relative_error, run_apart, version_of
 
 from multimodal_gen.kernels.block_sparse.api import request_for
 from multimodal_gen.kernels.block_sparse.call import Call, CallForm
@@ -34,7 +30,7 @@ HEADS, TOKENS, HEAD_SIZE = 24, 115_200, 128
 CHECK_SECONDS = 200
 BOUND = 4e-3
 
-Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, BlockPlan, float], torch.Tensor]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, BlockPlan, float], torch.Tensor]
 
 WIDE = GluonTile(consumers=3, keys=64, stages=4, q_registers=False, registers=160)
 PAIR = GluonTile(consumers=2, keys=128, stages=2)
@@ -52,24 +48,10 @@ def lazy(tile: GluonTile, **changes: object) -> GluonTile:
     return exact(tile, lazy=True, **changes)
 
 
-TRITON = {
-    f"triton {t.rows}x{t.keys} w{t.warps} s{t.stages}": t
-    for t in (
-        TritonTile(rows=128, keys=64, warps=4, stages=3),
-        TritonTile(rows=128, keys=64, warps=8, stages=3),
-        TritonTile(rows=128, keys=128, warps=8, stages=2),
-        TritonTile(rows=128, keys=128, warps=8, stages=3),
-    )
-}
-TRITON_64 = {
-    f"triton {t.rows}x{t.keys} w{t.warps} s{t.stages}": t
-    for t in (
-        TritonTile(rows=64, keys=64, warps=4, stages=4),
-        TritonTile(rows=64, keys=64, warps=4, stages=3),
-        TritonTile(rows=64, keys=64, warps=4, stages=2),
-        TritonTile(rows=64, keys=64, warps=8, stages=3),
-    )
-}
+TRITON = triton_tiles(
+    "triton ", (128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3)
+)
+TRITON_64 = triton_tiles("triton ", (64, 64, 4, 4), (64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 8, 3))
 VARIANTS: dict[str, dict[str, GluonTile | TritonTile]] = {
     "sta": {
         "gluon 3x64 fast": WIDE,
@@ -112,40 +94,30 @@ VARIANTS["ragged dense"] = VARIANTS["dense"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class PlanCase(Case):
     """One plan at full size."""
 
-    name: str
-    tokens: int
     plan: BlockPlan
 
     @property
-    def flop(self) -> float:
-        """Operations on the kept pairs, all heads."""
+    def kept_flop(self) -> float:
+        """FLOP of the kept pairs, all heads."""
         pairs = self.plan.pairs()
         return 4.0 * HEAD_SIZE * float(pairs.sum()) * HEADS / pairs.numel()
 
 
-def make_case(name: str, device: str) -> Case:
+def make_case(name: str, device: str) -> PlanCase:
     """Return the case of a pattern."""
+    tokens = 75_600 if name == "ragged dense" else TOKENS
+    blocks = Blocks.regular(tokens, 384)
     if name == "sta":
-        blocks = Blocks.regular(TOKENS, 384)
         plan = BlockPlan.from_map(sta_map((5, 6, 10), (3, 3, 3)).to(device), blocks, blocks)
         plan = dataclasses.replace(plan, uniform=True, indices=plan.indices[..., :27].contiguous())
-        return Case(name=name, tokens=TOKENS, plan=plan)
-    if name in ("dense", "ragged dense"):
-        tokens = TOKENS if name == "dense" else 75_600
-        blocks = Blocks.regular(tokens, 384)
-        return Case(name=name, tokens=tokens, plan=BlockPlan.dense(blocks, blocks, device))
-    size = int(name[1:])
-    blocks = Blocks.regular(TOKENS, size)
-    kept = blocks.num // 10
-    generator = torch.Generator(device).manual_seed(0)
-    draws = torch.rand(1, HEADS, blocks.num, blocks.num, device=device, generator=generator)
-    indices = draws.topk(kept, dim=-1).indices.sort(dim=-1).values.int()
-    counts = torch.full((1, HEADS, blocks.num), kept, dtype=torch.int32, device=device)
-    plan = BlockPlan(indices=indices, counts=counts, q=blocks, kv=blocks, uniform=True)
-    return Case(name=name, tokens=TOKENS, plan=plan)
+    elif "dense" in name:
+        plan = BlockPlan.dense(blocks, blocks, device)
+    else:
+        plan = random_lists(tokens, HEADS, int(name[1:]), share=0.1)
+    return PlanCase(name=name, grid=(1, 1, tokens), heads=HEADS, plan=plan)
 
 
 def sta_map(grid: tuple[int, int, int], window: tuple[int, int, int]) -> torch.Tensor:
@@ -159,7 +131,7 @@ def sta_map(grid: tuple[int, int, int], window: tuple[int, int, int]) -> torch.T
     return keep.view(1, 1, *keep.shape)
 
 
-def runner(tile: GluonTile | TritonTile) -> Run:
+def runner(tile: GluonTile | TritonTile) -> Attend:
     """Return what runs a variant, without the operator around it."""
 
     def run(
@@ -234,15 +206,10 @@ def check(pattern: str, variant: str) -> None:
 
 def check_apart(pattern: str, variant: str) -> tuple[bool, str]:
     """Run `check` in a process of its own."""
-    command = [sys.executable, str(RUN), "engine", "--commit", "-", "--check", pattern, variant]
     began = time.perf_counter()
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_SECONDS)
-    except subprocess.TimeoutExpired:
-        return False, f"hangs or compiles for more than {CHECK_SECONDS} s"
+    said, failure = run_apart("engine", "--check", pattern, variant, seconds=CHECK_SECONDS)
     seconds = time.perf_counter() - began
-    text = (result.stdout + ("" if result.returncode == 0 else result.stderr[-600:])).strip()
-    return result.returncode == 0, f"{seconds:.0f} s {text}"
+    return failure is None, f"{seconds:.0f} s {said}{failure or ''}".strip()
 
 
 def sampled_error(
@@ -274,63 +241,43 @@ def sampled_error(
     return relative_error(out[:, rows, heads], expected)
 
 
-def measure(pattern: str, passed: list[str], arguments: argparse.Namespace) -> None:
+def measure(pattern: str, passed: list[str], bench: Bench) -> None:
     """Time the variants of a pattern that passed their check, and FlashAttention 3 dense."""
     case = make_case(pattern, "cuda")
-    torch.manual_seed(0)
-    shape = (1, case.tokens, HEADS, HEAD_SIZE)
-    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    scale = HEAD_SIZE**-0.5
-    runs: dict[str, Callable[[], object]] = {}
-    errors = {}
-    for name in passed:
-        run = partial(runner(VARIANTS[pattern][name]), q, k, v, case.plan, scale)
-        try:
-            errors[name] = sampled_error(run(), (q, k, v), case.plan, scale)
-            torch.cuda.synchronize()
-        except Exception:  # one variant must not end the others
-            print(f"{pattern}: {name} failed: {traceback.format_exc()[-600:]}")
-            continue
-        if errors[name] < BOUND:
-            runs[name] = run
-        else:
-            print(f"{pattern}: {name} is wrong, relative error {errors[name]:.2e}")
-    dense_flop = 4.0 * HEAD_SIZE * HEADS * case.tokens**2
-    try:
-        from fa3_fwd_interface import flash_attn_func
+    qkv, scale = case.normal(), HEAD_SIZE**-0.5
+    variants = {
+        name: partial(runner(VARIANTS[pattern][name]), *qkv, case.plan, scale) for name in passed
+    }
+    runs, errors = bench.check(
+        variants.items(),
+        lambda name, run: sampled_error(run(), qkv, case.plan, scale),
+        BOUND,
+    )
+    times = bench.time({**runs, **fa3_run(qkv)})
+    baseline = times.pop(FA3, None)
+    fa3_rate = case.flop / statistics.median(baseline) / 1e9 if baseline else math.nan
 
-        runs["fa3 dense"] = lambda: flash_attn_func(q, k, v)
-    except ImportError as error:
-        print(f"left out: FlashAttention 3, {error}")
-    times = interleave(runs, rounds=arguments.rounds)
-    baseline = times.pop("fa3 dense", None)
-    fa3 = dense_flop / statistics.median(baseline) / 1e9 if baseline else math.nan
-    print(f"-- {pattern}: {case.flop / 1e12:.2f} TFLOP; fa3 dense {fa3:.0f} TFLOP/s")
-    for name in sorted(times, key=lambda name: statistics.median(times[name])):
-        median = statistics.median(times[name])
-        rate = case.flop / median / 1e9
-        print(
-            f"   {name:30} {median:8.3f} ms {rate:6.0f} TFLOP/s  x{rate / fa3:.3f} of fa3  "
-            f"error {errors[name]:.1e}",
-            flush=True,
+    def show(row: Row) -> str:
+        return (
+            f"   {row['contender']:30} {row['median_ms']:8.3f} ms {row['tflops']:6.0f} TFLOP/s  "
+            f"x{row['tflops'] / fa3_rate:.3f} of fa3  error {row['relative_error']:.1e}"
         )
-    groups = [(times, case.flop, "4*H*D*kept pairs")]
+
+    print(f"-- {pattern}: {case.kept_flop / 1e12:.2f} TFLOP; fa3 dense {fa3_rate:.0f} TFLOP/s")
+    groups = [(times, case.kept_flop, "4*H*D*kept pairs", {})]
     if baseline:
-        groups.append(({"fa3 dense": baseline}, dense_flop, "4*H*S*S*D"))
-    for group, flop, formula in groups:
-        rows = rows_of(
-            group,
-            commit=arguments.commit,
-            benchmark="engine",
+        groups.append(({FA3: baseline}, case.flop, "4*H*S*S*D", {FA3: version_of("fa3-fwd")}))
+    for group, flop, formula, versions in groups:
+        bench.write(
+            dict(sorted(group.items(), key=lambda item: statistics.median(item[1]))),
             case=pattern,
-            shape=f"B1 H{HEADS} S{case.tokens} D{HEAD_SIZE} bf16",
+            shape=case.shape,
             flop=flop,
             flop_formula=formula,
             errors=errors,
-            versions={"fa3 dense": version_of("fa3-fwd")},
+            versions=versions,
+            show=show,
         )
-        with contextlib.redirect_stdout(io.StringIO()):
-            write_rows(arguments.out / "engine.csv", rows)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -339,13 +286,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check", nargs=2, default=None, help="check one variant, then stop")
 
 
-def main(arguments: argparse.Namespace) -> None:
+def main(bench: Bench) -> None:
     """Check every variant apart, then time the ones that are right."""
-    torch.backends.cuda.matmul.allow_tf32 = False
-    if arguments.check:
-        check(*arguments.check)
+    if bench.options.check:
+        check(*bench.options.check)
         return
-    patterns = [pattern for pattern in VARIANTS if arguments.only in pattern]
+    patterns = [pattern for pattern in VARIANTS if bench.options.only in pattern]
     # The dense variants are those of the tiles, on the same block sizes.
     checked = list(dict.fromkeys("sta" if "dense" in p else p for p in patterns))
     jobs = [(pattern, name) for pattern in checked for name in VARIANTS[pattern]]
@@ -356,4 +302,4 @@ def main(arguments: argparse.Namespace) -> None:
     passed = {job for job, (right, _) in zip(jobs, results, strict=True) if right}
     for pattern in patterns:
         group = "sta" if "dense" in pattern else pattern
-        measure(pattern, [name for name in VARIANTS[pattern] if (group, name) in passed], arguments)
+        measure(pattern, [name for name in VARIANTS[pattern] if (group, name) in passed], bench)

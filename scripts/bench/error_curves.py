@@ -3,7 +3,8 @@
 Inputs vary over the video as a model's do. Every setting is checked on a small video first, its
 kernel against the reference; what is wrong is not timed, and makes the script fail at the end.
 Then the whole layer is timed at the size of a model, in the middle of a generation, and some of its
-rows are compared with dense attention in float64. For a tail, `error_at_equal_time` is its error
+rows are compared with dense attention in float64. `setting` is what is varied along a method's
+curve; dense attention has a row of its own. For a tail, `error_at_equal_time` is its error
 over that which the method without it has after the same time, by the straight line between settings
 in logarithms; beyond the slowest setting, that of the slowest.
 
@@ -16,24 +17,13 @@ import argparse
 import itertools
 import math
 import statistics
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 
-import torch
-from _harness import Row, interleave, rows_of, version_of, write_rows
-from tail import (
-    CASES,
-    DENSE,
-    SMALL,
-    Case,
-    Run,
-    dense_run,
-    make_layer,
-    sample,
-    video_of,
-)
+from _attention import FA3, Case, fa3_run, next_step_of
+from _harness import Bench, Row, Times, version_of
+from tail import CASES, SMALL, make_layer, sample
 
 from multimodal_gen.runtime.layers.attention import LocalAttention
-from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from tests.helpers.inputs import QKV
 
 SMOKE = Case(name="smoke", grid=(5, 9, 13), heads=2, head_size=32)
@@ -81,29 +71,6 @@ METHODS: dict[str, tuple[str, dict[str, object], tuple[dict[str, object], ...]]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class CurveRow(Row):
-    """One line of `error_curves.csv`.
-
-    Attributes:
-        method: what `METHODS` calls it; dense attention has a row of its own.
-        setting: what is varied along its curve.
-        tail: `pooled` or `none`.
-        density: share of the token pairs that are attended to exactly.
-        speedup_over_fa3: time of FlashAttention 3, dense on the same tensors, over this one.
-        error_to_dense: relative L2 distance of sampled rows from dense attention in float64.
-        error_at_equal_time: of a tail, its error over that without it after the same time.
-    """
-
-    method: str
-    setting: str
-    tail: str
-    density: float
-    speedup_over_fa3: float
-    error_to_dense: float
-    error_at_equal_time: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Point:
     """One setting of one method."""
 
@@ -124,19 +91,7 @@ class Point:
         if self.method == "svg2":
             given["svg2_num_q_centroids"] = min(300, case.tokens // 200)
             given["svg2_num_k_centroids"] = min(1000, case.tokens // 75)
-        return make_layer(case, case.heads, backend, given)
-
-
-def steps_of(case: Case, layer: LocalAttention, qkv: QKV) -> Run:
-    """Return a call of the layer, each at the next step of one generation."""
-    step = itertools.count()
-
-    def run() -> torch.Tensor:
-        known = {"latent_grid": case.grid, "request_id": "bench", "cfg_branch": "cond"}
-        with torch.inference_mode(), set_forward_context(next(step), **known):
-            return layer(*qkv)
-
-    return run
+        return make_layer(case, backend, given)
 
 
 def points(methods: list[str], most: int | None = None) -> list[Point]:
@@ -152,90 +107,89 @@ def points(methods: list[str], most: int | None = None) -> list[Point]:
 def kernel_error(point: Point, case: Case, qkv: QKV) -> float:
     """Return how far the kernel is from the reference: nine rows in ten are nearer."""
     found, wanted = (
-        steps_of(case, point.layer(case, kernel=kernel), qkv)().double()
+        next_step_of(case, point.layer(case, kernel=kernel), qkv)().double()
         for kernel in ("auto", "reference")
     )
     return float(((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).quantile(0.9))
 
 
-def right_points(case: Case, every: list[Point]) -> tuple[list[Point], dict[str, float], list[str]]:
-    """Return the settings whose kernels are right, all errors, and the names of the others."""
-    qkv = video_of(case)
-    errors = {point.name: kernel_error(point, case, qkv) for point in every}
-    wrong = [name for name, error in errors.items() if not error < BOUND]
-    for name in wrong:
-        print(f"WRONG {name}: relative error {errors[name]:.2e}", flush=True)
-    return [point for point in every if point.name not in wrong], errors, wrong
-
-
-def measure(case: Case, chosen: list[Point], options: object) -> list[Row]:
-    """Return the rows of a case; `options` are those of the command line."""
-    qkv = video_of(case)
+def measure(case: Case, chosen: list[Point], errors: dict[str, float], bench: Bench) -> None:
+    """Time and write a case; `errors` are those of the kernels."""
+    qkv = case.video()
     exact = sample(qkv)
-    runs = dense_run(qkv)
+    runs = fa3_run(qkv)
     to_dense = {name: exact.error(run()) for name, run in runs.items()}
     densities = dict.fromkeys(runs, 1.0)
     for point in chosen:
         layer = point.layer(case)
-        run = steps_of(case, layer, qkv)
+        run = next_step_of(case, layer, qkv)
         for _ in range(WARM_STEPS):
             out = run()
         to_dense[point.name] = exact.error(out)
         ((_, density), *_) = layer.report().entries[-1].densities[-1:]
         densities[point.name] = density
         runs[point.name] = run
-    times = interleave(runs, rounds=options.rounds, block_ms=60.0)
-    return rows_for(case, options.commit, times, chosen, densities, to_dense)
+    times = bench.time(runs, block_ms=60.0)
+    curves = Curves({point.name: point for point in chosen}, times, densities, to_dense)
+    bench.write(
+        times,
+        case,
+        benchmark="error curves",
+        flop={name: case.flop * densities[name] for name in times},
+        flop_formula="4*H*D*pairs that are attended to exactly",
+        errors=errors,
+        versions={FA3: version_of("fa3-fwd")},
+        more=curves.columns,
+    )
 
 
-def rows_for(
-    case: Case,
-    commit: str,
-    times: dict[str, list[float]],
-    chosen: list[Point],
-    densities: dict[str, float],
-    to_dense: dict[str, float],
-) -> list[Row]:
-    """Return the rows of what was timed; the kernels' errors are added by `main`."""
-    medians = {name: statistics.median(found) for name, found in times.items()}
-    by_name = {point.name: point for point in chosen}
-    found: list[Row] = []
-    for name, samples in times.items():
-        point = by_name.get(name)
-        (row,) = rows_of(
-            {name: samples},
-            commit=commit,
-            benchmark="error curves",
-            case=case.name,
-            shape=f"B1 H{case.heads} S{case.tokens} D{case.head_size} bf16",
-            flop=case.flop * densities[name],
-            flop_formula="4*H*D*pairs that are attended to exactly",
-            errors={},
-            versions={DENSE: version_of("fa3-fwd")},
-        )
-        over = math.nan
-        if point is not None and point.tail == "pooled":
-            plain = [
-                (medians[other.name], to_dense[other.name])
-                for other in chosen
-                if other.method == point.method and other.tail == "none"
-            ]
-            over = to_dense[name] / error_at(plain, medians[name])
-        found.append(
-            CurveRow(
-                **asdict(
-                    replace(row, ratio_to_best=round(medians[name] / min(medians.values()), 4))
-                ),
-                method="dense" if point is None else point.method,
-                setting="" if point is None else name.partition(" ")[2].removesuffix(", tail"),
-                tail="none" if point is None else point.tail,
-                density=round(densities[name], 4),
-                speedup_over_fa3=round(medians.get(DENSE, math.nan) / medians[name], 3),
-                error_to_dense=float(f"{to_dense[name]:.4g}"),
-                error_at_equal_time=float(f"{over:.4g}"),
-            )
-        )
-    return found
+class Curves:
+    """What is known of the settings of a case, by name.
+
+    Args:
+        points: the settings.
+        times: what they and dense attention took.
+        densities: share of the token pairs that are attended to exactly.
+        to_dense: relative L2 distances of sampled rows from dense attention in float64.
+    """
+
+    def __init__(
+        self,
+        points: dict[str, Point],
+        times: Times,
+        densities: dict[str, float],
+        to_dense: dict[str, float],
+    ) -> None:
+        self.points = points
+        self.medians = {name: statistics.median(found) for name, found in times.items()}
+        self.densities = densities
+        self.to_dense = to_dense
+
+    def columns(self, row: Row) -> Row:
+        """Return the columns of a row; dense attention has one of its own."""
+        name = row["contender"]
+        point, ms = self.points.get(name), self.medians[name]
+        return {
+            "method": "dense" if point is None else point.method,
+            "setting": "" if point is None else name.partition(" ")[2].removesuffix(", tail"),
+            "tail": "none" if point is None else point.tail,
+            "density": round(self.densities[name], 4),
+            "speedup_over_fa3": round(self.medians.get(FA3, math.nan) / ms, 3),
+            "error_to_dense": float(f"{self.to_dense[name]:.4g}"),
+            "error_at_equal_time": float(f"{self.at_equal_time(name):.4g}"),
+        }
+
+    def at_equal_time(self, name: str) -> float:
+        """Return the error of a tail over that without it after the same time, else NaN."""
+        point = self.points.get(name)
+        if point is None or point.tail != "pooled":
+            return math.nan
+        plain = [
+            (self.medians[other.name], self.to_dense[other.name])
+            for other in self.points.values()
+            if other.method == point.method and other.tail == "none"
+        ]
+        return self.to_dense[name] / error_at(plain, self.medians[name])
 
 
 def error_at(curve: list[tuple[float, float]], ms: float) -> float:
@@ -263,24 +217,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def main(options: argparse.Namespace) -> int:
-    """Check, measure, print and append the rows."""
-    every = points(options.methods, 1 if options.smoke else None)
-    chosen, errors, wrong = right_points(SMOKE if options.smoke else SMALL, every)
-    for case in (SMOKE,) if options.smoke else CASES:
-        if options.only not in case.name:
-            continue
-        rows = [
-            replace(row, relative_error=float(f"{errors.get(row.contender, math.nan):.3g}"))
-            for row in measure(case, chosen, options)
-        ]
-        write_rows(options.out / "error_curves.csv", rows)
-        for row in rows:
-            assert isinstance(row, CurveRow)
-            print(
-                f"   {row.contender:40} density {row.density:.3f} {row.speedup_over_fa3:.2f} x fa3"
-                f", error to dense {row.error_to_dense:.3g}, over that without tail at equal time "
-                f"{row.error_at_equal_time:.3g}",
-                flush=True,
-            )
-    return 1 if wrong else 0
+def main(bench: Bench) -> int:
+    """Check the settings on a small video, then time and write those that are right."""
+    options = bench.options
+    small, cases = (SMOKE, (SMOKE,)) if options.smoke else (SMALL, CASES)
+    qkv = small.video()
+    every = {point.name: point for point in points(options.methods, 1 if options.smoke else None)}
+    right, errors = bench.check(
+        every.items(), lambda name, point: kernel_error(point, small, qkv), BOUND
+    )
+    for case in cases:
+        if options.only in case.name:
+            measure(case, [*right.values()], errors, bench)
+    return 1 if bench.wrong else 0

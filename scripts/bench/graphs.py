@@ -7,11 +7,10 @@ plain calls on the same latents first. `host_ms` is the time until a call return
     python3 scripts/bench/run.py graphs --commit HASH [--only flux] [--rounds 9] [--smoke]
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import diffusers
@@ -19,31 +18,23 @@ import torch
 import wan_forward
 from _harness import (
     DEVICE,
-    Row,
+    Bench,
+    Times,
+    capture,
     event_ms,
     relative_error,
-    rows_of,
     shuffled_rounds,
     synchronize,
     version_of,
-    write_rows,
 )
-
-import multimodal_gen
 
 # This method refuses to be captured: it starts from the step before.
 STATEFUL = "sparse_video_gen_2_attn"
-SPARSE = {name: config for name, config in wan_forward.SPARSE.items() if name != STATEFUL}
+SPARSE = tuple(name for name in wan_forward.SPARSE if name != STATEFUL)
+DENSE = ("torch_sdpa", "auto", "sage_attn")
 # The GPU's sums differ between runs where programs begin at other keys.
 BOUND = 2e-2
 Inputs = dict[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class GraphRow(Row):
-    """A row with the time of the host beside that of the device."""
-
-    host_ms: float
 
 
 def build_flux(*, smoke: bool) -> tuple[torch.nn.Module, Inputs]:
@@ -84,34 +75,24 @@ def captured(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], torch.Tensor
     if DEVICE == "cpu":  # to try the script
         out = run()
         return lambda: out.copy_(run()), out
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
-    return graph.replay, out
+    return capture(run)
 
 
-def measure(
+def times_of(
     model: torch.nn.Module, inputs: Inputs, rounds: int
-) -> tuple[dict[str, list[float]], dict[str, list[float]], dict[str, float]]:
+) -> tuple[Times, Times, dict[str, float]]:
     """Return times, host times and errors of every backend, plain and replayed."""
-    times: dict[str, list[float]] = {}
-    hosts: dict[str, list[float]] = {}
+    times: Times = {}
+    hosts: Times = {}
     errors: dict[str, float] = {}
-    dense = {"torch_sdpa": None, "auto": None, "sage_attn": None}
     latents = inputs["hidden_states"]
-    for backend, config in {**dense, **(SPARSE if latents.dim() == 5 else {})}.items():
+    for backend in (*DENSE, *(SPARSE if latents.dim() == 5 else ())):
 
         def run() -> torch.Tensor:
             return model(**inputs, return_dict=False)[0]
 
-        with (
-            torch.inference_mode(),
-            multimodal_gen.apply(
-                model,
-                attention_backend=None if backend == "auto" else backend,
-                attention_backend_config=config,
-            ),
-        ):
+        chosen = None if backend == "auto" else backend
+        with torch.inference_mode(), wan_forward.applied(model, chosen):
             run()
             try:
                 replay, out = captured(run)
@@ -134,34 +115,37 @@ def measure(
     return times, hosts, errors
 
 
-def main(arguments: argparse.Namespace) -> None:
-    """Check and time both models; append to `graphs.csv`."""
-    wan = (wan_forward.SMOKE if arguments.smoke else wan_forward.CASES)[0]
-    cases: dict[str, Callable[[], tuple[torch.nn.Module, Inputs]]] = {
-        wan.name: lambda: wan_forward.build(wan),
-        "flux 512px": lambda: build_flux(smoke=arguments.smoke),
-    }
-    for case, build in cases.items():
-        if arguments.only not in case:
-            continue
-        model, inputs = build()
-        times, hosts, errors = measure(model, inputs, arguments.rounds)
-        rows = rows_of(
-            times,
-            commit=arguments.commit,
-            benchmark="graphs",
-            case=case,
-            shape=f"{tuple(inputs['hidden_states'].shape)} bf16",
-            flop=0.0,
-            flop_formula="time only",
-            errors=errors,
-            versions=dict.fromkeys(times, version_of("diffusers")),
-        )
-        with_hosts = [
-            GraphRow(**asdict(row), host_ms=round(statistics.median(hosts[row.contender]), 4))
-            for row in rows
-        ]
-        write_rows(arguments.out / "graphs.csv", with_hosts)
-        for row in with_hosts:
-            print(f"{row.case} {row.contender}: {row.median_ms} ms, host {row.host_ms} ms")
-        del model
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model and the arguments of one call, which `build` makes."""
+
+    name: str
+    build: Callable[[], tuple[torch.nn.Module, Inputs]]
+
+
+def cases_of(wan: wan_forward.Case, *, smoke: bool) -> tuple[Case, Case]:
+    """Return both models."""
+    return (
+        Case(name=wan.name, build=lambda: wan_forward.build(wan)),
+        Case(name="flux 512px", build=lambda: build_flux(smoke=smoke)),
+    )
+
+
+CASES = cases_of(wan_forward.CASES[0], smoke=False)
+SMOKE = cases_of(wan_forward.SMOKE[0], smoke=True)
+
+
+def measure(case: Case, bench: Bench) -> None:
+    """Check, time and write a model."""
+    model, inputs = case.build()
+    times, hosts, errors = times_of(model, inputs, bench.options.rounds)
+    bench.write(
+        times,
+        case,
+        shape=f"{tuple(inputs['hidden_states'].shape)} bf16",
+        flop=0.0,
+        flop_formula="time only",
+        errors=errors,
+        versions=version_of("diffusers"),
+        more=lambda row: {"host_ms": round(statistics.median(hosts[row["contender"]]), 4)},
+    )

@@ -12,40 +12,29 @@ data.
 `--only direct` leaves the own kernels out, `--only own` the others.
 """
 
-import argparse
-import math
 import time
-from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
 import torch
+from _attention import Case, fa3, layer_on, sdpa
 from _harness import (
-    DEVICE,
-    rows_of,
+    Bench,
+    Row,
+    Run,
+    Times,
     shuffled_rounds,
     synchronize,
     version_of,
-    write_rows,
 )
 
 from multimodal_gen.errors import UnsupportedBackendError
 from multimodal_gen.runtime.layers.attention import LocalAttention
-from multimodal_gen.runtime.layers.attention.backends.registry import (
-    current_environment,
-    find_backend,
-)
-from multimodal_gen.runtime.layers.attention.backends.sage_attn import SageAttnConfig
-from multimodal_gen.runtime.layers.attention.scope import (
-    BackendPreference,
-    LayerSite,
-    SelectionScope,
-    Source,
-)
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
-from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
-HEADS, HEAD_SIZE, TOKENS, CALLS, SMOKE_CALLS = 4, 64, 128, 500, 2
+CALLS, SMOKE_CALLS = 500, 2
+SMALL = Case(name="small", grid=(1, 1, 128), heads=4, head_size=64)
 # What the own kernels are timed on: several tiles of every method, which cut it evenly.
 GRID = (12, 16, 16)
 # Backend -> parameters.
@@ -71,16 +60,17 @@ OWN: MappingProxyType[str, dict[str, object]] = MappingProxyType(
 )
 
 
-def host_ms(
-    contenders: dict[str, Callable[[], object]], options: argparse.Namespace
-) -> dict[str, list[float]]:
+SMOKE = SMALL
+
+
+def host_ms(contenders: dict[str, Run], bench: Bench) -> Times:
     """Return host milliseconds per call; a figure per round is the mean of `CALLS` calls."""
-    calls = SMOKE_CALLS if options.smoke else CALLS
+    calls = SMOKE_CALLS if bench.options.smoke else CALLS
     for run in contenders.values():
         for _ in range(calls):
             run()
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for name in shuffled_rounds(contenders, options.rounds):
+    times: Times = {name: [] for name in contenders}
+    for name in shuffled_rounds(contenders, bench.options.rounds):
         run = contenders[name]
         synchronize()
         start = time.perf_counter()
@@ -90,116 +80,80 @@ def host_ms(
     return times
 
 
-def draw(tokens: int) -> list[torch.Tensor]:
-    """Return q, k and v."""
-    shape = (1, tokens, HEADS, HEAD_SIZE)
-    return [torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(3)]
-
-
-def layer_on(asked: BackendPreference, site: LayerSite | None = None) -> LocalAttention | None:
-    """Return a layer on the backend that is asked for; None, and says why, where it cannot run."""
-    scope = SelectionScope(default=asked)
+def layer_of(case: Case, name: str, config: dict[str, object]) -> LocalAttention | None:
+    """Return a layer on a backend; None, and says why, where it cannot run."""
     try:
-        layer = LocalAttention(
-            HEADS, HEAD_SIZE, compute_dtype=torch.bfloat16, scope=scope, site=site
-        )
+        layer = layer_on(case, name, config, strict=False)
     except UnsupportedBackendError as error:
         print(f"left out: {error}")
         return None
-    if layer.backend is not asked.backend:
-        print(f"left out: {asked.backend}, {layer.report().entries[-1].selection.reason}")
+    if str(layer.backend) != name:
+        print(f"left out: {name}, {layer.report().entries[-1].selection.reason}")
         return None
     return layer
 
 
-def main(arguments: argparse.Namespace) -> int:
-    """Time layers and the kernels behind them, interleaved; append to `layer_overhead.csv`."""
-    q, k, v = draw(TOKENS)
+def main(bench: Bench) -> None:
+    """Time layers and the kernels behind them, interleaved."""
+    q, k, v = SMALL.normal(torch.bfloat16)
     for name in ("torch_sdpa", "torch_cudnn_sdpa", "fa", "sage_attn"):
-        if arguments.only not in f"{name} direct":
+        if bench.options.only not in f"{name} direct":
             continue
         # What a package takes is known by calling it; our own kernels follow below.
-        config = SageAttnConfig(kernel="sageattention") if name == "sage_attn" else None
-        backend = AttentionBackendEnum.parse(name)
-        asked = BackendPreference(source=Source.SETTINGS, backend=backend, config=config)
-        layer = layer_on(asked)
+        layer = layer_of(SMALL, name, {"kernel": "sageattention"} if name == "sage_attn" else {})
         if layer is None:
             continue
         direct = direct_call(name, q, k, v)
         with torch.inference_mode():
             expected, actual = direct(), layer(q, k, v)
             torch.testing.assert_close(actual, expected.view_as(actual))
-            contenders = {
-                f"{name} direct": direct,
-                f"{name} layer": lambda layer=layer: layer(q, k, v),
-            }
-            times = host_ms(contenders, arguments)
-        rows = rows_of(
-            times,
-            commit=arguments.commit,
-            benchmark="layer_overhead",
-            case=f"host time per call, {name}",
-            shape=f"B1 H{HEADS} S{TOKENS} D{HEAD_SIZE} bf16",
-            flop=0.0,
-            flop_formula="host time only",
-            errors=dict.fromkeys(times, 0.0),
-            versions=dict.fromkeys(times, version_of("torch")),
-        )
-        write_rows(arguments.out / "layer_overhead.csv", rows)
-        added = (rows[1].median_ms - rows[0].median_ms) * 1e3
+            contenders = {f"{name} direct": direct, f"{name} layer": partial(layer, q, k, v)}
+            times = host_ms(contenders, bench)
+        rows = write(bench, f"host time per call, {name}", times, SMALL.shape, "torch")
+        added = (rows[1]["median_ms"] - rows[0]["median_ms"]) * 1e3
         print(f"{name}: the layer adds {added:.1f} us per call")
-    time_own_layers(arguments)
-    return 0
+    time_own_layers(bench)
 
 
-def time_own_layers(arguments: argparse.Namespace) -> None:
-    """Time layers on the package's own kernels; append to `layer_overhead.csv`."""
-    tokens = math.prod(GRID)
-    q, k, v = draw(tokens)
-    contenders: dict[str, Callable[[], object]] = {}
+def write(bench: Bench, case: str, times: Times, shape: str, distribution: str) -> list[Row]:
+    """Write and return rows of host times."""
+    return bench.write(
+        times,
+        case=case,
+        shape=shape,
+        flop=0.0,
+        flop_formula="host time only",
+        errors=dict.fromkeys(times, 0.0),
+        versions=version_of(distribution),
+    )
+
+
+def time_own_layers(bench: Bench) -> None:
+    """Time layers on the package's own kernels."""
+    case = replace(SMALL, grid=GRID)
+    qkv = case.normal(torch.bfloat16)
+    contenders: dict[str, Run] = {}
     with torch.inference_mode(), set_forward_context(0, latent_grid=GRID, num_steps=2):
-        for name, options in OWN.items():
-            if arguments.only not in f"{name} own":
+        for name, config in OWN.items():
+            if bench.options.only not in f"{name} own":
                 continue
-            backend = AttentionBackendEnum.parse(name)
-            cls = find_backend(backend, current_environment().platform).config_cls
-            asked = BackendPreference(
-                source=Source.SETTINGS, backend=backend, config=cls(**options)
-            )
-            layer = layer_on(asked, LayerSite(layer=0))
+            layer = layer_of(case, name, config)
             if layer is None:
                 continue
-            layer(q, k, v)
-            contenders[layer.report().entries[-1].selection.label] = partial(layer, q, k, v)
-        times = host_ms(contenders, arguments) if contenders else {}
+            layer(*qkv)
+            contenders[layer.report().entries[-1].selection.label] = partial(layer, *qkv)
+        times = host_ms(contenders, bench) if contenders else {}
+    shape = case.shape.replace(" S", f" {'x'.join(map(str, GRID))} S")
     for label, figures in times.items():
-        rows = rows_of(
-            {label: figures},
-            commit=arguments.commit,
-            benchmark="layer_overhead",
-            case=f"host time per call of a whole layer, {label}",
-            shape=f"B1 H{HEADS} {'x'.join(map(str, GRID))} S{tokens} D{HEAD_SIZE} bf16",
-            flop=0.0,
-            flop_formula="host time only",
-            errors={label: 0.0},
-            versions={label: version_of("triton")},
-        )
-        write_rows(arguments.out / "layer_overhead.csv", rows)
-        print(f"{label}: {rows[0].median_ms * 1e3:.1f} us per call of the layer")
+        name = f"host time per call of a whole layer, {label}"
+        (row,) = write(bench, name, {label: figures}, shape, "triton")
+        print(f"{label}: {row['median_ms'] * 1e3:.1f} us per call of the layer")
 
 
-def direct_call(
-    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> Callable[[], torch.Tensor]:
+def direct_call(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Run:
     """Return the plain kernel call a careful user would write, with nothing around it."""
     if name == "torch_sdpa":
-        sdpa = torch.nn.functional.scaled_dot_product_attention
-
-        def run_sdpa() -> torch.Tensor:
-            heads_first = (x.transpose(1, 2) for x in (q, k, v))
-            return sdpa(*heads_first).transpose(1, 2)
-
-        return run_sdpa
+        return partial(sdpa, q, k, v)
     if name == "torch_cudnn_sdpa":
         cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
 
@@ -209,13 +163,7 @@ def direct_call(
 
         return run_cudnn
     if name == "fa":
-        import fa3_fwd_interface
-
-        def run_fa() -> torch.Tensor:
-            out = fa3_fwd_interface.flash_attn_func(q, k, v)
-            return out[0] if isinstance(out, tuple) else out
-
-        return run_fa
+        return partial(fa3(), q, k, v)
     import sageattention
 
     # The kernel smooths K in place, so a careful caller hands it a copy.

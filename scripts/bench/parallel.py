@@ -14,6 +14,7 @@ import sys
 import time
 
 import torch.distributed as dist
+from _harness import Bench
 from _parallel_layers import exchange_case, growth_case, layer_case
 from _ranks import Ranks
 
@@ -21,7 +22,7 @@ SPARSE_LAYERS = {
     "sliding_tile_attn": {"window": [3, 3, 3], "skip_time_steps": 0},
     "video_sparse_attn": {"sparsity": 0.9},
 }
-SMALL_LAYERS = {
+SMOKE = {
     "sliding_tile_attn": {"window": [1, 3, 1], "tile_size": [2, 2, 2], "skip_time_steps": 0},
     "video_sparse_attn": {"sparsity": 0.5},
 }
@@ -53,8 +54,9 @@ def _listed(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def main(options: argparse.Namespace) -> int:
+def main(bench: Bench) -> int:
     """Run the cases asked for; append to `parallel.csv`."""
+    options = bench.options
     options.modes = _listed(options.modes)
     options.methods = _listed(options.methods)
     options.skip = {name.strip() for name in options.skip.split(";")}
@@ -64,17 +66,15 @@ def main(options: argparse.Namespace) -> int:
         sys.exit(f"--only must be part of one of {', '.join((*CASES, *FORWARDS))}")
     ranks = Ranks.join()
     begin = time.monotonic()
-    sparse = SMALL_LAYERS if options.smoke else SPARSE_LAYERS
+    sparse = SMOKE if options.smoke else SPARSE_LAYERS
     methods = {"dense": None, **dict.fromkeys(DENSE_LAYERS if not options.smoke else ()), **sparse}
     runs = {
-        "exchange": lambda: exchange_case(ranks, options),
+        "exchange": lambda: exchange_case(ranks, bench),
         **{
-            f"layer {name}": lambda name=name, config=config: layer_case(
-                ranks, options, name, config
-            )
+            f"layer {name}": lambda name=name, config=config: layer_case(ranks, bench, name, config)
             for name, config in methods.items()
         },
-        "growth": lambda: growth_case(ranks, options),
+        "growth": lambda: growth_case(ranks, bench),
     }
     for name, run in runs.items():
         if options.wants(name):
@@ -84,7 +84,7 @@ def main(options: argparse.Namespace) -> int:
         # Only here: single layers need no diffusers.
         from _parallel_forward import forward_case
 
-        forward_case(ranks, options)
+        forward_case(ranks, bench)
         ranks.say(f"-- forwards ended after {time.monotonic() - begin:.0f} s")
     dist.destroy_process_group()
     return 1 if ranks.failures else 0

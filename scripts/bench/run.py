@@ -6,8 +6,10 @@
     python3 scripts/bench/run.py NAME --help                   # its own options
     python3 scripts/bench/run.py --list                        # what there is
 
-A benchmark has `main(options)`, which returns whether anything was wrong, and where it takes more
-than the options of all, `add_options(parser)`. What CSV rows hold is in `_harness.py`.
+A benchmark has `CASES`, tiny ones in `SMOKE` where it has any, and `measure(case, bench)`, which
+checks, times and writes one; or `main(bench)` in their place. Where it takes more than the options
+of all it has `add_options(parser)`; `--case` among them selects cases, and `--only` what is
+measured of each. What CSV rows hold is in `_harness.py`.
 """
 
 import argparse
@@ -21,7 +23,7 @@ from types import ModuleType
 
 import torch
 from _against import add_turns, run_by_turns
-from _harness import RESULTS
+from _harness import RESULTS, Bench
 
 BENCHMARKS = (
     "auto", "backward", "by_triton", "compare_cost", "dense", "dense_above", "engine",
@@ -29,7 +31,6 @@ BENCHMARKS = (
     "sparse", "sparse_routers", "streaming", "svg2", "tail", "tile_order", "tile_pool",
     "train_step", "vmoba", "wan_forward",
 )  # fmt: skip
-FULL_SIZE_ALONE = ("auto", "dense", "engine", "shared_loads", "svg2", "tile_order", "tile_pool")
 
 
 def question(name: str) -> str:
@@ -45,7 +46,7 @@ def make_parser(name: str, module: ModuleType) -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds (9)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the CSV files")
     parser.add_argument("--only", default="", help="run the cases whose name contains this")
-    if name not in FULL_SIZE_ALONE:
+    if hasattr(module, "SMOKE"):
         parser.add_argument("--smoke", action="store_true", help="tiny cases, on any machine")
     if hasattr(module, "add_options"):
         module.add_options(parser)
@@ -61,11 +62,26 @@ def run(name: str, words: Sequence[str]) -> int:
         parser.error("the following arguments are required: --commit")
     if options.against:
         return run_by_turns(name, words, options)
+    torch.backends.cuda.matmul.allow_tf32 = False
     try:
         with torch.enable_grad():  # what one benchmark sets is not for the next
-            return module.main(options) or 0
+            bench = Bench(name, options)
+            return module.main(bench) or 0 if hasattr(module, "main") else run_cases(module, bench)
     except argparse.ArgumentError as error:
         parser.error(str(error))
+
+
+def run_cases(module: ModuleType, bench: Bench) -> int:
+    """Measure the cases of a benchmark that are asked for; 1 if anything was wrong."""
+    options, failed = bench.options, []
+    for case in module.SMOKE if getattr(options, "smoke", False) else module.CASES:
+        if getattr(options, "case", options.only) in case.name:
+            bench.wrong.clear()
+            module.measure(case, bench)
+            failed += [f"{case.name}: {name}" for name in bench.wrong]
+    if failed:
+        print(f"wrong: {'; '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -9,7 +9,6 @@ is left to gain; results go to `engine.csv`.
     python3 scripts/bench/run.py shared_loads --commit HASH [--only dense] [--rounds 7]
 """
 
-import argparse
 import importlib.util
 import math
 import tempfile
@@ -19,8 +18,8 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
-from _harness import interleave, rows_of, version_of, write_rows
-from engine import HEAD_SIZE, HEADS, OWN, PAIR, WIDE, make_case, sampled_error
+from _harness import Bench, version_of
+from engine import HEAD_SIZE, OWN, PAIR, WIDE, PlanCase, make_case, sampled_error
 
 from multimodal_gen.kernels.block_sparse import gluon_kernel
 from multimodal_gen.kernels.block_sparse.api import request_for
@@ -63,38 +62,36 @@ def kernel_without(tensors: str, folder: Path) -> ModuleType:
     return module
 
 
-def main(arguments: argparse.Namespace) -> None:
+def main(bench: Bench) -> None:
     """Time every pattern with all loads and without some of them; append to `engine.csv`."""
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         kernels = {f"{name} once": kernel_without(name, Path(folder)) for name in ("v", "kv")}
         for name, tile in TILES.items():
-            if arguments.only not in name:
-                continue
-            case = make_case(name, "cuda")
-            shape = (1, case.tokens, HEADS, HEAD_SIZE)
-            q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-            scale, runs = HEAD_SIZE**-0.5, {}
-            for label, module in (("as ever", gluon_kernel), *kernels.items()):
-                out = torch.empty_like(q)
-                form = CallForm(request_for(q, k, v, case.plan, backward=False))
-                call = Call(q, k, v, case.plan, scale, False, False, form)
-                runs[label] = partial(module.prepare(call, out, None, tile=tile), call, out, None)
-                runs[label]()
-                if module is gluon_kernel:
-                    error = sampled_error(out, (q, k, v), case.plan, scale)
-                    if not error < BOUND:
-                        raise SystemExit(f"{name} is wrong, relative error {error:.2e}")
-            times = interleave(runs, rounds=arguments.rounds)
-            rows = rows_of(
-                times,
-                commit=arguments.commit,
-                benchmark="shared loads",
-                case=name,
-                shape=f"B1 H{HEADS} S{case.tokens} D{HEAD_SIZE} bf16",
-                flop=case.flop,
-                flop_formula="4*H*D*kept pairs",
-                errors={"as ever": error} | dict.fromkeys(kernels, math.nan),
-                versions=dict.fromkeys(times, version_of("triton")),
-            )
-            write_rows(arguments.out / "engine.csv", rows)
+            if bench.options.only in name:
+                measure(make_case(name, "cuda"), tile, kernels, bench)
+
+
+def measure(case: PlanCase, tile: GluonTile, kernels: dict[str, ModuleType], bench: Bench) -> None:
+    """Check the kernel, then time a pattern with it and with those that load less."""
+    (q, k, v), scale, runs = case.normal(), HEAD_SIZE**-0.5, {}
+    for label, module in (("as ever", gluon_kernel), *kernels.items()):
+        out = torch.empty_like(q)
+        form = CallForm(request_for(q, k, v, case.plan, backward=False))
+        call = Call(q, k, v, case.plan, scale, False, False, form)
+        runs[label] = partial(module.prepare(call, out, None, tile=tile), call, out, None)
+        runs[label]()
+        if module is gluon_kernel:
+            error = sampled_error(out, (q, k, v), case.plan, scale)
+            if not error < BOUND:
+                raise SystemExit(f"{case.name} is wrong, relative error {error:.2e}")
+    bench.write(
+        bench.time(runs),
+        case,
+        table="engine",
+        benchmark="shared loads",
+        flop=case.kept_flop,
+        flop_formula="4*H*D*kept pairs",
+        errors={"as ever": error} | dict.fromkeys(kernels, math.nan),
+        versions=version_of("triton"),
+    )

@@ -14,37 +14,17 @@ import argparse
 import importlib
 import math
 import statistics
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 
 import torch
-from _harness import (
-    DEVICE,
-    Row,
-    extra_memory,
-    interleave,
-    relative_error,
-    rows_of,
-    version_of,
-    write_rows,
-)
+from _attention import DTYPE, FA3, Case, dense_run, layer_on
+from _harness import DEVICE, Bench, Row, Run, extra_memory, relative_error, version_of
 from torch import nn
-from torch.nn import functional as F
 
-from multimodal_gen.runtime.layers.attention import LocalAttention
-from multimodal_gen.runtime.layers.attention.scope import (
-    BackendPreference,
-    LayerSite,
-    SelectionScope,
-    Source,
-)
 from multimodal_gen.runtime.layers.attention.sparse.methods.sla import SLAConfig
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
-from multimodal_gen.runtime.platforms import AttentionBackendEnum
-
-Grid = tuple[int, int, int]
 
 BOUND = 8e-3
 # Whole operators that centre the keys in another precision choose some blocks differently.
@@ -59,20 +39,10 @@ FLOP = "4*H*D*kept pairs; blocks as of mean size"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class SLACase(Case):
     """One self-attention, and the share of key blocks that it keeps."""
 
-    name: str
-    grid: Grid
-    heads: int
     ratio: float
-    batch: int = 1
-    head_size: int = 128
-
-    @property
-    def tokens(self) -> int:
-        """S."""
-        return math.prod(self.grid)
 
     @property
     def shape(self) -> str:
@@ -83,30 +53,25 @@ class Case:
             f"ratio {self.ratio}"
         )
 
+    @property
+    def blocks(self) -> int:
+        """Key blocks."""
+        return -(-self.tokens // KV_SIZE)
+
+    @property
+    def kept(self) -> int:
+        """Key blocks that are kept."""
+        return max(1, int(self.ratio * self.blocks + 1e-9))
+
 
 CASES = (
-    Case(name="sla bench", grid=(21, 30, 52), heads=16, ratio=0.05, batch=2),
-    Case(name="sla bench", grid=(21, 30, 52), heads=16, ratio=0.1, batch=2),
-    Case(name="hunyuan 30x48x80", grid=(30, 48, 80), heads=24, ratio=0.1),
-    Case(name="wan 14B 21x45x80", grid=(21, 45, 80), heads=40, ratio=0.1),
-    Case(name="wan 1.3B 21x30x52", grid=(21, 30, 52), heads=12, ratio=0.1),
+    SLACase(name="sla bench", grid=(21, 30, 52), heads=16, ratio=0.05, batch=2),
+    SLACase(name="sla bench", grid=(21, 30, 52), heads=16, ratio=0.1, batch=2),
+    SLACase(name="hunyuan 30x48x80", grid=(30, 48, 80), heads=24, ratio=0.1),
+    SLACase(name="wan 14B 21x45x80", grid=(21, 45, 80), heads=40, ratio=0.1),
+    SLACase(name="wan 1.3B 21x30x52", grid=(21, 30, 52), heads=12, ratio=0.1),
 )
-SMOKE = (Case(name="smoke", grid=(5, 9, 13), heads=2, ratio=0.3, batch=2, head_size=32),)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SLARow(Row):
-    """One line of `sla.csv`.
-
-    Attributes:
-        density: share of the token pairs that are attended to exactly.
-        speedup_over_fa3: time of FlashAttention 3, dense on the same tensors, over this one.
-        extra_memory_share: peak memory beyond inputs and output, over inputs and output.
-    """
-
-    density: float
-    speedup_over_fa3: float
-    extra_memory_share: float
+SMOKE = (SLACase(name="smoke", grid=(5, 9, 13), heads=2, ratio=0.3, batch=2, head_size=32),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +79,7 @@ class Contender:
     """What is timed; `branch` is its linear branch: all, unselected, none, or dense."""
 
     branch: str
-    run: Callable[[], torch.Tensor]
+    run: Run
     version: str
     bound: float = BOUND
 
@@ -122,16 +87,15 @@ class Contender:
 class Setting:
     """The tensors of a case: q, k and v [B, S, H, D] with the scales of trained models."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: SLACase) -> None:
         self.case = case
         generator = torch.Generator(DEVICE).manual_seed(0)
         shape = (case.batch, case.tokens, case.heads, case.head_size)
-        dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
         draw = partial(torch.randn, device=DEVICE, generator=generator)
         # Blocks have means of their own, as neighbouring tokens do.
         coarse = (case.batch, -(-case.tokens // Q_SIZE), *shape[2:])
         self.qkv = tuple(
-            (rms * draw(shape) + near * _stretched(draw(coarse), case.tokens)).to(dtype)
+            (rms * draw(shape) + near * _stretched(draw(coarse), case.tokens)).to(DTYPE)
             for rms, near in ((1.0, 0.6), (1.0, 0.7), (1.5, 0.5))
         )
         self.projection = nn.Linear(case.head_size, case.head_size, device=DEVICE)
@@ -144,31 +108,15 @@ class Setting:
         config = SLAConfig(
             topk_ratio=case.ratio, linear_branch="unselected" if branch == "unselected" else "all"
         )
-        asked = BackendPreference(
-            source=Source.SETTINGS, backend=AttentionBackendEnum.SLA_ATTN, config=config
-        )
-        layer = LocalAttention(
-            case.heads,
-            case.head_size,
-            compute_dtype=self.qkv[0].dtype,
-            site=LayerSite(name="blocks.0.attn1", layer=0),
-            scope=SelectionScope(default=asked, strict=True),
-        )
+        layer = layer_on(case, "sla_attn", config, dtype=DTYPE)
         if branch != "none":
             layer.set_projection(self.projection)
         return partial(layer, *self.qkv)
 
     def contenders(self) -> Iterator[tuple[str, Contender]]:
         """Yield what can run here; dense attention first."""
-        if DEVICE == "cuda":
-            fa3 = importlib.import_module("fa3_fwd_interface").flash_attn_func
-            run = partial(_first, fa3, *self.qkv)
-            version = version_of("fa3-fwd")
-            yield "fa3 dense", Contender(branch="dense", run=run, version=version)
-        else:
-            run = partial(_sdpa, *self.qkv)
-            version = version_of("torch")
-            yield "sdpa dense", Contender(branch="dense", run=run, version=version)
+        name, run, version = dense_run(self.qkv)
+        yield name, Contender(branch="dense", run=run, version=version)
         for branch, name in (("all", "sla layer"), ("none", "sla layer, no projection"),
                              ("unselected", "sla layer, unselected")):  # fmt: skip
             version = version_of("triton")
@@ -204,10 +152,6 @@ class Setting:
             ),
         )
 
-    def expected(self) -> "Expected":
-        """Return sampled rows of the definition."""
-        return Expected(self)
-
 
 class Expected:
     """Rows of the definition in float32, of some query blocks of some heads of the first sample.
@@ -240,9 +184,8 @@ def _definition(setting: Setting, rows: slice, heads: slice) -> dict[str, torch.
     case = setting.case
     q, k, v = (x[0, :, heads].float().transpose(0, 1) for x in setting.qkv)
     dtype = setting.qkv[0].dtype
-    blocks = -(-case.tokens // KV_SIZE)
+    blocks, kept = case.blocks, case.kept
     block = torch.arange(case.tokens, device=q.device) // KV_SIZE
-    kept = max(1, int(case.ratio * blocks + 1e-9))
     sums = torch.zeros(q.shape[0], blocks, case.head_size, device=q.device)
     sums.index_add_(1, block, k)
     means = sums / block.bincount(minlength=blocks).view(1, -1, 1) - k.mean(1, keepdim=True)
@@ -272,60 +215,47 @@ def _stretched(coarse: torch.Tensor, tokens: int) -> torch.Tensor:
     return coarse.repeat_interleave(Q_SIZE, dim=1)[:, :tokens]
 
 
-def _first(function: Callable[..., object], *inputs: torch.Tensor) -> torch.Tensor:
-    out = function(*inputs)
-    return out[0] if isinstance(out, tuple) else out
-
-
-def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    heads_first = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(*heads_first).transpose(1, 2)
-
-
-def measure(case: Case, rounds: int, commit: str) -> tuple[list[SLARow], list[str]]:
-    """Check and time a case; returns its rows, and the names of what is wrong."""
+def measure(case: SLACase, bench: Bench) -> None:
+    """Check, time and write a case, or its backward passes."""
+    if bench.options.backward:
+        measure_backward(case, bench)
+        return
     setting = Setting(case)
-    expected = setting.expected()
-    right: dict[str, Contender] = {}
-    errors, wrong = {}, []
+    expected = Expected(setting)
     with set_forward_context(0, latent_grid=case.grid), torch.inference_mode():
-        for name, contender in setting.contenders():
-            errors[name] = expected.error(contender.branch, contender.run())
-            if errors[name] < contender.bound:
-                right[name] = contender
-            else:
-                print(f"WRONG {name}: relative error {errors[name]:.2e}", flush=True)
-                wrong.append(name)
+        right, errors = bench.check(
+            setting.contenders(),
+            lambda name, contender: expected.error(contender.branch, contender.run()),
+            lambda contender: contender.bound,
+        )
         runs = {name: contender.run for name, contender in right.items()}
-        times = interleave(runs, rounds=rounds, block_ms=80.0 if DEVICE == "cuda" else 0.0)
+        times = bench.time(runs, block_ms=80.0)
         memory = {name: extra_memory(run) for name, run in runs.items()}
-    dense = statistics.median(times[next(iter(times))])
-    blocks = -(-case.tokens // KV_SIZE)
-    rows = []
-    for name, contender in right.items():
-        density = 1.0
-        if contender.branch != "dense":
-            density = max(1, int(case.ratio * blocks + 1e-9)) / blocks
-        (row,) = rows_of(
-            {name: times[name]},
-            commit=commit,
-            benchmark="sla",
-            case=f"{case.name} {case.ratio}",
-            shape=case.shape,
-            flop=4.0 * case.batch * case.heads * case.head_size * case.tokens**2 * density,
-            flop_formula=FLOP,
-            errors=errors,
-            versions={name: contender.version},
-        )
-        rows.append(
-            SLARow(
-                **asdict(row),
-                density=round(density, 5),
-                speedup_over_fa3=round(dense / row.median_ms, 3),
-                extra_memory_share=round(memory[name], 4),
-            )
-        )
-    return rows, wrong
+    fa3_ms = statistics.median(times.get(FA3, [math.nan]))
+    densities = {
+        name: 1.0 if contender.branch == "dense" else case.kept / case.blocks
+        for name, contender in right.items()
+    }
+
+    def more(row: Row) -> Row:
+        name = row["contender"]
+        return {
+            "density": round(densities[name], 5),
+            "speedup_over_fa3": round(fa3_ms / row["median_ms"], 3),
+            "extra_memory_share": round(memory[name], 4),
+        }
+
+    bench.write(
+        times,
+        case,
+        case=f"{case.name} {case.ratio}",
+        flop={name: case.flop * density for name, density in densities.items()},
+        flop_formula=FLOP,
+        errors=errors,
+        versions={name: contender.version for name, contender in right.items()},
+        group=lambda name: name,
+        more=more,
+    )
 
 
 Gradients = Callable[[], tuple[torch.Tensor, ...]]
@@ -350,57 +280,41 @@ def backward_runs(setting: Setting) -> Iterator[tuple[str, str, Gradients, bool]
         yield "thu-ml/SLA", "git", run, True
 
 
-def measure_backward(case: Case, rounds: int, commit: str) -> tuple[list[SLARow], list[str]]:
-    """Time the backward passes of a case; returns its rows, and the names of what is wrong."""
-    runs: dict[str, Gradients] = {}
-    errors, wrong, versions = {}, [], {}
-    first: tuple[torch.Tensor, ...] = ()
+def measure_backward(case: SLACase, bench: Bench) -> None:
+    """Check, time and write the backward passes of a case."""
+    first: list[tuple[torch.Tensor, ...]] = []
+
+    def error_of(name: str, given: tuple[str, Gradients, bool]) -> float:
+        _, run, heads_first = given
+        found = run()
+        if heads_first:
+            found = (*(x.transpose(1, 2) for x in found[:3]), *found[3:])
+        if not first:
+            first.append(found)
+        return max(relative_error(x, y) for x, y in zip(found, first[0], strict=True))
+
     torch.manual_seed(0)
     with set_forward_context(0, latent_grid=case.grid):
-        for name, version, run, heads_first in backward_runs(Setting(case)):
-            found = run()
-            if heads_first:
-                found = (*(x.transpose(1, 2) for x in found[:3]), *found[3:])
-            first = first or found
-            errors[name] = max(relative_error(x, y) for x, y in zip(found, first, strict=True))
-            if errors[name] < OWN_SELECTION:
-                runs[name], versions[name] = run, version
-            else:
-                print(f"WRONG {name}: {errors[name]:.2e} from the layer's gradients", flush=True)
-                wrong.append(name)
-    times = interleave(runs, rounds=rounds, block_ms=80.0 if DEVICE == "cuda" else 0.0)
-    blocks = -(-case.tokens // KV_SIZE)
-    density = max(1, int(case.ratio * blocks + 1e-9)) / blocks
-    rows = rows_of(
-        times,
-        commit=commit,
+        contenders = ((name, given) for name, *given in backward_runs(Setting(case)))
+        right, errors = bench.check(contenders, error_of, OWN_SELECTION)
+    density = case.kept / case.blocks
+    bench.write(
+        bench.time({name: run for name, (_, run, _) in right.items()}, block_ms=80.0),
         benchmark="sla backward",
         case=f"{case.name} {case.ratio}",
         shape=case.shape,
-        flop=10.0 * case.batch * case.heads * case.head_size * case.tokens**2 * density,
+        flop=2.5 * case.flop * density,
         flop_formula=FLOP.replace("4*", "10*"),
         errors=errors,
-        versions=versions,
+        versions={name: version for name, (version, *_) in right.items()},
+        more=lambda row: {
+            "density": round(density, 5),
+            "speedup_over_fa3": math.nan,
+            "extra_memory_share": math.nan,
+        },
     )
-    nothing = {"speedup_over_fa3": math.nan, "extra_memory_share": math.nan}
-    return [SLARow(**asdict(row), density=round(density, 5), **nothing) for row in rows], wrong
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark alone."""
     parser.add_argument("--backward", action="store_true", help="time the backward passes")
-
-
-def main(options: argparse.Namespace) -> int:
-    """Run the command line; 1 if anything is wrong."""
-    timed = measure_backward if options.backward else measure
-    failed = []
-    for case in SMOKE if options.smoke else CASES:
-        if options.only not in case.name:
-            continue
-        rows, wrong = timed(case, options.rounds, options.commit)
-        write_rows(options.out / "sla.csv", rows)
-        failed += [f"{case.name}: {name}" for name in wrong]
-    if failed:
-        print(f"wrong: {'; '.join(failed)}", file=sys.stderr)
-    return 1 if failed else 0

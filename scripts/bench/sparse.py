@@ -10,28 +10,24 @@ own. Layers are also cut into their pieces, and their memory is measured.
 
 import argparse
 import contextlib
-import io
 import math
 import statistics
-import subprocess
-import sys
-import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from unittest import mock
 
 import torch
+from _attention import FA3
 from _harness import (
     DEVICE,
-    RUN,
+    Bench,
     Row,
+    Times,
     elapsed_ms,
-    interleave,
+    extra_memory,
     mark,
-    rows_of,
+    run_apart,
     synchronize,
-    write_rows,
 )
 from _sparse_cases import CASES, SMOKE, Case, Expected, expect, make_inputs, tiles_of
 from _sparse_contenders import (
@@ -64,57 +60,15 @@ PIECES = (
 REST = "rest"
 
 
-@dataclass(frozen=True, kw_only=True)
-class SparseRow(Row):
-    """One line of `sparse.csv`.
-
-    Attributes:
-        density: share of the token pairs that are attended to.
-        padded_tflops: the rate if every tile counted as a full one; where ragged tiles cost no
-            more than their padding, it is that of a grid of whole tiles.
-        speedup_over_fa3: time of FlashAttention 3, dense on the same tensors, over this one.
-        extra_memory_share: peak memory beyond inputs and output, over inputs and output.
-    """
-
-    density: float
-    padded_tflops: float
-    speedup_over_fa3: float
-    extra_memory_share: float
-
-
-@dataclass(kw_only=True)
-class Measured:
-    """What is known of the contenders of a case, by name."""
-
-    case: Case
-    contenders: dict[str, Contender]
-    errors: dict[str, float]
-    times: dict[str, list[float]]
-    densities: dict[str, float]
-    memory: dict[str, float]
-    pieces: dict[str, dict[str, list[float]]]
-
-
 def check(
-    contenders: dict[str, Contender], expected: Expected
-) -> tuple[dict[str, Contender], dict[str, float], list[str]]:
-    """Return the contenders that are right, the errors of all, and the names of the others."""
-    right, errors, wrong = {}, {}, []
-    for name, contender in contenders.items():
-        try:
-            errors[name] = expected.error(
-                contender.kind, contender.take(contender.run(), expected.rows)
-            )
-        except Exception:  # one contender must not end the others
-            print(f"FAILED {name}: {traceback.format_exc()[-800:]}", flush=True)
-            wrong.append(name)
-            continue
-        if errors[name] < contender.bound:
-            right[name] = contender
-        else:
-            print(f"WRONG {name}: relative error {errors[name]:.2e}", flush=True)
-            wrong.append(name)
-    return right, errors, wrong
+    contenders: dict[str, Contender], expected: Expected, bench: Bench
+) -> tuple[dict[str, Contender], dict[str, float]]:
+    """Return the contenders that are right, and the errors of all that could run."""
+    return bench.check(
+        contenders.items(),
+        lambda name, c: expected.error(c.kind, c.take(c.run(), expected.rows)),
+        lambda c: c.bound,
+    )
 
 
 def split(
@@ -122,12 +76,12 @@ def split(
     rounds: int,
     *,
     pieces: tuple[tuple[str, object, str], ...] = PIECES,
-) -> dict[str, list[float]]:
+) -> Times:
     """Return the milliseconds per call that a layer spends in each of its pieces, and in the rest.
 
     The pieces are marked where the layer itself calls them.
     """
-    times: dict[str, list[float]] = {}
+    times: Times = {}
     for _ in range(rounds):
         run()  # clocks and power settle
         spans: list[tuple[str, object, object]] = []
@@ -170,47 +124,26 @@ def _marked(
     return run
 
 
-def extra_memory(contender: Contender, case: Case) -> float:
-    """Return peak memory beyond inputs and output, over inputs and output; NaN on the CPU."""
-    if DEVICE == "cpu":
-        return math.nan
-    synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    contender.run()
-    synchronize()
-    tensor = case.tokens * case.heads * case.head_size * 2
-    extra = torch.cuda.max_memory_allocated() - before - tensor
-    return extra / ((contender.tensors + 1) * tensor)
-
-
-def measure(case: Case, rounds: int, left_out: dict[str, str]) -> tuple[Measured, list[str]]:
-    """Check and time a case; returns also the names of what is wrong."""
+def measure(case: Case, bench: Bench, left_out: dict[str, str]) -> None:
+    """Check, time and write a case, then what its layers spend their time in."""
     setting = Setting(case=case, inputs=make_inputs(case, DEVICE))
-    makers = {**OTHERS, **OURS}
     contenders: dict[str, Contender] = {}
-    for name, made in make_contenders(setting, makers):
+    for name, made in make_contenders(setting, {**OTHERS, **OURS}):
         if isinstance(made, LeftOutError) or name in left_out:
             print(f"left out of {case.name}: {name}, {left_out.get(name, made)}", flush=True)
         else:
             contenders[made.name] = made
     with in_context(case), torch.inference_mode():
-        expected = expect(case, setting.inputs)
-        right, errors, wrong = check(contenders, expected)
-        runs = {name: contender.run for name, contender in right.items()}
-        times = interleave(runs, rounds=rounds, block_ms=BLOCK_MS if DEVICE == "cuda" else 0.0)
+        right, errors = check(contenders, expect(case, setting.inputs), bench)
+        times = bench.time({name: c.run for name, c in right.items()}, block_ms=BLOCK_MS)
         layers = {name: c for name, c in right.items() if c.layer is not None}
         densities = densities_of(layers)
-        measured = Measured(
-            case=case,
-            contenders=right,
-            errors=errors,
-            times=times,
-            densities={name: densities.get(c.kind, math.nan) for name, c in right.items()},
-            memory={name: extra_memory(c, case) for name, c in layers.items()},
-            pieces={name: split(c.run, rounds) for name, c in layers.items()},
-        )
-    return measured, wrong
+        memory = {name: extra_memory(c.run, inputs=c.tensors) for name, c in layers.items()}
+        pieces = {name: split(c.run, bench.options.rounds) for name, c in layers.items()}
+    print(f"-- {case.name}: {case.shape}")
+    write(bench, case, right, times, densities, errors=errors, memory=memory)
+    for name, found in pieces.items():
+        write_pieces(bench, case, name, found, densities[layers[name].kind])
 
 
 def in_context(case: Case) -> contextlib.AbstractContextManager[object]:
@@ -234,70 +167,67 @@ def densities_of(layers: dict[str, Contender]) -> dict[str, float]:
     return densities
 
 
-def make_rows(measured: Measured, commit: str) -> list[SparseRow]:
-    """Return a row per contender, then a row per piece of every layer."""
-    fa3 = statistics.median(measured.times.get("fa3 dense", [math.nan]))
-    rows = []
-    for kind in dict.fromkeys(c.kind for c in measured.contenders.values()):
-        for row in _rows_of_kind(measured, kind, commit):
-            density = measured.densities[row.contender]
-            rate = row.tflops * _padding(measured.case, kind, density)
-            memory = measured.memory.get(row.contender, math.nan)
-            rows.append(
-                SparseRow(
-                    **asdict(row),
-                    density=round(density, 5),
-                    padded_tflops=round(rate, 1),
-                    speedup_over_fa3=round(fa3 / row.median_ms, 3),
-                    extra_memory_share=round(memory, 4),
-                )
-            )
-    return rows + _rows_of_pieces(measured, commit)
+def write(
+    bench: Bench,
+    case: Case,
+    contenders: dict[str, Contender],
+    times: Times,
+    densities: dict[str, float],
+    *,
+    errors: dict[str, float],
+    memory: dict[str, float],
+) -> list[Row]:
+    """Write a row per contender; returns them.
 
+    Args:
+        bench: what writes.
+        case: what was measured.
+        contenders: what was measured of it, by name.
+        times: of each.
+        densities: by kind of output.
+        errors: of each.
+        memory: of some, beyond inputs and output.
+    """
+    fa3_ms, dense_flop = statistics.median(times.get(FA3, [math.nan])), case.flop
+    rows: list[Row] = []
+    for kind in dict.fromkeys(c.kind for c in contenders.values()):
+        density = densities.get(kind, math.nan)
+        padding = _padding(case, kind, density)
 
-def _rows_of_kind(measured: Measured, kind: str, commit: str) -> list[Row]:
-    """Return the rows of what computes the same output."""
-    case = measured.case
-    contenders = {name: c for name, c in measured.contenders.items() if c.kind == kind}
-    density = measured.densities[next(iter(contenders))]
-    return rows_of(
-        {name: measured.times[name] for name in contenders},
-        commit=commit,
-        benchmark="sparse",
-        case=case.name,
-        shape=case.shape,
-        flop=4.0 * case.heads * case.head_size * case.tokens**2 * density,
-        flop_formula=DENSE_FLOP if kind == "dense" else FLOP,
-        errors=measured.errors,
-        versions={name: contender.version for name, contender in contenders.items()},
-    )
+        def more(row: Row, density: float = density, padding: float = padding) -> Row:
+            return {
+                "density": round(density, 5),
+                # The rate if every tile counted as a full one; where ragged tiles cost no more
+                # than their padding, it is that of a grid of whole tiles.
+                "padded_tflops": round(row["tflops"] * padding, 1),
+                "speedup_over_fa3": round(fa3_ms / row["median_ms"], 3),
+                "extra_memory_share": round(memory.get(row["contender"], math.nan), 4),
+            }
 
-
-def _rows_of_pieces(measured: Measured, commit: str) -> list[SparseRow]:
-    case, rows = measured.case, []
-    for name, pieces in measured.pieces.items():
-        found = rows_of(
-            {f"{name}: {piece}": times for piece, times in pieces.items()},
-            commit=commit,
-            benchmark="sparse pieces",
-            case=case.name,
-            shape=case.shape,
-            flop=0.0,
-            flop_formula="time between marks inside the layer",
-            errors={},
-            versions={},
+        alike = {name: c for name, c in contenders.items() if c.kind == kind}
+        rows += bench.write(
+            {name: times[name] for name in alike},
+            case,
+            flop=dense_flop * density,
+            flop_formula=DENSE_FLOP if kind == "dense" else FLOP,
+            errors=errors,
+            versions={name: contender.version for name, contender in alike.items()},
+            more=more,
         )
-        rows += [
-            SparseRow(
-                **{**asdict(row), "ratio_to_best": math.nan},
-                density=round(measured.densities[name], 5),
-                padded_tflops=math.nan,
-                speedup_over_fa3=math.nan,
-                extra_memory_share=math.nan,
-            )
-            for row in found
-        ]
     return rows
+
+
+def write_pieces(bench: Bench, case: Case, name: str, pieces: Times, density: float) -> list[Row]:
+    """Write a row per piece of a layer; returns them."""
+    unknown = ("ratio_to_best", "padded_tflops", "speedup_over_fa3", "extra_memory_share")
+    return bench.write(
+        {f"{name}: {piece}": times for piece, times in pieces.items()},
+        case,
+        benchmark="sparse pieces",
+        flop=0.0,
+        flop_formula="time between marks inside the layer",
+        more=lambda row: {"density": round(density, 5), **dict.fromkeys(unknown, math.nan)},
+    )
 
 
 def _padding(case: Case, kind: str, density: float) -> float:
@@ -312,21 +242,7 @@ def _padding(case: Case, kind: str, density: float) -> float:
     return case.padded_pairs(tile, kept) / (density * case.tokens**2)
 
 
-def show(measured: Measured, rows: Sequence[SparseRow]) -> None:
-    """Print the rows, and the pieces of a layer on one line."""
-    print(f"-- {measured.case.name}: {measured.case.shape}")
-    for row in (row for row in rows if row.benchmark == "sparse"):
-        print(
-            f"   {row.contender:30} {row.median_ms:9.3f} ms {row.tflops:6.0f} TFLOP/s "
-            f"(padded {row.padded_tflops:4.0f})  x{row.speedup_over_fa3:.2f} of fa3 dense  "
-            f"error {row.relative_error:.1e}  extra memory {row.extra_memory_share:.1%}"
-        )
-    for name, pieces in measured.pieces.items():
-        medians = (f"{piece} {statistics.median(times):.3f}" for piece, times in pieces.items())
-        print(f"   {name} in ms: {', '.join(medians)}", flush=True)
-
-
-def probe(name: str, cases: Sequence[Case]) -> str | None:
+def probe(name: str, cases: Sequence[Case], bench: Bench) -> str | None:
     """Check one contender on the first case that it takes part in; returns why it must not."""
     reason = "there is no case for it"
     for case in cases:
@@ -336,8 +252,8 @@ def probe(name: str, cases: Sequence[Case]) -> str | None:
             reason = str(made)
             continue
         with in_context(case), torch.inference_mode():
-            _, errors, wrong = check({made.name: made}, expect(case, setting.inputs))
-        if not wrong:
+            right, errors = check({made.name: made}, expect(case, setting.inputs), bench)
+        if right:
             return None
         return f"relative error {errors[made.name]:.2e}" if errors else "it failed, see above"
     return reason
@@ -345,14 +261,8 @@ def probe(name: str, cases: Sequence[Case]) -> str | None:
 
 def probe_apart(name: str) -> str | None:
     """Run `probe` in a process of its own; returns why the contender must not take part."""
-    command = [sys.executable, str(RUN), "sparse", "--commit", "-", "--probe", name]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS)
-    except subprocess.TimeoutExpired:
-        return f"hangs, or compiles for more than {PROBE_SECONDS} s"
-    if result.returncode == 0:
-        return None
-    return f"a trial said {(result.stdout + result.stderr)[-600:].strip()}"
+    said, failure = run_apart("sparse", "--probe", name, seconds=PROBE_SECONDS)
+    return None if failure is None else f"a trial said {(said + failure)[-600:].strip()}"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -361,28 +271,26 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--probe", default=None, help="try one contender, then stop")
 
 
-def main(arguments: argparse.Namespace) -> None:
-    """Try the other packages, then measure every case; append to `sparse.csv`."""
-    if DEVICE == "cpu" and not arguments.smoke:
+def main(bench: Bench) -> int:
+    """Try the other packages, then measure every case; 1 if anything of ours was wrong."""
+    options = bench.options
+    if DEVICE == "cpu" and not options.smoke:
         raise argparse.ArgumentError(None, "needs a GPU; --smoke runs tiny cases anywhere")
-    torch.backends.cuda.matmul.allow_tf32 = False
-    cases = [c for c in (SMOKE if arguments.smoke else CASES) if arguments.only in c.name]
-    if arguments.probe:
-        reason = probe(arguments.probe, cases)
+    cases = [c for c in (SMOKE if options.smoke else CASES) if options.only in c.name]
+    if options.probe:
+        reason = probe(options.probe, cases, bench)
         raise SystemExit(reason)
     left_out: dict[str, str] = {}
-    if not arguments.smoke:
+    if not options.smoke:
         names = [name for name in OTHERS if name not in SAFE]
         with ThreadPoolExecutor(PROBES_AT_ONCE) as pool:
             reasons = pool.map(probe_apart, names)
         left_out = {n: why for n, why in zip(names, reasons, strict=True) if why is not None}
     failed = []
     for case in cases:
-        measured, wrong = measure(case, arguments.rounds, left_out)
-        rows = make_rows(measured, arguments.commit)
-        show(measured, rows)
-        with contextlib.redirect_stdout(io.StringIO()):
-            write_rows(arguments.out / "sparse.csv", rows)
-        failed += [f"{case.name}: {name}" for name in wrong if name not in OTHERS]
+        bench.wrong.clear()
+        measure(case, bench, left_out)
+        failed += [f"{case.name}: {name}" for name in bench.wrong if name not in OTHERS]
     if failed:
         raise SystemExit(f"wrong: {'; '.join(failed)}")
+    return 0

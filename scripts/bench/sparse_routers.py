@@ -4,7 +4,9 @@ Layers run on inputs that vary over the video as a model's do, at the size of a 
 are checked against the reference on a small video first, and with `skip_below` against the same
 layer without; what is wrong is not timed, and makes the script fail at the end. The distance of
 some rows from dense attention in float64 is a column, of other packages too. A router's time is
-that between device events around its calls inside of a layer, which runs on one stream then.
+that between device events around its calls inside of a layer, which runs on one stream then, and
+`share_of_layer` that over the layer's. `over_plain` is the time over that of the same layer without
+`skip_below`, `skipped` the share of the kernel's steps that it left out.
 
     python3 scripts/bench/run.py sparse_routers --commit HASH [--groups sol skip scores]
     python3 scripts/bench/run.py sparse_routers --commit HASH --smoke  # a tiny case, on any machine
@@ -14,38 +16,27 @@ import argparse
 import importlib
 import math
 import statistics
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
-from _harness import (
-    DEVICE,
-    Row,
-    interleave,
-    relative_error,
-    rows_of,
-    version_of,
-    write_rows,
-)
+from _attention import FA3, Case, Method, fa3_run
+from _harness import DEVICE, Bench, Row, Run, Times, relative_error, version_of
 from sparse import split
 from tail import (
-    CASES,
-    DENSE,
+    CASES as CASES,
+)
+from tail import (
     DENSITY,
     LAYER_BOUND,
     SMALL,
     SMOKE,
-    Case,
-    Run,
     Sample,
-    dense_run,
     kernel_error,
     make_layer,
     run_layer,
     sample,
-    video_of,
 )
 
 from multimodal_gen.runtime.layers.attention import LocalAttention
@@ -72,7 +63,7 @@ PEERS: dict[str, dict[str, object]] = {
     "tau 1": {"tau": 1.0},
 }
 # Methods whose kernels may leave steps out: name -> backend and parameters.
-SKIPPING: dict[str, tuple[str, dict[str, object]]] = {
+SKIPPING: dict[str, Method] = {
     "sta 3x3x3": ("sliding_tile_attn", _STA),
     "vsa": ("video_sparse_attn", {"sparsity": 1 - DENSITY}),
 }
@@ -86,52 +77,30 @@ ROUTED: dict[str, tuple[str, dict[str, object], tuple[tuple[str, object, str], .
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class RouterRow(Row):
-    """One line of `sparse_routers.csv`.
-
-    Attributes:
-        speedup_over_fa3: time of FlashAttention 3, dense on the same tensors, over this one.
-        error_to_dense: relative L2 distance of sampled rows from dense attention in float64.
-        over_plain: time over that of the same layer without `skip_below`.
-        skipped: share of the kernel's steps that `skip_below` left out.
-        share_of_layer: of a router, its time over that of the layer.
-    """
-
-    speedup_over_fa3: float
-    error_to_dense: float
-    over_plain: float = math.nan
-    skipped: float = math.nan
-    share_of_layer: float = math.nan
-
-
 @dataclass(kw_only=True)
 class Found:
     """What is known of a case's contenders, by name, before they are timed."""
 
+    bench: Bench
     case: Case
     qkv: QKV
     exact: Sample
-    runs: dict[str, Run]
-    errors: dict[str, float]
-    to_dense: dict[str, float]
-    skipped: dict[str, float]
-    wrong: list[str]
+    runs: dict[str, Run] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
+    to_dense: dict[str, float] = field(default_factory=dict)
+    skipped: dict[str, float] = field(default_factory=dict)
 
     def add(self, name: str, run: Run, *, error: float = math.nan, bound: float = 1.0) -> None:
         """Take a contender in, unless its error is above its bound; `error` nan if unknown."""
         self.errors[name] = error
-        if error >= bound:
-            print(f"WRONG {name}: relative error {error:.2e}", flush=True)
-            self.wrong.append(name)
-            return
-        self.to_dense[name] = self.exact.error(run())
-        self.runs[name] = run
+        if math.isnan(error) or self.bench.is_right(name, error, bound):
+            self.to_dense[name] = self.exact.error(run())
+            self.runs[name] = run
 
 
-def layer_of(found: Found, backend: str, given: dict[str, object]) -> tuple[LocalAttention, Run]:
+def layer_of(found: Found, backend: str, given: Mapping[str, object]) -> tuple[LocalAttention, Run]:
     """Return a layer of a case, and a call of it."""
-    layer = make_layer(found.case, found.case.heads, backend, given)
+    layer = make_layer(found.case, backend, given)
     return layer, partial(run_layer, found.case, layer, found.qkv)
 
 
@@ -181,85 +150,66 @@ def add_skipping(found: Found) -> None:
                 found.add(label, run, error=error, bound=SKIP_BOUND)
 
 
-def score_rows(found: Found, options: Any, fa3_ms: float) -> list[Row]:
-    """Return the rows of what layers spend on choosing blocks, measured inside of them."""
-    rows: list[Row] = []
+def write_scores(found: Found, fa3_ms: float) -> None:
+    """Write the rows of what layers spend on choosing blocks, measured inside of them."""
     for name, (backend, given, pieces) in ROUTED.items():
-        layer, run = layer_of(found, backend, given)
-        del layer
+        _, run = layer_of(found, backend, given)
         run()
-        times = split(run, options.rounds, pieces=pieces)
+        times = split(run, found.bench.options.rounds, pieces=pieces)
         whole = [sum(values) for values in zip(*times.values(), strict=True)]
         called = {f"{name}: {piece}": times[piece] for piece, _, _ in pieces}
         called[f"{name}: both"] = [sum(v) for v in zip(*called.values(), strict=True)]
         called[f"{name}: layer in line"] = whole
-        layer_ms = statistics.median(whole)
-        for row in rows_for(found, options.commit, called, fa3_ms):
-            share = round(row.median_ms / layer_ms, 4)
-            rows.append(replace(row, share_of_layer=share))
-    return rows
+        write(found, called, fa3_ms, layer_ms=statistics.median(whole))
 
 
-def rows_for(
-    found: Found, commit: str, times: dict[str, list[float]], fa3_ms: float
-) -> list[RouterRow]:
-    """Return the rows of what was timed."""
+def write(found: Found, times: Times, fa3_ms: float, *, layer_ms: float = math.nan) -> None:
+    """Write the rows of what was timed; of a router, `layer_ms` is the time of its layer."""
     case = found.case
     medians = {name: statistics.median(samples) for name, samples in times.items()}
-    rows: list[RouterRow] = []
-    for name, samples in times.items():
-        (row,) = rows_of(
-            {name: samples},
-            commit=commit,
-            benchmark="routers",
-            case=case.name,
-            shape=f"B1 H{case.heads} S{case.tokens} D{case.head_size} bf16",
-            flop=case.flop if name == DENSE else 0.0,
-            flop_formula="4*H*D*S*S of dense attention; of others none are counted",
-            errors=found.errors,
-            versions={DENSE: version_of("fa3-fwd")}
-            | ({name: version_of(PEER)} if name.startswith(PEER) else {}),
-        )
+
+    def more(row: Row) -> Row:
+        name = row["contender"]
         plain = name.partition(", skip_below")[0]
         over = medians[name] / medians[plain] if plain != name else math.nan
-        rows.append(
-            RouterRow(
-                **asdict(replace(row, ratio_to_best=round(medians[name] / fa3_ms, 4))),
-                speedup_over_fa3=round(fa3_ms / medians[name], 3),
-                error_to_dense=float(f"{found.to_dense.get(name, math.nan):.4g}"),
-                over_plain=round(over, 4),
-                skipped=round(found.skipped.get(name, math.nan), 4),
-            )
-        )
-    return rows
+        return {
+            "ratio_to_best": round(medians[name] / fa3_ms, 4),
+            "speedup_over_fa3": round(fa3_ms / medians[name], 3),
+            "error_to_dense": float(f"{found.to_dense.get(name, math.nan):.4g}"),
+            "over_plain": round(over, 4),
+            "skipped": round(found.skipped.get(name, math.nan), 4),
+            "share_of_layer": round(row["median_ms"] / layer_ms, 4),
+        }
 
-
-def measure(case: Case, options: Any) -> tuple[list[Row], list[str]]:
-    """Return the rows of a case, and the names of what was wrong."""
-    qkv = video_of(case)
-    found = Found(
-        case=case,
-        qkv=qkv,
-        exact=sample(qkv),
-        runs={},
-        errors={},
-        to_dense={},
-        skipped={},
-        wrong=[],
+    versions = {name: version_of(PEER) for name in times if name.startswith(PEER)}
+    found.bench.write(
+        times,
+        case,
+        benchmark="routers",
+        flop={name: case.flop if name == FA3 else 0.0 for name in times},
+        flop_formula="4*H*D*S*S of dense attention; of others none are counted",
+        errors=found.errors,
+        versions={FA3: version_of("fa3-fwd"), **versions},
+        more=more,
     )
-    for name, run in dense_run(qkv).items():
+
+
+def measure(case: Case, bench: Bench) -> None:
+    """Check, time and write a case."""
+    qkv, options = case.video(), bench.options
+    found = Found(bench=bench, case=case, qkv=qkv, exact=sample(qkv))
+    for name, run in fa3_run(qkv).items():
         found.add(name, run)
     small = SMOKE[0] if options.smoke else SMALL
     if "sol" in options.groups:
-        add_sol(found, small, video_of(small))
+        add_sol(found, small, small.video())
     if "skip" in options.groups:
         add_skipping(found)
-    times = interleave(found.runs, rounds=options.rounds, block_ms=options.block_ms)
-    fa3_ms = statistics.median(times[DENSE]) if DENSE in times else math.nan
-    rows: list[Row] = [*rows_for(found, options.commit, times, fa3_ms)]
+    times = bench.time(found.runs, block_ms=options.block_ms)
+    fa3_ms = statistics.median(times.get(FA3, [math.nan]))
+    write(found, times, fa3_ms)
     if "scores" in options.groups:
-        rows += score_rows(found, options, fa3_ms)
-    return rows, found.wrong
+        write_scores(found, fa3_ms)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -267,23 +217,3 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     groups = ("sol", "skip", "scores")
     parser.add_argument("--groups", nargs="+", choices=groups, default=groups, help="all three")
     parser.add_argument("--block-ms", type=float, default=60.0, help="length of a timing (60)")
-
-
-def main(options: argparse.Namespace) -> int:
-    """Measure, print and append the rows."""
-    wrong: list[str] = []
-    for case in SMOKE if options.smoke else CASES:
-        if options.only not in case.name:
-            continue
-        rows, bad = measure(case, options)
-        wrong += bad
-        write_rows(options.out / "sparse_routers.csv", rows)
-        for row in rows:
-            assert isinstance(row, RouterRow)
-            print(
-                f"   {row.contender:40} {row.speedup_over_fa3:.2f} x fa3, error to dense "
-                f"{row.error_to_dense:.3g}, skipped {row.skipped:.3f} at {row.over_plain:.3f} of "
-                f"the time, {row.share_of_layer:.3f} of its layer",
-                flush=True,
-            )
-    return 1 if wrong else 0

@@ -16,51 +16,44 @@ Outputs of all are compared after the window has been filled and has moved; then
 timed in turns, and one attention call by itself. `chunk 1000` is the same after 1,000 chunks were
 begun and committed, of which only the last ones were computed.
 
+Columns: `frames_per_second` of the video, from whole chunks, nan for single calls; `rate_to_fa3`,
+FLOP/s of a single call over FlashAttention 3's in the same run, and for chunks that of what
+attention and the past add to a chunk without them, over what they add with FlashAttention 3 and a
+shifted cache; `cache_gib`, what keys and values of the past take; `peak_gib`, the most memory of
+the contender's chunk, all caches of the run included.
+
     python3 scripts/bench/run.py streaming --commit HASH [--only chunk] [--rounds 5]
     python3 scripts/bench/run.py streaming --commit HASH --smoke    # a tiny model, on any machine
 """
 
 import argparse
-import importlib.util
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from functools import cache
-from itertools import chain
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
+from _attention import FA3, fa3, layer_on, sdpa
 from _harness import (
     DEVICE,
+    Bench,
     Row,
-    event_ms,
-    interleave,
+    Times,
+    capture,
     relative_error,
-    rows_of,
-    shuffled_rounds,
-    synchronize,
+    time_calls,
     version_of,
-    write_rows,
 )
 from _streaming_model import SMOKE, WAN, Attend, Case, CausalModel
 
 from multimodal_gen.runtime.layers.attention import LocalAttention
-from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
 from multimodal_gen.runtime.layers.attention.causal_cache import (
     CacheSize,
     CausalCache,
     LayerCache,
 )
-from multimodal_gen.runtime.layers.attention.config import build_config
-from multimodal_gen.runtime.layers.attention.scope import (
-    BackendPreference,
-    SelectionScope,
-    Source,
-)
 from multimodal_gen.runtime.layers.attention.sparse.windows import pair_density
-from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 
 BOUND = 5e-2
 BOUND_OF_8_BITS = 0.2
@@ -76,26 +69,30 @@ FRAMES_OF_LATENT = 4
 FLOP = "4*L*H*D*queries*keys of the self-attention, per forward"
 
 
-@dataclass(frozen=True, kw_only=True)
-class StreamingRow(Row):
-    """One line of `streaming.csv`.
+class Past:
+    """Keeps nothing but how many chunks are past."""
 
-    Attributes:
-        frames_per_second: of the video, from whole chunks; nan for single calls.
-        rate_to_fa3: FLOP/s of a single call over FlashAttention 3's in the same run; of chunks that
-            of what attention and the past add to a chunk without them, over what they add with
-            FlashAttention 3 and a shifted cache.
-        cache_gib: what keys and values of the past take.
-        peak_gib: the most memory of the contender's chunk, all caches of the run included.
-    """
+    number = 0
+    gib = 0.0
+    """What keys and values take."""
 
-    frames_per_second: float
-    rate_to_fa3: float
-    cache_gib: float
-    peak_gib: float
+    def reset(self) -> None:
+        """Start anew."""
+        self.number = 0
+
+    def begin(self) -> None:
+        """Make room for the next chunk, and take it."""
+
+    def commit(self) -> None:
+        """Make the chunk past."""
+        self.number += 1
+
+    def commit_with(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Make a chunk past in which every layer has the same keys and values, if they are kept."""
+        self.commit()
 
 
-class ShiftedPast:
+class ShiftedPast(Past):
     """Keys and values in order; a chunk that does not fit moves those behind the sink."""
 
     def __init__(self, case: Case) -> None:
@@ -105,10 +102,15 @@ class ShiftedPast:
             torch.zeros(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)
         )
         self.end = 0
+        self.gib = 2 * self.keys.numel() * 2 / 2**30
 
-    def begin(self, number: int) -> None:
-        """Make room for a chunk, and take it."""
-        del number
+    def reset(self) -> None:
+        """Start anew."""
+        super().reset()
+        self.end = 0
+
+    def begin(self) -> None:
+        """Make room for the next chunk, and take it."""
         tokens, first = self.case.tokens, self.case.sink * self.case.tokens
         if self.end + tokens > self.case.keys:
             for past in (self.keys, self.values):
@@ -116,9 +118,6 @@ class ShiftedPast:
                     layer[:, first:-tokens] = layer[:, first + tokens :].clone()
             self.end -= tokens
         self.end += tokens
-
-    def commit(self) -> None:
-        """Do nothing."""
 
     def attend(self, attention: Callable[..., torch.Tensor]) -> Attend:
         """Return what writes the chunk and attends to what is seen."""
@@ -131,7 +130,7 @@ class ShiftedPast:
         return run
 
 
-class SlottedPast:
+class SlottedPast(Past):
     """A `CausalCache` of the package."""
 
     def __init__(self, case: Case, *, bits: int = 16, tile: tuple[int, int] | None = None) -> None:
@@ -149,14 +148,27 @@ class SlottedPast:
             tile=tile or case.tile,
         )
         self.cache = CausalCache(size, DEVICE)
+        self.gib = size.num_bytes / 2**30
 
-    def begin(self, number: int) -> None:
-        """Place a chunk."""
-        self.cache.begin(number * self.case.tokens, self.case.tokens)
+    def reset(self) -> None:
+        """Start anew."""
+        super().reset()
+        self.cache.reset()
+
+    def begin(self) -> None:
+        """Place the next chunk."""
+        self.cache.begin(self.number * self.case.tokens, self.case.tokens)
 
     def commit(self) -> None:
         """Make the chunk past."""
+        super().commit()
         self.cache.commit()
+
+    def commit_with(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Make a chunk past in which every layer has the same keys and values."""
+        for layer in self.cache.layers:
+            layer.append(key, value)
+        self.commit()
 
     def attend(
         self,
@@ -168,35 +180,6 @@ class SlottedPast:
         """Return what lets a layer write the chunk and attend to what is seen."""
         parts: list[LayerCache] = [x.view(None, window, space) for x in self.cache.layers]
         return lambda i, q, k, v: layer(q, k, v, cache=parts[i])
-
-
-class NoPast:
-    """Keeps nothing."""
-
-    def begin(self, number: int) -> None:
-        """Do nothing."""
-
-    def commit(self) -> None:
-        """Do nothing."""
-
-
-@cache
-def fa3() -> Callable[..., torch.Tensor] | None:
-    """Return FlashAttention 3, or None where it is not installed."""
-    if DEVICE != "cuda" or importlib.util.find_spec("fa3_fwd_interface") is None:
-        return None
-    from fa3_fwd_interface import flash_attn_func
-
-    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = flash_attn_func(q, k, v)
-        return out[0] if isinstance(out, tuple) else out
-
-    return run
-
-
-def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """PyTorch's own."""
-    return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
 
 
 class Flex:
@@ -219,23 +202,6 @@ class Flex:
         return self.run(q, k, v, block_mask=self.mask).transpose(1, 2)
 
 
-def layer_of(
-    case: Case, backend: str | None, options: dict[str, object] | None = None
-) -> LocalAttention:
-    """Return a layer of ours on a backend with its parameters, or the automatic choice."""
-    scope = SelectionScope()
-    if backend is not None:
-        name = AttentionBackendEnum(backend)
-        cls = find_backend(name, PlatformEnum.CUDA).config_cls
-        config = build_config(cls, options, backend=backend) if options else None
-        asked = BackendPreference(source=Source.SETTINGS, backend=name, config=config)
-        scope = SelectionScope(default=asked, strict=True)
-    return LocalAttention(case.heads, case.head_size, scope=scope, compute_dtype=torch.bfloat16)
-
-
-Past = ShiftedPast | SlottedPast | NoPast
-
-
 def contenders(case: Case) -> tuple[dict[str, tuple[Past, Attend]], dict[str, LocalAttention]]:
     """Return past and attention by name, and the layers of ours among them."""
     shifted, slotted, bytes_ = ShiftedPast(case), SlottedPast(case), SlottedPast(case, bits=8)
@@ -247,21 +213,21 @@ def contenders(case: Case) -> tuple[dict[str, tuple[Past, Attend]], dict[str, Lo
     found["sdpa, clone-and-shift"] = (shifted, shifted.attend(sdpa))
     if DEVICE == "cuda":
         found["flex, clone-and-shift"] = (shifted, shifted.attend(Flex(case)))
-    found[NOTHING] = (NoPast(), lambda i, q, k, v: v)
+    found[NOTHING] = (Past(), lambda i, q, k, v: v)
     spaces = {IN_WINDOWS: case.space, IN_TALL: case.tall}
-    layers = {name: layer_of(case, None) for name in ("cache, auto", IN_PIECES, *spaces)}
+    layers = {name: layer_on(case) for name in ("cache, auto", IN_PIECES, *spaces)}
     if DEVICE == "cuda":
         chooses = {"sparsity": SPARSITY, "tile_size": [4, *case.tile]}
-        layers[CHOSEN] = layer_of(case, "video_sparse_attn", chooses)
-        layers["cache, triton_attn"] = layer_of(case, "triton_attn")
-        layers["cache, sage_attn"] = layer_of(case, "sage_attn")
+        layers[CHOSEN] = layer_on(case, "video_sparse_attn", chooses)
+        layers["cache, triton_attn"] = layer_on(case, "triton_attn")
+        layers["cache, sage_attn"] = layer_on(case, "sage_attn")
         if flash is not None:
-            layers["cache, fa"] = layer_of(case, "fa")
+            layers["cache, fa"] = layer_on(case, "fa")
     for name, layer in layers.items():
         window = case.window - 1 if name == IN_PIECES else None
         past = tall if name == IN_TALL else slotted
         found[name] = (past, past.attend(layer, window=window, space=spaces.get(name)))
-    layers["cache, 8 bits"] = layer_of(case, None)
+    layers["cache, 8 bits"] = layer_on(case)
     found["cache, 8 bits"] = (bytes_, bytes_.attend(layers["cache, 8 bits"]))
     return found, layers
 
@@ -276,34 +242,30 @@ class Run:
     text: torch.Tensor
     time: torch.Tensor
     noise: torch.Tensor
-    numbers: dict[int, int]
 
     def chunk(self, name: str, *, forwards: int = FORWARDS) -> torch.Tensor:
         """Make the next chunk of the contender's past."""
         past, attend = self.found[name]
-        number = self.numbers.setdefault(id(past), 0)
-        past.begin(number)
-        self.model.place(number)
+        past.begin()
+        self.model.place(past.number)
         out = self.noise
         for _ in range(forwards):
             out = self.model(self.noise, self.time, self.text, attend)
         past.commit()
-        self.numbers[id(past)] = number + 1
         return out
 
     def video(self, name: str, chunks: int) -> torch.Tensor:
         """Start anew, and return the last of some chunks, each of one forward on its own noise."""
-        past, _ = self.found[name]
-        if isinstance(past, SlottedPast):
-            past.cache.reset()
-        elif isinstance(past, ShiftedPast):
-            past.end = 0
-        self.numbers[id(past)] = 0
+        self.found[name][0].reset()
         for seed in range(chunks):
             generator = torch.Generator(DEVICE).manual_seed(seed)
             self.noise.normal_(generator=generator)
             out = self.chunk(name, forwards=1)
         return out
+
+    def pasts(self) -> list[Past]:
+        """Return the pasts of all contenders, each once."""
+        return [*{id(past): past for past, _ in self.found.values()}.values()]
 
 
 def prepare(case: Case) -> tuple[Run, dict[str, LocalAttention]]:
@@ -324,7 +286,6 @@ def prepare(case: Case) -> tuple[Run, dict[str, LocalAttention]]:
         text=torch.randn(1, case.text, case.width, **drawn),
         time=torch.randn(6, case.width, **drawn),
         noise=torch.randn(1, case.tokens, case.width, **drawn),
-        numbers={},
     )
     return run, layers
 
@@ -355,24 +316,17 @@ def captured(run: Run, name: str) -> Callable[[], torch.Tensor]:
     """Return what makes a chunk by replaying a graph of one forward; slots are its data."""
     past, attend = run.found[name]
     run.chunk(name, forwards=1)
-    number = run.numbers[id(past)]
-    past.begin(number)
-    synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run.model(run.noise, run.time, run.text, attend)
-    graph.replay()
+    past.begin()
+    replay, out = capture(lambda: run.model(run.noise, run.time, run.text, attend))
+    replay()
     past.commit()
-    run.numbers[id(past)] = number + 1
 
     def chunk() -> torch.Tensor:
-        number = run.numbers[id(past)]
-        past.begin(number)
-        run.model.place(number)
+        past.begin()
+        run.model.place(past.number)
         for _ in range(FORWARDS):
-            graph.replay()
+            replay()
         past.commit()
-        run.numbers[id(past)] = number + 1
         return out
 
     return chunk
@@ -383,9 +337,9 @@ def check_graph(run: Run, name: str, chunk: Callable[[], torch.Tensor]) -> None:
     past, attend = run.found[name]
     for _ in range(2):
         out = chunk().clone()
-        number = run.numbers[id(past)] - 1
+        past.number -= 1
         if isinstance(past, SlottedPast):
-            past.begin(number)  # the chunk that is kept, written anew
+            past.begin()  # the chunk that is kept, written anew
         plain = run.model(run.noise, run.time, run.text, attend)
         past.commit()
         error = relative_error(out, plain)
@@ -393,53 +347,17 @@ def check_graph(run: Run, name: str, chunk: Callable[[], torch.Tensor]) -> None:
             raise SystemExit(f"{name}, graph is wrong: relative error {error:.2e}")
 
 
-def time_chunks(
-    run: Run, chunks: dict[str, Callable[[], torch.Tensor]], rounds: int
-) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Return milliseconds of whole chunks, and the most memory, by contender."""
-    times: dict[str, list[float]] = {name: [] for name in chunks}
-    peaks = dict.fromkeys(chunks, math.nan)
-    for name in chunks:
-        run.noise.normal_()
-        chunks[name]()
-    for name in shuffled_rounds(chunks, rounds):
-        if DEVICE == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        times[name].append(event_ms(chunks[name]))
-        if DEVICE == "cuda":
-            peaks[name] = torch.cuda.max_memory_allocated() / 2**30
-    return times, peaks
-
-
-def commit_with(past: Past, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Make a chunk past in which every layer has the same keys and values."""
-    if isinstance(past, SlottedPast):
-        for layer in past.cache.layers:
-            layer.append(key, value)
-    past.commit()
-
-
-def jump(run: Run, past: SlottedPast, number: int) -> None:
+def jump(case: Case, past: SlottedPast, number: int) -> None:
     """Let chunks pass that are not computed, and are written with noise."""
-    c = run.case
-    noise = torch.randn(1, c.tokens, c.heads, c.head_size, device=DEVICE, dtype=torch.bfloat16)
-    for skipped in range(run.numbers[id(past)], number):
-        past.begin(skipped)
-        commit_with(past, noise, noise)
-    run.numbers[id(past)] = number
+    shape = (1, case.tokens, case.heads, case.head_size)
+    noise = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
+    while past.number < number:
+        past.begin()
+        past.commit_with(noise, noise)
 
 
-def cache_gib(past: Past) -> float:
-    """Return what a past takes."""
-    if isinstance(past, SlottedPast):
-        return past.cache.size.num_bytes / 2**30
-    return 2 * past.keys.numel() * 2 / 2**30 if isinstance(past, ShiftedPast) else 0.0
-
-
-def bench_chunks(
-    run: Run, commit: str, rounds: int, errors: dict[str, float]
-) -> Iterator[list[StreamingRow]]:
-    """Time whole chunks of all contenders, then chunk 1,000 of ours; yields the rows of each."""
+def bench_chunks(run: Run, bench: Bench, errors: dict[str, float]) -> None:
+    """Time whole chunks of all contenders, then chunk 1,000 of ours, and write their rows."""
     chunks = {name: (lambda name=name: run.chunk(name)) for name in run.found}
     if DEVICE == "cuda":
         for name in (name for name in IN_GRAPHS if name in run.found):
@@ -447,12 +365,15 @@ def bench_chunks(
             check_graph(run, name, chunks[f"{name}, graph"])
     for case, number, wanted in (("chunk 30", 30, ""), ("chunk 1000", 1000, "cache, auto")):
         some = {name: chunk for name, chunk in chunks.items() if name.startswith(wanted)}
-        for past in {id(past): past for past, _ in run.found.values()}.values():
+        for past in run.pasts():
             if isinstance(past, SlottedPast):
-                jump(run, past, number)
-        times, peaks = time_chunks(run, some, rounds)
+                jump(run.case, past, number)
+        for chunk in some.values():
+            run.noise.normal_()
+            chunk()
+        times, peaks = time_calls(some, bench.options.rounds)
         pasts = {name: run.found[name.removesuffix(", graph")][0] for name in some}
-        yield streaming_rows(run, commit, case, times, errors, pasts, peaks)
+        write_chunks(run, bench, case, times, errors, pasts, peaks)
 
 
 def share_seen(case: Case, contender: str) -> float:
@@ -481,69 +402,65 @@ def added_by_fa3(medians: dict[str, float], contender: str) -> float:
     return (medians.get(f"fa3, clone-and-shift{kind}", math.nan) - base) / (added or math.nan)
 
 
-def streaming_rows(
+def write_chunks(
     run: Run,
-    commit: str,
+    bench: Bench,
     case: str,
-    times: dict[str, list[float]],
+    times: Times,
     errors: dict[str, float],
     pasts: dict[str, Past],
     peaks: dict[str, float],
-) -> list[StreamingRow]:
-    """Return rows of whole chunks."""
+) -> None:
+    """Write rows of whole chunks."""
     c = run.case
     frames = c.grid[0] * FRAMES_OF_LATENT
-    plain = rows_of(
+    shares = {name: share_seen(c, name) for name in times}
+    medians = {name: statistics.median(samples) for name, samples in times.items()}
+
+    def more(row: Row) -> Row:
+        name = row["contender"]
+        return {
+            "frames_per_second": round(1e3 * frames / row["median_ms"], 2),
+            "rate_to_fa3": round(shares[name] * added_by_fa3(medians, name), 3),
+            "cache_gib": round(pasts[name].gib, 3),
+            "peak_gib": round(peaks[name], 2),
+        }
+
+    bench.write(
         times,
-        commit=commit,
-        benchmark="streaming",
         case=f"{c.name}, {case}, {FORWARDS} forwards",
         shape=f"B1 H{c.heads} S{c.tokens} K{c.keys} D{c.head_size} L{c.layers} bf16",
-        flop=FORWARDS * c.layers * c.flop(c.keys),
+        flop={
+            name: FORWARDS * c.layers * c.flop_of(c.keys) * share for name, share in shares.items()
+        },
         flop_formula=FLOP,
         errors=errors,
-        versions={},
+        more=more,
     )
-    shares = [share_seen(c, row.contender) for row in plain]
-    medians = {row.contender: row.median_ms for row in plain}
-    return [
-        StreamingRow(
-            **asdict(row) | {"flop": row.flop * share, "tflops": round(row.tflops * share, 1)},
-            frames_per_second=round(1e3 * frames / row.median_ms, 2),
-            rate_to_fa3=round(share * added_by_fa3(medians, row.contender), 3),
-            cache_gib=round(cache_gib(pasts[row.contender]), 3),
-            peak_gib=round(peaks[row.contender], 2),
-        )
-        for row, share in zip(plain, shares, strict=True)
-    ]
 
 
 def replayed(call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
     """Return what replays a graph of a call."""
     call()
-    synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call()
+    replay, out = capture(call)
 
-    def replay() -> torch.Tensor:
-        graph.replay()
+    def run() -> torch.Tensor:
+        replay()
         return out
 
-    return replay
+    return run
 
 
-def bench_attention(run: Run, commit: str, rounds: int) -> list[StreamingRow]:
-    """Time one layer's attention over a full window, writing the chunk included."""
-    c, rows = run.case, []
+def bench_attention(run: Run, bench: Bench) -> None:
+    """Time and write one layer's attention over a full window, writing the chunk included."""
+    c = run.case
     drawn = {"device": DEVICE, "dtype": torch.bfloat16}
     q, k, v = (torch.randn(1, c.tokens, c.heads, c.head_size, **drawn) for _ in range(3))
     calls: dict[str, Callable[[], torch.Tensor]] = {}
-    pasts = {id(past): past for past, _ in run.found.values()}
-    for key, past in pasts.items():
-        past.begin(run.numbers[key])
-    for name, (past, attend) in run.found.items():
-        if isinstance(past, NoPast):
+    for past in run.pasts():
+        past.begin()
+    for name, (_, attend) in run.found.items():
+        if name == NOTHING:
             continue
         calls[name] = lambda attend=attend: attend(0, q, k, v)
         if DEVICE == "cuda" and name in IN_GRAPHS:
@@ -551,37 +468,30 @@ def bench_attention(run: Run, commit: str, rounds: int) -> list[StreamingRow]:
     flash = fa3()
     if flash is not None:
         keys, values = (torch.randn(1, c.keys, c.heads, c.head_size, **drawn) for _ in range(2))
-        calls["fa3 dense"] = lambda: flash(q, keys, values)
-    times = interleave(calls, rounds=rounds, block_ms=60.0)
-    for key, past in pasts.items():
-        commit_with(past, k, v)
-        run.numbers[key] += 1
+        calls[FA3] = lambda: flash(q, keys, values)
+    times = bench.time(calls, block_ms=60.0)
+    for past in run.pasts():
+        past.commit_with(k, v)
     medians = {name: statistics.median(t) for name, t in times.items()}
+    fastest = medians.get(FA3, math.nan) / c.flop_of(c.keys)
     for name in times:
         seen = round(c.keys * share_seen(c, name))
-        (row,) = rows_of(
+        own = {
+            "ratio_to_best": round(medians[name] / min(medians.values()), 4),
+            "frames_per_second": math.nan,
+            "rate_to_fa3": round(fastest / (medians[name] / c.flop_of(seen)), 3),
+            "cache_gib": math.nan,
+            "peak_gib": math.nan,
+        }
+        bench.write(
             {name: times[name]},
-            commit=commit,
-            benchmark="streaming",
             case=f"{c.name}, one call",
             shape=f"B1 H{c.heads} S{c.tokens} K{seen} D{c.head_size} bf16",
-            flop=c.flop(seen),
+            flop=c.flop_of(seen),
             flop_formula="4*H*D*queries*keys",
-            errors={},
-            versions={"fa3 dense": version_of("fa3-fwd")},
+            versions={FA3: version_of("fa3-fwd")},
+            more=lambda row, own=own: own,
         )
-        fastest = medians.get("fa3 dense", math.nan) / c.flop(c.keys)
-        given = asdict(row) | {"ratio_to_best": round(row.median_ms / min(medians.values()), 4)}
-        rows.append(
-            StreamingRow(
-                **given,
-                frames_per_second=math.nan,
-                rate_to_fa3=round(fastest / (row.median_ms / c.flop(seen)), 3),
-                cache_gib=math.nan,
-                peak_gib=math.nan,
-            )
-        )
-    return rows
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -589,19 +499,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--contenders", default="", help="their pattern; the first one is right")
 
 
-def main(arguments: argparse.Namespace) -> None:
+def main(bench: Bench) -> None:
     """Check, time, and append to `streaming.csv`."""
-    run, layers = prepare(SMOKE if arguments.smoke else WAN)
-    run.found = {n: pair for n, pair in run.found.items() if re.search(arguments.contenders, n)}
-    rounds, only = arguments.rounds, arguments.only
+    options = bench.options
+    run, layers = prepare(SMOKE if options.smoke else WAN)
+    run.found = {n: pair for n, pair in run.found.items() if re.search(options.contenders, n)}
     with torch.inference_mode():
         errors, wrong = check(run)
-        one = (bench_attention(run, arguments.commit, rounds) for _ in range(only in "one call"))
-        whole = bench_chunks(run, arguments.commit, rounds, errors) if only in "chunk" else ()
-        for rows in chain(one, whole):
-            write_rows(arguments.out / "streaming.csv", rows)
-            for row in rows:
-                print(row.contender, row.frames_per_second, "fps", row.rate_to_fa3, "of fa3's rate")
+        if options.only in "one call":
+            bench_attention(run, bench)
+        if options.only in "chunk":
+            bench_chunks(run, bench, errors)
     for name, layer in layers.items():
         report = layer.report()
         ran = [e for e in (*report.entries, *report.detours) if e.calls]

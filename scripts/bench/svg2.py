@@ -7,7 +7,6 @@ attention work on a part of the heads, in cluster order; the layer does everythi
     python3 scripts/bench/run.py svg2 --commit HASH [--only 300/1000] [--rounds 9]
 """
 
-import argparse
 import importlib.util
 import math
 from collections.abc import Callable
@@ -15,7 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from _harness import interleave, relative_error, rows_of, version_of, write_rows
+from _attention import Case, fa3, layer_on, next_step_of
+from _harness import Bench, Run, relative_error, version_of
 
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.cluster_attention.api import query_pieces
@@ -28,18 +28,7 @@ from multimodal_gen.kernels.cluster_attention.plan import (
 )
 from multimodal_gen.kernels.kmeans.api import Clusters, by_similarity, initial_centroids, kmeans
 from multimodal_gen.kernels.tile_order.api import gather_tokens
-from multimodal_gen.runtime.layers.attention import LocalAttention
-from multimodal_gen.runtime.layers.attention.scope import (
-    BackendPreference,
-    LayerSite,
-    SelectionScope,
-    Source,
-)
-from multimodal_gen.runtime.layers.attention.sparse.methods.svg2 import SVG2Config
 from multimodal_gen.runtime.layers.attention.sparse.tiles import run_on_two_streams
-from multimodal_gen.runtime.managers.forward_context import set_forward_context
-from multimodal_gen.runtime.platforms import AttentionBackendEnum
-from tests.helpers.inputs import make_video_qkv
 
 GRID, HEADS, HEAD_SIZE = (21, 52, 68), 32, 128
 TOKENS = math.prod(GRID)
@@ -48,25 +37,22 @@ HEADS_OF_PART = 8
 TOP_P, MIN_RATIO = 0.9, 0.1
 ITERATIONS = 6
 BOUND = 4e-3
+DENSE = "fa3, dense"
 FLASHINFER, FLASHINFER_PLANNED = "flashinfer variable blocks", "flashinfer, plan too"
-
-Run = Callable[[], object]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class ClusterCase(Case):
     """Numbers of clusters."""
 
     queries: int
     keys: int
 
-    @property
-    def name(self) -> str:
-        """What the results file calls it."""
-        return f"{self.queries}/{self.keys}"
 
-
-CASES = (Case(queries=100, keys=500), Case(queries=300, keys=1000))
+CASES = tuple(
+    ClusterCase(name=f"{queries}/{keys}", grid=GRID, heads=HEADS, queries=queries, keys=keys)
+    for queries, keys in ((100, 500), (300, 1000))
+)
 
 
 def groups(clusters: Clusters) -> Groups:
@@ -86,7 +72,7 @@ class Clustered:
     keep: torch.Tensor
 
 
-def cluster(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Clustered:
+def cluster(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: ClusterCase) -> Clustered:
     """Cluster as the backend does from one step to the next."""
     queries = kmeans(q, initial_centroids(q, case.queries), iterations=ITERATIONS)
     first = kmeans(k, initial_centroids(k, case.keys), iterations=ITERATIONS)
@@ -193,51 +179,27 @@ def kmeans_runs(data: Clustered) -> dict[str, Run]:
     return {f"k-means, {kernel}": lambda kernel=kernel: run(kernel) for kernel in kernels}
 
 
-def layer_run(data: Clustered, case: Case) -> Run:
+def layer_run(data: Clustered, case: ClusterCase) -> Run:
     """Return a layer in the middle of a generation."""
-    config = SVG2Config(
-        svg2_num_q_centroids=case.queries,
-        svg2_num_k_centroids=case.keys,
-        svg2_top_p_kmeans=TOP_P,
-        svg2_min_kc_ratio=MIN_RATIO,
-        svg2_kmeans_iter_init=ITERATIONS,
-        svg2_first_layers_fp=0,
-        svg2_first_times_fp=0,
-    )
-    backend = AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN
-    asked = BackendPreference(source=Source.SETTINGS, backend=backend, config=config)
-    layer = LocalAttention(
-        HEADS,
-        HEAD_SIZE,
-        compute_dtype=torch.bfloat16,
-        site=LayerSite(name="blocks.0.attn1", layer=0, num_layers=1),
-        scope=SelectionScope(default=asked, strict=True),
-    )
-    step = iter(range(10**6))
-
-    def run() -> object:
-        known = {"latent_grid": GRID, "request_id": "bench", "cfg_branch": "cond"}
-        with set_forward_context(next(step), **known):
-            return layer(data.q, data.k, data.v)
-
+    config = {
+        "svg2_num_q_centroids": case.queries,
+        "svg2_num_k_centroids": case.keys,
+        "svg2_top_p_kmeans": TOP_P,
+        "svg2_min_kc_ratio": MIN_RATIO,
+        "svg2_kmeans_iter_init": ITERATIONS,
+        "svg2_first_layers_fp": 0,
+        "svg2_first_times_fp": 0,
+    }
+    layer = layer_on(case, "sparse_video_gen_2_attn", config, num_layers=1)
+    run = next_step_of(case, layer, (data.q, data.k, data.v))
     run()  # from random centroids
     return run
 
 
-def dense_run(data: Clustered) -> dict[str, Run]:
-    """Return FlashAttention 3 on everything, where it is installed."""
-    if importlib.util.find_spec("fa3_fwd_interface") is None:
-        return {}
-    from fa3_fwd_interface import flash_attn_func
-
-    return {"fa3, dense": lambda: flash_attn_func(data.q, data.k, data.v)}
-
-
-def measure(case: Case, rounds: int, commit: str) -> list[object]:
-    """Check and time a case; returns rows of the results file."""
-    data = cluster(
-        *make_video_qkv(GRID, HEADS, HEAD_SIZE, dtype=torch.bfloat16, device="cuda"), case
-    )
+@torch.inference_mode()
+def measure(case: ClusterCase, bench: Bench) -> None:
+    """Check, time and write a case."""
+    data = cluster(*case.video(), case)
     attention, flop, error = attention_runs(data)
     errors = {name: error(run()) for name, run in attention.items()}
     wrong = [name for name, found in errors.items() if not found <= BOUND]
@@ -246,27 +208,23 @@ def measure(case: Case, rounds: int, commit: str) -> list[object]:
     pairs = float(kept_pairs(data.keep, data.queries.counts, data.keys.counts))
     density = pairs / HEADS / TOKENS**2
     whole = {"layer": layer_run(data, case), **kmeans_runs(data)}
-    dense = dense_run(data)
-    times = interleave({**attention, **whole, **dense}, rounds=rounds)
-    shape = f"B1 H{HEADS} S{TOKENS} D{HEAD_SIZE} bf16"
+    attend = fa3()
+    dense = {DENSE: partial(attend, data.q, data.k, data.v)} if attend else {}
+    times = bench.time({**attention, **whole, **dense})
     kinds = (
         ("svg2 attention", attention, flop, f"B1 H{HEADS_OF_PART} S{TOKENS} D{HEAD_SIZE} bf16"),
-        ("svg2 layer", whole, 4 * HEAD_SIZE * pairs, shape),
-        ("svg2 dense", dense, 4 * HEAD_SIZE * HEADS * TOKENS**2, shape),
+        ("svg2 layer", whole, 4 * HEAD_SIZE * pairs, case.shape),
+        ("svg2 dense", dense, case.flop, case.shape),
     )
     versions = {
-        "fa3, dense": version_of("fa3-fwd"),
+        DENSE: version_of("fa3-fwd"),
         FLASHINFER: version_of("flashinfer-python"),
         FLASHINFER_PLANNED: version_of("flashinfer-python"),
         "k-means, flash_kmeans": version_of("flash-kmeans"),
     }
-    return [
-        row
-        for kind, names, work, described in kinds
-        if names
-        for row in rows_of(
+    for kind, names, work, described in kinds:
+        bench.write(
             {name: times[name] for name in names},
-            commit=commit,
             benchmark=kind,
             case=f"{case.name}, density {density:.3f}",
             shape=described,
@@ -275,13 +233,3 @@ def measure(case: Case, rounds: int, commit: str) -> list[object]:
             errors=errors,
             versions=versions,
         )
-    ]
-
-
-@torch.inference_mode()
-def main(arguments: argparse.Namespace) -> None:
-    """Run the cases."""
-    for case in CASES:
-        if arguments.only in case.name:
-            rows = measure(case, arguments.rounds, arguments.commit)
-            write_rows(arguments.out / "svg2.csv", rows)

@@ -5,8 +5,8 @@ Sampled rows of what the engine computes are checked against float32 by the defi
 on a small video, against the reference kernel; what is wrong is not timed, and makes the script
 fail at the end. The distance of some of a layer's rows from dense attention in float64 is a column.
 Of lists that are timed alone, what the tail derives from a plan is made once; layers make it in
-every call. Each layer, and each kind of lists, is compiled, checked, timed and written before the
-next one.
+every call. `over_without_tail` is the time over that of the same without the tail. Each layer, and
+each kind of lists, is compiled, checked, timed and written before the next one.
 
     python3 scripts/bench/run.py tail --commit HASH [--only wan] [--rounds 7] [--tiles] [--parts]
     python3 scripts/bench/run.py tail --commit HASH --layers "sol, (15|blocks)" --lists "^$"
@@ -14,27 +14,18 @@ next one.
 """
 
 import argparse
-import importlib.util
 import itertools
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 from unittest import mock
 
 import torch
-from _harness import (
-    DEVICE,
-    Row,
-    interleave,
-    relative_error,
-    rows_of,
-    version_of,
-    write_rows,
-)
+from _attention import FA3, Case, Grid, Method, fa3_run, layer_on, random_lists
+from _harness import DEVICE, Bench, Row, Run, Times, relative_error, version_of
 
 from multimodal_gen.kernels.block_sparse import tail as tail_module
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
@@ -42,28 +33,17 @@ from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.tail import PooledTail, add_tail, kept_map, pool_blocks
 from multimodal_gen.kernels.block_sparse.tuning import GluonTailTile
 from multimodal_gen.runtime.layers.attention import LocalAttention
-from multimodal_gen.runtime.layers.attention.backends.registry import backends_of
-from multimodal_gen.runtime.layers.attention.config import build_config
-from multimodal_gen.runtime.layers.attention.scope import (
-    BackendPreference,
-    LayerSite,
-    SelectionScope,
-    Source,
-)
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
-from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from tests.helpers.block_plans import tile_lists
-from tests.helpers.inputs import QKV, make_video_qkv
+from tests.helpers.inputs import QKV
 
 DENSITY = 0.15
 ROWS = 128
 MEASURED_HEADS = 4
 BOUND = 6e-3
 LAYER_BOUND = 1e-2  # of nine rows in ten: where scores are alike, another block may be chosen
-DENSE = "fa3 dense"
 FLOP = "4*H*D*pairs that are attended to exactly"
 
-Run = Callable[[], Any]
 # Other kernels of the tail, by what the results call them; None is Triton's.
 TILES: dict[str, GluonTailTile | None] = {
     "triton": None,
@@ -73,7 +53,7 @@ TILES: dict[str, GluonTailTile | None] = {
     "3 consumers, 4 stages": GluonTailTile(consumers=3, stages=4, registers=160),
 }
 # Layers, by what the results call them: backend and parameters.
-LAYERS: dict[str, tuple[str, dict[str, object]]] = {
+LAYERS: dict[str, Method] = {
     "sol, 15 % of blocks": ("sol_attn", {"topk_ratio": DENSITY}),
     "sol, tau 1": ("sol_attn", {"tau": 1.0}),
     "sol, tiles 4x4x4": ("sol_attn", {"topk_ratio": DENSITY, "tile_size": [4, 4, 4]}),
@@ -89,68 +69,21 @@ LAYERS: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class TailRow(Row):
-    """One line of `tail.csv`.
-
-    Attributes:
-        density: share of the token pairs that are attended to exactly; nan where data decide.
-        over_without_tail: time over that of the same without the tail.
-        speedup_over_fa3: time of FlashAttention 3, dense on the same tensors, over this one.
-        error_to_dense: relative L2 distance of sampled rows from dense attention in float64.
-    """
-
-    density: float
-    over_without_tail: float
-    speedup_over_fa3: float
-    error_to_dense: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One self-attention of a model."""
-
-    name: str
-    grid: tuple[int, int, int]
-    heads: int
-    head_size: int = 128
-    tile: tuple[int, int, int] = (6, 8, 8)
-
-    @property
-    def tokens(self) -> int:
-        """S."""
-        return math.prod(self.grid)
-
-    @property
-    def flop(self) -> float:
-        """FLOP of dense attention."""
-        return 4.0 * self.heads * self.head_size * self.tokens**2
-
-
+TILE: Grid = (6, 8, 8)
+SMALL_TILE: Grid = (2, 4, 4)
 CASES = (
     Case(name="wan 14B 21x45x80", grid=(21, 45, 80), heads=40),
     Case(name="hunyuan 30x48x80", grid=(30, 48, 80), heads=24),
 )
 # Ends in a cut block as that of 720p does, so that the same compilations serve both.
 SMALL = Case(name="small", grid=(6, 24, 41), heads=2)
-SMOKE = (Case(name="smoke", grid=(5, 9, 13), heads=2, head_size=32, tile=(2, 4, 4)),)
+SMOKE = (Case(name="smoke", grid=(5, 9, 13), heads=2, head_size=32),)
 
 
-def random_lists(case: Case, size: int) -> BlockPlan:
-    """Return lists of random blocks, of which each row keeps its share."""
-    blocks = Blocks.regular(case.tokens, size)
-    kept = max(1, round(DENSITY * blocks.num))
-    generator = torch.Generator(DEVICE).manual_seed(0)
-    draws = torch.rand(1, case.heads, blocks.num, blocks.num, device=DEVICE, generator=generator)
-    indices = draws.topk(kept, dim=-1).indices.sort(-1).values.int()
-    counts = indices.new_full(indices.shape[:3], kept)
-    return BlockPlan(indices=indices, counts=counts, q=blocks, kv=blocks, uniform=True)
-
-
-def window_lists(case: Case) -> BlockPlan:
+def window_lists(case: Case, tile: Grid) -> BlockPlan:
     """Return windows of 3x3x3 tiles over whole tiles, as many as the video fills."""
-    tiles = tuple(max(1, n // edge) for n, edge in zip(case.grid, case.tile, strict=True))
-    size = math.prod(case.tile)
+    tiles = tuple(max(1, n // edge) for n, edge in zip(case.grid, tile, strict=True))
+    size = math.prod(tile)
     indices, counts, uniform = tile_lists(
         ((3, 3, 3),) * case.heads, (tiles[0], tiles[1], tiles[2]), device=DEVICE
     )
@@ -203,21 +136,10 @@ def with_tile(attend: Callable[..., torch.Tensor], tile: GluonTailTile | None) -
         return attend(tail=PooledTail())
 
 
-def make_layer(
-    case: Case, heads: int, backend: str, parameters: dict[str, object]
-) -> LocalAttention:
+def make_layer(case: Case, backend: str, parameters: Mapping[str, object]) -> LocalAttention:
     """Return a layer that runs a method at its first step."""
-    name = AttentionBackendEnum(backend)
     given = {"dense_steps": None, "dense_layers": None, "dense_above": 1.0, **parameters}
-    config = build_config(backends_of(name)[0].config_cls, given, backend=backend)
-    asked = BackendPreference(source=Source.SETTINGS, backend=name, config=config)
-    return LocalAttention(
-        heads,
-        case.head_size,
-        compute_dtype=torch.bfloat16,
-        site=LayerSite(name="blocks.0.attn1", layer=0),
-        scope=SelectionScope(default=asked, strict=True),
-    )
+    return layer_on(case, backend, given)
 
 
 def run_layer(case: Case, layer: LocalAttention, qkv: QKV) -> torch.Tensor:
@@ -226,21 +148,14 @@ def run_layer(case: Case, layer: LocalAttention, qkv: QKV) -> torch.Tensor:
         return layer(*qkv)
 
 
-def kernel_error(case: Case, qkv: QKV, backend: str, given: dict[str, object]) -> float:
+def kernel_error(case: Case, qkv: QKV, backend: str, given: Mapping[str, object]) -> float:
     """Return how far a layer's kernel is from the reference: nine rows in ten are nearer."""
     found, wanted = (
-        run_layer(case, make_layer(case, case.heads, backend, {**given, "kernel": kernel}), qkv)
+        run_layer(case, make_layer(case, backend, {**given, "kernel": kernel}), qkv)
         for kernel in ("auto", "reference")
     )
     found, wanted = found.double(), wanted.double()
     return float(((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).quantile(0.9))
-
-
-def video_of(case: Case) -> QKV:
-    """Return q, k and v of a case, which vary over the video as a model's do."""
-    return make_video_qkv(
-        case.grid, case.heads, case.head_size, dtype=torch.bfloat16, device=DEVICE
-    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -275,16 +190,6 @@ def sample(qkv: QKV) -> Sample:
     return Sample(rows=rows, heads=some, wanted=wanted)
 
 
-def dense_run(qkv: QKV) -> dict[str, Run]:
-    """Return FlashAttention 3, where it is installed."""
-    if DEVICE != "cuda" or importlib.util.find_spec("fa3_fwd_interface") is None:
-        print("fa3-fwd is not installed: no speed-ups", flush=True)
-        return {}
-    from fa3_fwd_interface import flash_attn_func
-
-    return {DENSE: lambda: flash_attn_func(*qkv)}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Group:
     """What is timed in the same rounds: a layer, or lists, with and without a tail.
@@ -293,8 +198,8 @@ class Group:
         runs: what runs, by name.
         errors: relative errors of kernels; what has none is not checked.
         bound: the largest error that is right.
-        densities: see `TailRow`.
-        to_dense: see `TailRow`.
+        densities: share of the token pairs that are attended to exactly; none where data decide.
+        to_dense: relative L2 distances of sampled rows from dense attention in float64.
     """
 
     runs: dict[str, Run]
@@ -304,58 +209,45 @@ class Group:
     to_dense: dict[str, float]
 
 
-def measure(case: Case, options: Any) -> list[str]:
-    """Write the rows of a case, group by group; return the names of what was wrong.
+def measure(case: Case, bench: Bench) -> None:
+    """Check, time and write a case, group by group.
 
     What compiles late does not hold up what is written, which a script that is ended leaves.
     """
-    qkv, wrong = video_of(case), []
-    dense, layers = dense_run(qkv), layer_groups(case, qkv, options)
+    qkv, options = case.video(), bench.options
+    dense, layers = fa3_run(qkv), layer_groups(case, qkv, options)
     for group in itertools.chain(layers, list_groups(case, qkv, options)):
         runs = {**dense, **group.runs}
         for name, error in group.errors.items():
-            if not error < group.bound:
-                print(f"WRONG {name}: relative error {error:.2e}", flush=True)
-                wrong.append(name)
+            if not bench.is_right(name, error, group.bound):
                 runs.pop(name)
-        times = interleave(runs, rounds=options.rounds, block_ms=options.block_ms)
-        rows = rows_for(case, options.commit, times, group)
-        write_rows(options.out / "tail.csv", rows)
-        for row in rows:
-            print(
-                f"   {row.contender:34} x{row.over_without_tail:.3f} of without tail, "
-                f"{row.speedup_over_fa3:.2f} x fa3, error to dense {row.error_to_dense:.3g}",
-                flush=True,
-            )
-    return wrong
+        write(bench, case, bench.time(runs, block_ms=options.block_ms), group)
 
 
-def layer_groups(case: Case, qkv: QKV, options: Any) -> Iterator[Group]:
+def layer_groups(case: Case, qkv: QKV, options: argparse.Namespace) -> Iterator[Group]:
     """Yield the layers that are asked for, each with and without its tail."""
     layers = {name: given for name, given in LAYERS.items() if re.search(options.layers, name)}
     if not layers:
         return
     exact, little = sample(qkv), SMOKE[0] if options.smoke else SMALL
-    small = video_of(little)
+    small = little.video()
     for name, (backend, parameters) in layers.items():
         runs, errors, to_dense = {}, {}, {}
         for tail in ("none", "pooled"):
             label = f"{name}, tail" if tail == "pooled" else name
             given = {**parameters, "tail": tail}
             errors[label] = kernel_error(little, small, backend, given)
-            runs[label] = partial(
-                run_layer, case, make_layer(case, case.heads, backend, given), qkv
-            )
+            runs[label] = partial(run_layer, case, make_layer(case, backend, given), qkv)
             to_dense[label] = exact.error(runs[label]())
         yield Group(runs=runs, errors=errors, bound=LAYER_BOUND, densities={}, to_dense=to_dense)
 
 
-def list_groups(case: Case, qkv: QKV, options: Any) -> Iterator[Group]:
+def list_groups(case: Case, qkv: QKV, options: argparse.Namespace) -> Iterator[Group]:
     """Yield the lists that are asked for, each with and without a tail."""
     lists = {
-        "blocks of 64": partial(random_lists, case, 64),
-        "blocks of 128": partial(random_lists, case, 128),
-        "windows of tiles": partial(window_lists, case),
+        "blocks of 64": lambda: random_lists(case.tokens, case.heads, 64, share=DENSITY),
+        "blocks of 128": lambda: random_lists(case.tokens, case.heads, 128, share=DENSITY),
+        "windows of tiles": lambda: window_lists(case, SMALL_TILE if options.smoke else TILE),
     }
     generator = torch.Generator(DEVICE).manual_seed(1)
     for name, make in lists.items():
@@ -378,42 +270,35 @@ def list_groups(case: Case, qkv: QKV, options: Any) -> Iterator[Group]:
         yield Group(runs=runs, errors=errors, bound=BOUND, densities=densities, to_dense={})
 
 
-def rows_for(
-    case: Case,
-    commit: str,
-    times: dict[str, list[float]],
-    group: Group,
-) -> list[TailRow]:
-    """Return the rows of what was timed."""
+def write(bench: Bench, case: Case, times: Times, group: Group) -> None:
+    """Write the rows of what was timed."""
     medians = {name: statistics.median(found) for name, found in times.items()}
-    densities = {DENSE: 1.0, **group.densities}
-    found: list[TailRow] = []
-    for name, samples in times.items():
+    densities = {FA3: 1.0, **group.densities}
+    fa3_ms = medians.get(FA3, math.nan)
+
+    def flop(name: str) -> float:
+        # A part of a call with a tail is none that FLOP of pairs could be counted of.
+        return 0.0 if ":" in name else case.flop * densities.get(name, DENSITY)
+
+    def more(row: Row) -> Row:
+        name = row["contender"]
         plain = name.partition(":")[0].partition(", tail")[0]
-        density = densities.get(name, math.nan)
-        (row,) = rows_of(
-            {name: samples},
-            commit=commit,
-            benchmark="tail",
-            case=case.name,
-            shape=f"B1 H{case.heads} S{case.tokens} D{case.head_size} bf16",
-            # A part of a call with a tail is none that FLOP of pairs could be counted of.
-            flop=0.0 if ":" in name else case.flop * (DENSITY if math.isnan(density) else density),
-            flop_formula=FLOP,
-            errors=group.errors,
-            versions={DENSE: version_of("fa3-fwd")},
-        )
-        row = replace(row, ratio_to_best=round(medians[name] / min(medians.values()), 4))
-        found.append(
-            TailRow(
-                **asdict(row),
-                density=round(density, 4),
-                over_without_tail=round(medians[name] / medians.get(plain, math.nan), 4),
-                speedup_over_fa3=round(medians.get(DENSE, math.nan) / medians[name], 3),
-                error_to_dense=float(f"{group.to_dense.get(name, math.nan):.3g}"),
-            )
-        )
-    return found
+        return {
+            "density": round(densities.get(name, math.nan), 4),
+            "over_without_tail": round(medians[name] / medians.get(plain, math.nan), 4),
+            "speedup_over_fa3": round(fa3_ms / medians[name], 3),
+            "error_to_dense": float(f"{group.to_dense.get(name, math.nan):.3g}"),
+        }
+
+    bench.write(
+        times,
+        case,
+        flop={name: flop(name) for name in times},
+        flop_formula=FLOP,
+        errors=group.errors,
+        versions={FA3: version_of("fa3-fwd")},
+        more=more,
+    )
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -427,12 +312,3 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--layers", default="", help="layers that this expression matches; ^$ for none"
     )
     parser.add_argument("--block-ms", type=float, default=80.0, help="length of a timing (80)")
-
-
-def main(options: argparse.Namespace) -> int:
-    """Measure, print and append the rows."""
-    wrong: list[str] = []
-    for case in SMOKE if options.smoke else CASES:
-        if options.only in case.name:
-            wrong += measure(case, options)
-    return 1 if wrong else 0

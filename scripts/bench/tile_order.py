@@ -8,17 +8,15 @@ holds them and `tflops` the terabytes per second.
     python3 scripts/bench/run.py tile_order --commit HASH [--only gather] [--rounds 9]
 """
 
-import argparse
-import contextlib
-import dataclasses
-import io
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from _harness import interleave, rows_of, write_rows
+from _attention import Grid
+from _harness import Bench, Row, Run
 
 from multimodal_gen.kernels.launch.launcher import form_of
 from multimodal_gen.kernels.tile_order.api import tile_order
@@ -33,7 +31,6 @@ from multimodal_gen.kernels.tile_order.tile_order_kernel import (
 HEAD_SIZE = 128
 COPY, REFERENCE = "device copy", "reference"
 
-Run = Callable[[], object]
 Check = Callable[[str], bool]
 
 
@@ -42,8 +39,8 @@ class Case:
     """One movement at full size."""
 
     move: str
-    grid: tuple[int, int, int]
-    tile: tuple[int, int, int]
+    grid: Grid
+    tile: Grid
     heads: int
 
     @property
@@ -133,47 +130,32 @@ def scatter_runs(case: Case, device: str) -> tuple[dict[str, Run], Check]:
     return runs, check
 
 
-def bytes_of(case: Case) -> float:
-    """Return the bytes a case reads and writes."""
-    tensors = 3 if case.move.startswith("gather") else 1
-    tokens = case.grid[0] * case.grid[1] * case.grid[2]
-    return 2.0 * tensors * tokens * case.heads * HEAD_SIZE * torch.bfloat16.itemsize
-
-
-def main(arguments: argparse.Namespace) -> None:
+def measure(case: Case, bench: Bench) -> None:
     """Check every contender, then time the ones that are right."""
-    for case in CASES:
-        if arguments.only not in case.name:
-            continue
-        make = gather_runs if case.move.startswith("gather") else scatter_runs
-        runs, check = make(case, "cuda")
-        for name in [name for name in runs if name != COPY]:
-            if not check(name):
-                print(f"{case.name}: {name} is wrong, left out", flush=True)
-                del runs[name]
-        times = interleave(runs, rounds=arguments.rounds)
-        moved = bytes_of(case)
-        rows = rows_of(
-            times,
-            commit=arguments.commit,
-            benchmark="tile_order",
-            case=case.name,
-            shape=f"B1 H{case.heads} S{case.grid[0] * case.grid[1] * case.grid[2]} D{HEAD_SIZE}",
-            flop=moved,
-            flop_formula="bytes read + written; tflops is TB/s",
-            errors=dict.fromkeys(times, 0.0),
-            versions={},
+    gathers = case.move.startswith("gather")
+    runs, check = (gather_runs if gathers else scatter_runs)(case, "cuda")
+    for name in [name for name in runs if name != COPY]:
+        if not check(name):
+            print(f"{case.name}: {name} is wrong, left out", flush=True)
+            del runs[name]
+    times = bench.time(runs)
+    tokens, roof = math.prod(case.grid), statistics.median(times[COPY])
+    moved = 2.0 * (3 if gathers else 1) * tokens * case.heads * HEAD_SIZE * torch.bfloat16.itemsize
+
+    def show(row: Row) -> str:
+        return (
+            f"   {row['contender']:40} {moved / row['median_ms'] / 1e6:7.0f} GB/s  "
+            f"{roof / row['median_ms']:.3f} of the copy"
         )
-        rows = [
-            dataclasses.replace(row, tflops=round(moved / row.median_ms / 1e9, 3)) for row in rows
-        ]
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints TFLOP/s
-            write_rows(arguments.out / "tile_order.csv", rows)
-        roof = statistics.median(times[COPY])
-        print(f"-- {case.name}: {moved / 1e9:.2f} GB", flush=True)
-        for row in sorted(rows, key=lambda row: row.median_ms):
-            print(
-                f"   {row.contender:40} {moved / row.median_ms / 1e6:7.0f} GB/s  "
-                f"{roof / row.median_ms:.3f} of the copy",
-                flush=True,
-            )
+
+    print(f"-- {case.name}: {moved / 1e9:.2f} GB", flush=True)
+    bench.write(
+        times,
+        case,
+        shape=f"B1 H{case.heads} S{tokens} D{HEAD_SIZE}",
+        flop=moved,
+        flop_formula="bytes read + written; tflops is TB/s",
+        errors=dict.fromkeys(times, 0.0),
+        more=lambda row: {"tflops": round(moved / row["median_ms"] / 1e9, 3)},
+        show=show,
+    )

@@ -10,14 +10,14 @@ cells of tiles takes.
 
 import argparse
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
-from _harness import interleave, relative_error, rows_of, write_rows
+from _attention import Case, Grid
+from _harness import Bench, Run, relative_error
 
 from multimodal_gen.kernels.block_sparse import steps_kernel
 from multimodal_gen.kernels.select import tile_kernel as kernel
@@ -44,19 +44,15 @@ VARIANTS = {
     for warps in (1, 2, 4, 8)
 }
 
-Runs = dict[str, Callable[[], torch.Tensor]]
+Runs = dict[str, Run]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class TiledCase(Case):
     """One latent grid, its tiles, and the share of them that is kept."""
 
-    name: str
-    grid: tuple[int, int, int]
-    tile: tuple[int, int, int]
-    heads: int
+    tile: Grid = (4, 4, 4)
     keep: float = 0.1
-    head_size: int = 128
 
     @property
     def shape(self) -> str:
@@ -66,10 +62,10 @@ class Case:
 
 
 CASES = (
-    Case(name="30x48x80", grid=(30, 48, 80), tile=(4, 4, 4), heads=24),
-    Case(name="21x45x80", grid=(21, 45, 80), tile=(4, 4, 4), heads=40),
-    Case(name="21x30x52", grid=(21, 30, 52), tile=(4, 4, 4), heads=12),
-    Case(name="21x45x80 by 256", grid=(21, 45, 80), tile=(4, 8, 8), heads=40),
+    TiledCase(name="30x48x80", grid=(30, 48, 80), heads=24),
+    TiledCase(name="21x45x80", grid=(21, 45, 80), heads=40),
+    TiledCase(name="21x30x52", grid=(21, 30, 52), heads=12),
+    TiledCase(name="21x45x80 by 256", grid=(21, 45, 80), tile=(4, 8, 8), heads=40),
 )
 
 
@@ -156,8 +152,8 @@ def select_errors(
     }
 
 
-def measure(case: Case, options: Any) -> list[object]:
-    """Check and time the three stages of a case; returns rows of the results file."""
+def measure(case: TiledCase, bench: Bench) -> None:
+    """Check, time and write the stages of a case."""
     order = tile_order(case.grid, case.tile, "cuda")
     torch.manual_seed(0)
     shape = (1, order.num_tokens, case.heads, case.head_size)
@@ -191,43 +187,30 @@ def measure(case: Case, options: Any) -> list[object]:
         "lists": (maps, 0.0),
         "gate": ({"gated sum": lambda: add_gated(summed, k, coarse, *tiles, **cut)}, 0.0),
     }
-    rows: list[object] = []
     for stage, (runs, flop) in stages.items():
-        if options.only not in stage:
+        if bench.options.only not in stage:
             continue
         right = {name: run for name, run in runs.items() if errors[name] < BOUND}
         for name in runs.keys() - right.keys():
             print(f"{case.name}: {name} is wrong, error {errors[name]:.2e}")
         if not right:
             continue
-        times = interleave(right, rounds=options.rounds, block_ms=options.block_ms)
-        rows += rows_of(
+        times = bench.time(right, block_ms=bench.options.block_ms)
+        bench.write(
             times,
-            commit=options.commit,
-            benchmark="tile_pool",
             case=f"{case.name} {stage}",
             shape=case.shape,
             flop=flop,
             flop_formula="2*H*N*N*D",
             errors=errors,
-            versions={},
         )
         if stage in ("pool", "gate"):
             moved = {"pool": 2, "gate": 3}[stage] * q.numel() * q.element_size()
             (samples,) = times.values()
             print(f"{case.name} {stage}: {moved / statistics.median(samples) / 1e9:.2f} TB/s")
-    return rows
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark alone."""
     parser.add_argument("--case", default="", help="cases whose name contains this")
     parser.add_argument("--block-ms", type=float, default=150.0, help="length of a timing (150)")
-
-
-def main(options: argparse.Namespace) -> None:
-    """Measure every case."""
-    torch.backends.cuda.matmul.allow_tf32 = False
-    for case in CASES:
-        if options.case in case.name:
-            write_rows(options.out / "tile_pool.csv", measure(case, options))

@@ -1,9 +1,10 @@
 """One training step of Wan2.1-T2V with random bf16 weights: stock diffusers against `apply`.
 
 Forward, backward with gradient checkpointing, and AdamW on all weights, at batch 1; time and peak
-memory. Contenders take turns on one model. Gradients of dense ones are checked against the first
-one's; of the others, that they are finite, and that every self-attention ran sparse. Their distance
-from the dense gradients is a column: with random weights it says how much attention there is.
+memory of a step. Contenders take turns on one model. Gradients of dense ones are checked against
+the first one's; of the others, that they are finite, and that every self-attention ran sparse.
+Their distance from the dense gradients is a column: with random weights it says how much attention
+there is.
 
     python3 scripts/bench/run.py train_step --commit HASH [--only 1.3B] [--rounds 3]
         [--contenders "stock native,apply video_sparse_attn"]
@@ -12,22 +13,23 @@ from the dense gradients is a column: with random weights it says how much atten
 
 import argparse
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
-from _harness import (
-    DEVICE,
-    Row,
-    event_ms,
-    relative_error,
-    rows_of,
-    shuffled_rounds,
-    version_of,
-    write_rows,
-)
+from _harness import DEVICE, Bench, relative_error, time_calls, version_of
 from diffusers import WanTransformer3DModel
-from wan_forward import CASES, SMOKE, SPARSE, Case, Contexts, build, pick, sparse_backend, stock
+from wan_forward import CASES as CASES
+from wan_forward import SMOKE as SMOKE
+from wan_forward import (
+    Case,
+    Contexts,
+    applied,
+    build,
+    listed,
+    pick,
+    sparse_backend,
+    stock,
+)
 
 import multimodal_gen
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
@@ -38,32 +40,15 @@ WATCHED = ("blocks.0.attn1.to_q.weight", "blocks.1.attn1.to_k.weight", "blocks.1
 FLOP = "18*L*H*S*S*D: self-attention forward twice and backward, as if dense"
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainRow(Row):
-    """One line of `train_step.csv`.
-
-    Attributes:
-        peak_gib: peak memory of a step.
-    """
-
-    peak_gib: float
-
-
 def contenders(model: WanTransformer3DModel) -> Contexts:
     """Return what to compare, each as a context in which the model runs."""
-
-    def applied(backend: str | None) -> Callable[[], multimodal_gen.AttentionHandle]:
-        return lambda: multimodal_gen.apply(
-            model, attention_backend=backend, attention_backend_config=SPARSE.get(backend or "")
-        )
-
-    dense = {"apply auto": applied(None)}
+    dense = {"apply auto": partial(applied, model)}
     if DEVICE == "cuda":
-        dense["apply triton_attn"] = applied("triton_attn")
+        dense["apply triton_attn"] = partial(applied, model, "triton_attn")
     return {
         "stock native": lambda: stock("native"),
         **dense,
-        **{f"apply {backend}": applied(backend) for backend in METHODS},
+        **{f"apply {backend}": partial(applied, model, backend) for backend in METHODS},
     }
 
 
@@ -134,52 +119,28 @@ def check(training: Training, contexts: Contexts) -> dict[str, float]:
     return errors
 
 
-def measure(
-    training: Training, contexts: Contexts, rounds: int
-) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Return times and peak memory, in GiB, of every contender."""
-    times: dict[str, list[float]] = {name: [] for name in contexts}
-    peaks = dict.fromkeys(contexts, math.nan)
-    training.step()  # which makes the optimizer's state
-    for name in shuffled_rounds(contexts, rounds):
-        with contexts[name]():
-            if DEVICE == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            times[name].append(event_ms(training.step))
-            if DEVICE == "cuda":
-                peaks[name] = torch.cuda.max_memory_allocated() / 2**30
-    return times, peaks
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark alone."""
     parser.add_argument("--contenders", default="", help="names by commas; all by default")
 
 
-def main(options: argparse.Namespace) -> int:
-    """Check, time and write every case."""
-    names = [name.strip() for name in options.contenders.split(",") if name]
-    for case in SMOKE if options.smoke else CASES:
-        if options.only not in case.name:
-            continue
-        training = Training(case)
-        contexts = pick(contenders(training.model), names)
-        errors = check(training, contexts)
-        times, peaks = measure(training, contexts, options.rounds)
-        rows = rows_of(
-            times,
-            commit=options.commit,
-            benchmark="train_step",
-            case=case.name,
-            shape=f"B1 H{case.heads} S{case.tokens} D128 L{case.layers} bf16",
-            flop=4.5 * case.flop,
-            flop_formula=FLOP,
-            errors=errors,
-            versions=dict.fromkeys(times, version_of("diffusers")),
-        )
-        made = [TrainRow(**asdict(row), peak_gib=round(peaks[row.contender], 2)) for row in rows]
-        write_rows(options.out / "train_step.csv", made)
-        for row in made:
-            print(f"   {row.contender:28} peak {row.peak_gib:.2f} GiB", flush=True)
-        del training
-    return 0
+def measure(case: Case, bench: Bench) -> None:
+    """Check, time and write a case."""
+    training = Training(case)
+    contexts = pick(contenders(training.model), listed(bench.options.contenders))
+    errors = check(training, contexts)
+    training.step()  # which makes the optimizer's state
+    times, peaks = time_calls(
+        dict.fromkeys(contexts, training.step),
+        bench.options.rounds,
+        around=lambda name: contexts[name](),
+    )
+    bench.write(
+        times,
+        case,
+        flop=4.5 * case.flop,
+        flop_formula=FLOP,
+        errors=errors,
+        versions=version_of("diffusers"),
+        more=lambda row: {"peak_gib": round(peaks[row["contender"]], 2)},
+    )

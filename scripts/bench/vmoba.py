@@ -10,25 +10,17 @@ dense parts, and its name says so.
     python3 scripts/bench/run.py vmoba --commit HASH --smoke    # a tiny case, on any machine
 """
 
-import argparse
+import importlib
 import importlib.util
 import math
 import statistics
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import _flash_attn_2
 import torch
-import torch.nn.functional as F
-from _harness import (
-    DEVICE,
-    Row,
-    interleave,
-    relative_error,
-    rows_of,
-    version_of,
-    write_rows,
-)
+from _attention import DTYPE, FA3, Case, Grid, dense_run
+from _harness import DEVICE, Bench, Row, Run, relative_error, version_of
 
 from multimodal_gen.kernels.block_sparse.api import rows_for_choice
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
@@ -46,40 +38,23 @@ from multimodal_gen.runtime.layers.attention.sparse.methods.vmoba_upstream impor
     attend_upstream,
 )
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout, SparseCall
-from tests.helpers.inputs import QKV, make_video_qkv
 
-HEAD_SIZE = 128
 SAMPLED = 24
 BOUND = 6e-3
 FLOP = "4*H*D*kept pairs"
-DENSE = ("fa3 dense", "sdpa dense")
+DENSE = (FA3, "sdpa dense")
 # It copies every query once per chunk that it selects, which takes tens of GB with more heads.
 MOST_HEADS_OF_THEIRS = 12
 THEIRS, THEIRS_ON_FA3 = "fastvideo-kernel", "fastvideo-kernel on fa3"
 
-Run = Callable[[], torch.Tensor]
-
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class ChunkCase(Case):
     """A setting of the authors, or a tiny one."""
 
-    name: str
-    grid: tuple[int, int, int]
-    chunk: tuple[int, int, int]
+    chunk: Grid
     topk: int
-    heads: int
     smooth: bool = True
-    head_size: int = HEAD_SIZE
-
-
-@dataclass(frozen=True, kw_only=True)
-class VMoBARow(Row):
-    """One line of `vmoba.csv`; see above."""
-
-    density: float
-    union: float
-    over_ideal: float
 
 
 KINDS = {
@@ -87,7 +62,7 @@ KINDS = {
     "720p": ((21, 45, 80), (((3, 45, 80), 2), ((21, 9, 10), 10), ((7, 15, 20), 9))),
 }
 CASES = [
-    Case(
+    ChunkCase(
         name=f"{size} {kind}, {heads} heads{'' if smooth else ', normal'}",
         grid=grid,
         chunk=chunk,
@@ -100,7 +75,7 @@ CASES = [
     for heads, smooth in ((12, True), (12, False), (40, True))
 ]
 SMOKE = [
-    Case(name="smoke", grid=(4, 6, 8), chunk=(2, 3, 4), topk=3, heads=2, head_size=32),
+    ChunkCase(name="smoke", grid=(4, 6, 8), chunk=(2, 3, 4), topk=3, heads=2, head_size=32),
 ]
 
 
@@ -118,17 +93,10 @@ class ChunkCall:
         return select_chunks(stats.query, stats.chunks, stats.own, self.rule)
 
 
-def make_call(case: Case) -> ChunkCall:
+def make_call(case: ChunkCase) -> ChunkCall:
     """Return the call of a case, its chunks and the rule."""
-    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-    if case.smooth:
-        qkv = make_video_qkv(case.grid, case.heads, case.head_size, dtype=dtype, device=DEVICE)
-    else:
-        shape = (1, math.prod(case.grid), case.heads, case.head_size)
-        generator = torch.Generator(DEVICE).manual_seed(0)
-        drawn = (torch.randn(shape, generator=generator, device=DEVICE) for _ in range(3))
-        qkv = QKV(*(x.to(dtype) for x in drawn))
-    tokens = math.prod(case.grid)
+    qkv = case.video(DTYPE) if case.smooth else case.normal()
+    tokens = case.tokens
     layout = SequenceLayout(grid=case.grid, start=0, num_queries=tokens, num_keys=tokens)
     call = SparseCall(
         query=qkv.query,
@@ -141,33 +109,24 @@ def make_call(case: Case) -> ChunkCall:
     return ChunkCall(call=call, chunks=chunks, rule=Rule(topk=case.topk))
 
 
-def make_contenders(given: ChunkCall) -> dict[str, Run]:
-    """Return what can run here; the rest is named and left out."""
+def contenders(given: ChunkCall) -> Iterator[tuple[str, Run]]:
+    """Yield what can run here; the rest is named and left out."""
     call, chunks, rule = given.call, given.chunks, given.rule
-    query, key, value = call.query, call.key, call.value
-    found: dict[str, Run] = {"vmoba layer": lambda: attend_choice(call, chunks, given.select()[0])}
-    if DEVICE == "cuda" and importlib.util.find_spec("fa3_fwd_interface"):
-        dense = importlib.import_module("fa3_fwd_interface").flash_attn_func
-
-        def fa3() -> torch.Tensor:
-            out = dense(query, key, value)
-            return out[0] if isinstance(out, tuple) else out
-
-        found["fa3 dense"] = fa3
-    else:
-        print("left out: fa3 dense, needs fa3-fwd and a GPU")
-        heads_first = [x.transpose(1, 2) for x in (query, key, value)]
-        found["sdpa dense"] = lambda: F.scaled_dot_product_attention(*heads_first).transpose(1, 2)
-    upstream = find_upstream(fa3="fa3 dense" in found)
+    yield "vmoba layer", lambda: attend_choice(call, chunks, given.select()[0])
+    name, dense, _ = dense_run((call.query, call.key, call.value))
+    yield name, dense
+    upstream, heads = find_upstream(fa3=name == FA3), call.query.shape[2]
     if upstream is None:
         print("left out: fastvideo-kernel, needs it and flash-attn 2, or fa3-fwd instead")
-    elif query.shape[2] > MOST_HEADS_OF_THEIRS:
-        print(f"left out: fastvideo-kernel, copies the queries of {query.shape[2]} heads per chunk")
+    elif heads > MOST_HEADS_OF_THEIRS:
+        print(f"left out: fastvideo-kernel, copies the queries of {heads} heads per chunk")
     else:
-        found[upstream] = lambda: attend_upstream(
-            call, chunks.keys.order, rule, keeps_own=False, backend="vmoba_attn"
+        yield (
+            upstream,
+            lambda: attend_upstream(
+                call, chunks.keys.order, rule, keeps_own=False, backend="vmoba_attn"
+            ),
         )
-    return found
 
 
 def find_upstream(*, fa3: bool) -> str | None:
@@ -209,74 +168,43 @@ def union(given: ChunkCall, pairs: float) -> float:
     return float(plan.pairs().sum()) / (pairs * heads / call.query.shape[2])
 
 
-def measure(case: Case, *, commit: str, rounds: int) -> tuple[list[VMoBARow], list[str]]:
-    """Check and time a case; returns its rows and who was wrong."""
+@torch.no_grad()
+def measure(case: ChunkCase, bench: Bench) -> None:
+    """Check, time and write a case."""
     given = make_call(case)
-    layout, contenders = given.call.layout, make_contenders(given)
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(0, layout.num_video, (SAMPLED,), generator=generator).to(DEVICE)
-    errors, wrong = {}, []
-    for name, run in list(contenders.items()):
-        wanted = expected(given, rows, dense=name in DENSE)
-        errors[name] = relative_error(run()[0, rows], wanted)
-        if not errors[name] < BOUND:
-            print(f"WRONG {case.name} {name}: relative error {errors[name]:.2e}")
-            wrong.append(f"{case.name} {name}")
-            del contenders[name]
-    times = interleave(contenders, rounds=rounds, block_ms=80.0)
+    rows = torch.randint(0, case.tokens, (SAMPLED,), generator=generator).to(DEVICE)
+
+    def error_of(name: str, run: Run) -> float:
+        return relative_error(run()[0, rows], expected(given, rows, dense=name in DENSE))
+
+    right, errors = bench.check(contenders(given), error_of, BOUND)
+    times = bench.time(right, block_ms=80.0)
     kept = float(given.select()[1])
-    density = kept / (case.heads * layout.num_video**2)
+    density = kept / (case.heads * case.tokens**2)
     ideal = density * min(statistics.median(times[name]) for name in DENSE if name in times)
-    every = case.heads * layout.num_video**2
-    written = []
-    for row in rows_of(
+
+    def more(row: Row) -> Row:
+        name = row["contender"]
+        return {
+            "density": 1.0 if name in DENSE else round(density, 4),
+            "union": round(union(given, kept), 3) if name == "vmoba layer" else 1.0,
+            "over_ideal": round(row["median_ms"] / ideal, 3),
+        }
+
+    theirs, fa3 = version_of("fastvideo-kernel"), version_of("fa3-fwd")
+    bench.write(
         times,
-        commit=commit,
-        benchmark="vmoba",
-        case=case.name,
-        shape=f"B1 H{case.heads} S{layout.num_video} D{case.head_size} chunk {case.chunk} "
+        case,
+        shape=f"B1 H{case.heads} S{case.tokens} D{case.head_size} chunk {case.chunk} "
         f"topk {case.topk}",
-        flop=4.0 * case.head_size * kept,
+        flop={name: case.flop if name in DENSE else 4.0 * case.head_size * kept for name in times},
         flop_formula=FLOP,
         errors=errors,
         versions={
-            "fa3 dense": version_of("fa3-fwd"),
-            THEIRS: f"{version_of('fastvideo-kernel')}, {version_of('flash-attn')}",
-            THEIRS_ON_FA3: f"{version_of('fastvideo-kernel')}, "
-            f"dense parts by {version_of('fa3-fwd')}",
+            FA3: fa3,
+            THEIRS: f"{theirs}, {version_of('flash-attn')}",
+            THEIRS_ON_FA3: f"{theirs}, dense parts by {fa3}",
         },
-    ):
-        dense = row.contender in DENSE
-        written.append(
-            VMoBARow(
-                **{
-                    **asdict(row),
-                    "flop": 4.0 * case.head_size * (every if dense else kept),
-                    "tflops": round(
-                        4.0 * case.head_size * (every if dense else kept) / row.median_ms / 1e9, 1
-                    ),
-                },
-                density=1.0 if dense else round(density, 4),
-                union=round(union(given, kept), 3) if row.contender == "vmoba layer" else 1.0,
-                over_ideal=round(row.median_ms / ideal, 3),
-            )
-        )
-    return written, wrong
-
-
-def main(arguments: argparse.Namespace) -> None:
-    """Measure the cases and append their rows."""
-    torch.set_grad_enabled(False)
-    wrong = []
-    for case in SMOKE if arguments.smoke else CASES:
-        if arguments.only in case.name:
-            rows, failed = measure(case, commit=arguments.commit, rounds=arguments.rounds)
-            write_rows(arguments.out / "vmoba.csv", rows)
-            for row in rows:
-                print(
-                    f"  {row.case}, {row.contender}: {row.over_ideal} of ideal, union {row.union}",
-                    flush=True,
-                )
-            wrong += failed
-    if wrong:
-        raise SystemExit(f"wrong: {', '.join(wrong)}")
+        more=more,
+    )

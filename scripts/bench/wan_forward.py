@@ -15,16 +15,15 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from _harness import (
     DEVICE,
-    event_ms,
+    Bench,
     relative_error,
-    rows_of,
-    shuffled_rounds,
+    time_calls,
     version_of,
-    write_rows,
 )
 from diffusers import WanTransformer3DModel
 from diffusers.models.attention_dispatch import attention_backend
@@ -91,6 +90,11 @@ class Case:
         return math.prod(self.grid)
 
     @property
+    def shape(self) -> str:
+        """What the results file calls it."""
+        return f"B1 H{self.heads} S{self.tokens} D128 L{self.layers} bf16"
+
+    @property
     def flop(self) -> float:
         """Operations of dense self-attention, the part that differs."""
         return 4.0 * self.layers * self.heads * self.tokens**2 * 128
@@ -140,22 +144,23 @@ def stock(name: str) -> Iterator[None]:
         yield
 
 
+def applied(model: torch.nn.Module, backend: str | None = None) -> multimodal_gen.AttentionHandle:
+    """Run a model on a backend with what `SPARSE` has for it, or on the automatic choice."""
+    return multimodal_gen.apply(
+        model, attention_backend=backend, attention_backend_config=SPARSE.get(backend or "")
+    )
+
+
 def contenders(model: WanTransformer3DModel) -> Contexts:
     """Return what to compare, each as a context in which the model runs."""
-
-    def applied(backend: str | None, config: dict[str, object] | None = None) -> Context:
-        return lambda: multimodal_gen.apply(
-            model, attention_backend=backend, attention_backend_config=config
-        )
-
     cudnn = {} if DEVICE == "cpu" else {"stock _native_cudnn": lambda: stock("_native_cudnn")}
     return {
         "stock native": lambda: stock("native"),
         **cudnn,
-        "apply torch_sdpa": applied("torch_sdpa"),
-        "apply auto": applied(None),
-        "apply sage_attn": applied("sage_attn"),
-        **{f"apply {backend}": applied(backend, config) for backend, config in SPARSE.items()},
+        "apply torch_sdpa": partial(applied, model, "torch_sdpa"),
+        "apply auto": partial(applied, model),
+        "apply sage_attn": partial(applied, model, "sage_attn"),
+        **{f"apply {backend}": partial(applied, model, backend) for backend in SPARSE},
     }
 
 
@@ -218,21 +223,6 @@ def check(
     return errors
 
 
-def measure(
-    model: WanTransformer3DModel,
-    inputs: dict[str, torch.Tensor],
-    contexts: Contexts,
-    rounds: int,
-) -> dict[str, list[float]]:
-    """Return times of every contender; a warm-up must have been."""
-    times: dict[str, list[float]] = {name: [] for name in contexts}
-    for name in shuffled_rounds(contexts, rounds):
-        # Attaching is outside the timed region.
-        with torch.inference_mode(), contexts[name]():
-            times[name].append(event_ms(lambda: model(**inputs, return_dict=False)))
-    return times
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark alone."""
     parser.add_argument("--contenders", default="", help="names by commas; all by default")
@@ -252,33 +242,31 @@ def pick(contexts: Contexts, names: list[str]) -> Contexts:
     return {name: context for name, context in contexts.items() if not names or name in names}
 
 
-def main(arguments: argparse.Namespace) -> None:
-    """Check, then time, eager and regionally compiled; append to `wan_forward.csv`."""
-    modes = listed(arguments.modes)
+def measure(case: Case, bench: Bench) -> None:
+    """Check, then time, eager and regionally compiled, and write a case."""
+    options = bench.options
+    modes = listed(options.modes)
     if not set(modes) <= set(MODES):
         raise argparse.ArgumentError(None, f"--modes must be among {', '.join(MODES)}, got {modes}")
-    for case in SMOKE if arguments.smoke else CASES:
-        if arguments.only not in case.name:
-            continue
-        model, inputs = build(case)
-        contexts = pick(contenders(model), listed(arguments.contenders))
-        for mode in modes:
-            if mode == "compiled":
-                model.compile_repeated_blocks(
-                    fullgraph=True, backend="eager" if arguments.smoke else "inductor"
-                )
-            errors = check(case, model, inputs, contexts)
-            times = measure(model, inputs, contexts, arguments.rounds)
-            rows = rows_of(
-                times,
-                commit=arguments.commit,
-                benchmark="wan_forward",
-                case=f"{case.name}, {mode}",
-                shape=f"B1 H{case.heads} S{case.tokens} D128 L{case.layers} bf16",
-                flop=case.flop,
-                flop_formula="4*L*H*S*S*D, self-attention only, as if dense",
-                errors=errors,
-                versions=dict.fromkeys(times, version_of("diffusers")),
+    model, inputs = build(case)
+    contexts = pick(contenders(model), listed(options.contenders))
+    for mode in modes:
+        if mode == "compiled":
+            model.compile_repeated_blocks(
+                fullgraph=True, backend="eager" if options.smoke else "inductor"
             )
-            write_rows(arguments.out / "wan_forward.csv", rows)
-        del model
+        errors = check(case, model, inputs, contexts)
+        with torch.inference_mode():
+            times, _ = time_calls(
+                dict.fromkeys(contexts, lambda: model(**inputs, return_dict=False)),
+                options.rounds,
+                around=lambda name: contexts[name](),
+            )
+        bench.write(
+            times,
+            case,
+            case=f"{case.name}, {mode}",
+            flop_formula="4*L*H*S*S*D, self-attention only, as if dense",
+            errors=errors,
+            versions=version_of("diffusers"),
+        )

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -36,6 +36,17 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
         return found
 
     return load
+
+
+@pytest.fixture
+def bench_of(bench: Callable[[str], ModuleType], tmp_path: Path) -> Callable[..., object]:
+    """Return a run of a benchmark that writes one round into a folder of the test."""
+
+    def make(name: str, **options: object) -> object:
+        known = {"commit": "c0ffee", "rounds": 1, "out": tmp_path, "smoke": True}
+        return bench("_harness").Bench(name, SimpleNamespace(**known, **options))
+
+    return make
 
 
 @pytest.fixture

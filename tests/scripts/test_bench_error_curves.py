@@ -3,27 +3,17 @@
 import csv
 import importlib
 import math
-import sys
-from pathlib import Path
 
 import pytest
 
-BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
-MODULES = ("_harness", "tail", "error_curves", "plot_error_curves")
-
 
 @pytest.fixture
-def curves(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCH))
-    for name in MODULES:
-        sys.modules.pop(name, None)
-    module = importlib.import_module("error_curves")
+def curves(bench, monkeypatch):
+    module, harness = bench("error_curves"), bench("_harness")
     methods = {name: module.METHODS[name] for name in ("top-k", "svg2")}
     monkeypatch.setattr(module, "METHODS", methods)
-    monkeypatch.setattr(module, "interleave", lambda runs, **_: {key: [2.0] for key in runs})
-    yield module
-    for name in MODULES:
-        sys.modules.pop(name, None)
+    monkeypatch.setattr(harness, "interleave", lambda runs, **_: {key: [2.0] for key in runs})
+    return module
 
 
 def run(folder):

@@ -29,7 +29,7 @@ def test_a_smoke_run_writes_a_row_per_contender(run_bench, tmp_path):
     assert "left out: thu-ml/SLA" in result.out
 
 
-def test_a_wrong_output_is_named_and_not_timed(sla, monkeypatch, capsys):
+def test_a_wrong_output_is_named_and_not_timed(sla, bench_of, monkeypatch, capsys, tmp_path):
     case = sla.SMOKE[0]
     contenders = sla.Setting.contenders
 
@@ -41,9 +41,11 @@ def test_a_wrong_output_is_named_and_not_timed(sla, monkeypatch, capsys):
             yield name, contender
 
     monkeypatch.setattr(sla.Setting, "contenders", tampered)
-    rows, wrong = sla.measure(case, 1, "c0ffee")
-    assert wrong == ["sla layer"]
-    assert "sla layer" not in [row.contender for row in rows]
+    run = bench_of("sla", backward=False)
+    sla.measure(case, run)
+    assert run.wrong == ["sla layer"]
+    with (tmp_path / "sla.csv").open() as file:
+        assert "sla layer" not in [row["contender"] for row in csv.DictReader(file)]
     assert "WRONG sla layer: relative error 1.00e-01" in capsys.readouterr().out
 
 
@@ -57,7 +59,9 @@ def test_rows_whose_selection_is_too_close_are_left_out(sla):
         assert sparse.isnan().all()
 
 
-def test_backward_passes_are_timed_where_their_gradients_agree(sla, monkeypatch, capsys):
+def test_backward_passes_are_timed_where_their_gradients_agree(
+    sla, bench_of, monkeypatch, capsys, tmp_path
+):
     runs = sla.backward_runs
 
     def with_another(setting):
@@ -66,6 +70,10 @@ def test_backward_passes_are_timed_where_their_gradients_agree(sla, monkeypatch,
             yield "wrong", "", lambda run=run: tuple(2 * x for x in run()), heads_first
 
     monkeypatch.setattr(sla, "backward_runs", with_another)
-    (row,), wrong = sla.measure_backward(sla.SMOKE[0], 1, "c0ffee")
-    assert (row.contender, row.benchmark, wrong) == ("sla layer", "sla backward", ["wrong"])
-    assert "WRONG wrong: 1.00e+00 from the layer's gradients" in capsys.readouterr().out
+    run = bench_of("sla", backward=True)
+    sla.measure(sla.SMOKE[0], run)
+    with (tmp_path / "sla.csv").open() as file:
+        (row,) = csv.DictReader(file)
+    assert (row["contender"], row["benchmark"]) == ("sla layer", "sla backward")
+    assert run.wrong == ["wrong"]
+    assert "WRONG wrong: relative error 1.00e+00" in capsys.readouterr().out

@@ -63,3 +63,12 @@ def test_a_run_needs_the_commit_that_it_measures(bench, capsys):
     with pytest.raises(SystemExit, match="2"):
         bench("run").main(["vmoba", "--smoke"])
     assert "required: --commit" in capsys.readouterr().err
+
+
+def test_rows_of_other_columns_are_not_appended(bench, tmp_path):
+    write, table = bench("_harness").write_table, tmp_path / "table.csv"
+    for _ in range(2):
+        write(table, [{"case": "smoke", "median_ms": 1.0}])
+    assert table.read_text() == "case,median_ms\nsmoke,1.0\nsmoke,1.0\n"
+    with pytest.raises(SystemExit, match=r"must have the columns \['case', 'density'\], got"):
+        write(table, [{"case": "smoke", "density": 1.0}])

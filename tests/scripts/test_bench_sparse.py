@@ -104,7 +104,9 @@ def test_padded_pairs_count_every_tile_as_full(cases) -> None:
     assert replace(case, grid=(8, 8, 12), sparsity=0.7).kept == 4
 
 
-def test_a_contender_that_is_wrong_or_fails_is_not_timed(sparse, cases, contenders, capsys) -> None:
+def test_a_contender_that_is_wrong_or_fails_is_not_timed(
+    sparse, cases, contenders, bench_of, capsys
+) -> None:
     case = ragged(cases)
     inputs = cases.make_inputs(case, "cpu")
     expected = cases.expect(case, inputs)
@@ -124,14 +126,17 @@ def test_a_contender_that_is_wrong_or_fails_is_not_timed(sparse, cases, contende
         "fails": contender(fails),
         "nan": contender(lambda: dense * math.nan),
     }
-    right, errors, wrong = sparse.check(made, expected)
+    run = bench_of("sparse")
+    right, errors = sparse.check(made, expected, run)
     assert list(right) == ["right"]
-    assert wrong == ["scaled", "fails", "nan"]
+    assert run.wrong == ["scaled", "fails", "nan"]
     assert errors["scaled"] == pytest.approx(0.01, rel=1e-3)
     assert "no kernel image" in capsys.readouterr().out
 
 
-def test_rows_give_speed_ups_and_rates_on_kept_and_padded_pairs(sparse, cases, contenders) -> None:
+def test_rows_give_speed_ups_and_rates_on_kept_and_padded_pairs(
+    sparse, cases, contenders, bench_of
+) -> None:
     case = ragged(cases, grid=(5, 4, 4), heads=1, head_size=64, vsa_tile=(4, 4, 4))
     made = {
         name: contenders.Contender(
@@ -139,24 +144,26 @@ def test_rows_give_speed_ups_and_rates_on_kept_and_padded_pairs(sparse, cases, c
         )
         for name, kind in (("fa3 dense", "dense"), ("vsa layer", "vsa"))
     }
-    measured = sparse.Measured(
-        case=case,
-        contenders=made,
+    run = bench_of("sparse")
+    dense, layer = sparse.write(
+        run,
+        case,
+        made,
+        {"fa3 dense": [3.0, 4.0, 5.0], "vsa layer": [1.0, 1.0, 1.0]},
+        {"dense": 1.0, "vsa": 0.5},
         errors={"fa3 dense": 1e-3, "vsa layer": 2e-3},
-        times={"fa3 dense": [3.0, 4.0, 5.0], "vsa layer": [1.0, 1.0, 1.0]},
-        densities={"fa3 dense": 1.0, "vsa layer": 0.5},
         memory={"vsa layer": 0.07},
-        pieces={"vsa layer": {"engine": [0.75], "rest": [0.25]}},
     )
-    dense, layer, engine, rest = sparse.make_rows(measured, "c0ffee")
-    assert (dense.speedup_over_fa3, layer.speedup_over_fa3) == (1.0, 4.0)
-    assert dense.flop == 4 * 64 * 80**2
-    assert layer.flop == dense.flop / 2
-    assert (layer.extra_memory_share, layer.density, layer.version) == (0.07, 0.5, "v 1")
-    assert math.isnan(dense.extra_memory_share)
+    pieces = {"engine": [0.75], "rest": [0.25]}
+    engine, rest = sparse.write_pieces(run, case, "vsa layer", pieces, 0.5)
+    assert (dense["speedup_over_fa3"], layer["speedup_over_fa3"]) == (1.0, 4.0)
+    assert dense["flop"] == 4 * 64 * 80**2
+    assert layer["flop"] == dense["flop"] / 2
+    assert (layer["extra_memory_share"], layer["density"], layer["version"]) == (0.07, 0.5, "v 1")
+    assert math.isnan(dense["extra_memory_share"])
     assert sparse._padding(case, "vsa", 0.5) == 128 * 64 / (0.5 * 80**2)
-    assert (engine.contender, engine.median_ms) == ("vsa layer: engine", 0.75)
-    assert (rest.benchmark, rest.density) == ("sparse pieces", 0.5)
+    assert (engine["contender"], engine["median_ms"]) == ("vsa layer: engine", 0.75)
+    assert (rest["benchmark"], rest["density"]) == ("sparse pieces", 0.5)
 
 
 def test_the_pieces_of_a_layer_add_up_to_its_time(sparse, cases, contenders) -> None:
@@ -175,9 +182,10 @@ def test_the_pieces_of_a_layer_add_up_to_its_time(sparse, cases, contenders) -> 
     torch.__version__.startswith("2.9."),
     reason="FlexAttention of torch 2.9 takes no masks that read a tensor on a CPU",
 )
-def test_a_probe_says_why_a_contender_cannot_take_part(sparse, cases) -> None:
-    assert sparse.probe("sta flex_attention", cases.SMOKE) is None
-    assert sparse.probe("sta flex_attention", [ragged(cases)]) == "needs whole tiles alone"
+def test_a_probe_says_why_a_contender_cannot_take_part(sparse, cases, bench_of) -> None:
+    run = bench_of("sparse")
+    assert sparse.probe("sta flex_attention", cases.SMOKE, run) is None
+    assert sparse.probe("sta flex_attention", [ragged(cases)], run) == "needs whole tiles alone"
 
 
 def test_a_package_that_is_missing_is_left_out(contenders, sparse, cases, monkeypatch) -> None:

@@ -4,30 +4,19 @@ import csv
 import importlib
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
 
-BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
-MODULES = (
-    "_harness", "_sparse_cases", "_sparse_contenders", "_sparse_peers", "sparse", "tail",
-    "sparse_routers",
-)  # fmt: skip
-
 
 @pytest.fixture
-def routers(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCH))
-    for name in MODULES:
-        sys.modules.pop(name, None)
-    module = importlib.import_module("sparse_routers")
-    monkeypatch.setattr(module, "interleave", lambda runs, **_: {key: [2.0] for key in runs})
+def routers(bench, monkeypatch):
+    module = bench("sparse_routers")
+    harness = bench("_harness")
+    monkeypatch.setattr(harness, "interleave", lambda runs, **_: {key: [2.0] for key in runs})
     monkeypatch.setattr(module, "SOL", {"15 % of blocks": module.SOL["15 % of blocks"]})
     monkeypatch.setattr(module, "BELOW", (20.0,))
-    yield module
-    for name in MODULES:
-        sys.modules.pop(name, None)
+    return module
 
 
 def run(folder):
@@ -55,7 +44,7 @@ def test_rows_tell_what_routers_cost_and_what_is_left_out(routers, monkeypatch, 
     assert not any(name.startswith(routers.PEER) for name in rows)
 
 
-def test_the_peer_is_measured_where_its_kernel_runs(routers, monkeypatch, tmp_path):
+def test_the_peer_is_measured_where_its_kernel_runs(routers, bench_of, monkeypatch):
     def dense(q, k, v, **given):
         assert given.pop("tail") in (True, False)
         assert given in routers.PEERS.values()
@@ -63,15 +52,13 @@ def test_the_peer_is_measured_where_its_kernel_runs(routers, monkeypatch, tmp_pa
         return torch.nn.functional.scaled_dot_product_attention(*heads_first).transpose(1, 2)
 
     package = types.SimpleNamespace(sol_attn=dense, sol_attn_is_available=lambda device: True)
+    run = bench_of("sparse_routers")
     monkeypatch.setitem(sys.modules, "comfy_kitchen", package)
     monkeypatch.setattr(routers, "DEVICE", "cuda")
     monkeypatch.setattr(routers, "SOL", {})
     case = routers.SMOKE[0]
-    qkv = routers.video_of(case)
-    found = routers.Found(
-        case=case, qkv=qkv, exact=routers.sample(qkv), runs={}, errors={}, to_dense={}, skipped={},
-        wrong=[],
-    )  # fmt: skip
+    qkv = case.video()
+    found = routers.Found(bench=run, case=case, qkv=qkv, exact=routers.sample(qkv))
     routers.add_sol(found, case, qkv)
     assert set(found.runs) == {
         f"comfy-kitchen, {name}{tail}" for name in routers.PEERS for tail in ("", ", tail")

@@ -2,30 +2,22 @@
 
 import csv
 import importlib
-import sys
-from pathlib import Path
 
 import pytest
 
-BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
-
 
 @pytest.fixture
-def streaming(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCH))
-    for name in ("_harness", "_streaming_model", "streaming"):
-        sys.modules.pop(name, None)
-    yield importlib.import_module("streaming")
-    for name in ("_harness", "_streaming_model", "streaming"):
-        sys.modules.pop(name, None)
+def streaming(bench, monkeypatch):
+    harness = bench("_harness")
+    monkeypatch.setattr(harness, "interleave", lambda runs, **_: {key: [1.0] for key in runs})
+    return bench("streaming")
 
 
 def arguments(tmp_path):
     return ["streaming", "--commit", "x", "--smoke", "--rounds", "1", "--out", str(tmp_path)]
 
 
-def test_every_way_to_keep_the_past_is_compared_and_timed(streaming, monkeypatch, tmp_path):
-    monkeypatch.setattr(streaming, "interleave", lambda runs, **_: {key: [1.0] for key in runs})
+def test_every_way_to_keep_the_past_is_compared_and_timed(streaming, tmp_path):
     importlib.import_module("run").main(arguments(tmp_path))
     with (tmp_path / "streaming.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -41,7 +33,6 @@ def test_every_way_to_keep_the_past_is_compared_and_timed(streaming, monkeypatch
 
 
 def test_what_is_wrong_is_told_and_not_timed(streaming, monkeypatch, tmp_path):
-    monkeypatch.setattr(streaming, "interleave", lambda runs, **_: {key: [1.0] for key in runs})
     attend = streaming.SlottedPast.attend
 
     def broken(past, layer, **options):

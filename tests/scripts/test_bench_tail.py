@@ -2,28 +2,20 @@
 
 import csv
 import importlib
-import sys
-from pathlib import Path
 
 import pytest
 
-BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
-
 
 @pytest.fixture
-def tail(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCH))
-    for name in ("_harness", "tail"):
-        sys.modules.pop(name, None)
-    yield importlib.import_module("tail")
-    for name in ("_harness", "tail"):
-        sys.modules.pop(name, None)
+def tail(bench, monkeypatch):
+    harness = bench("_harness")
+    monkeypatch.setattr(harness, "interleave", lambda runs, **_: {key: [1.0] for key in runs})
+    return bench("tail")
 
 
 @pytest.mark.slow
-def test_a_tail_brings_every_method_nearer_to_dense_attention(tail, monkeypatch, tmp_path):
+def test_a_tail_brings_every_method_nearer_to_dense_attention(tail, tmp_path):
     arguments = ["tail", "--commit", "x", "--smoke", "--rounds", "1", "--out", str(tmp_path)]
-    monkeypatch.setattr(tail, "interleave", lambda runs, **_: {key: [1.0] for key in runs})
     assert importlib.import_module("run").main(arguments) == 0
     with (tmp_path / "tail.csv").open() as file:
         rows = {row["contender"]: row for row in csv.DictReader(file)}
@@ -36,7 +28,6 @@ def test_a_tail_brings_every_method_nearer_to_dense_attention(tail, monkeypatch,
 
 def test_what_is_wrong_is_told_and_not_timed(tail, monkeypatch, tmp_path, capsys):
     arguments = ["tail", "--commit", "x", "--smoke", "--rounds", "1", "--out", str(tmp_path)]
-    monkeypatch.setattr(tail, "interleave", lambda runs, **_: {key: [1.0] for key in runs})
     monkeypatch.setattr(tail, "LAYERS", {})
     monkeypatch.setattr(tail, "expected_rows", lambda qkv, plan, rows, **_: qkv.query[0, rows, 0])
     assert importlib.import_module("run").main(arguments) == 1

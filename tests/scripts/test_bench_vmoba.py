@@ -19,13 +19,15 @@ def test_a_smoke_run_writes_a_row_per_contender(run_bench, tmp_path):
     assert "left out: fastvideo-kernel" in result.out
 
 
-def test_a_wrong_output_is_named_and_not_timed(bench, monkeypatch, capsys):
+def test_a_wrong_output_is_named_and_not_timed(bench, bench_of, monkeypatch, capsys, tmp_path):
     vmoba = bench("vmoba")
     monkeypatch.setattr(vmoba, "attend_choice", lambda call, *_: torch.zeros_like(call.query))
-    rows, wrong = vmoba.measure(vmoba.SMOKE[0], commit="c0ffee", rounds=1)
-    assert wrong == ["smoke vmoba layer"]
-    assert [row.contender for row in rows] == ["sdpa dense"]
-    assert "WRONG smoke vmoba layer: relative error 1.0" in capsys.readouterr().out
+    run = bench_of("vmoba")
+    vmoba.measure(vmoba.SMOKE[0], run)
+    assert run.wrong == ["vmoba layer"]
+    with (tmp_path / "vmoba.csv").open() as file:
+        assert [row["contender"] for row in csv.DictReader(file)] == ["sdpa dense"]
+    assert "WRONG vmoba layer: relative error 1.0" in capsys.readouterr().out
 
 
 def test_the_cases_keep_about_a_quarter_of_the_chunks(bench):
