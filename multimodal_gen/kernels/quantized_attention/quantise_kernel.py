@@ -154,7 +154,7 @@ def _quantise_kernel(
         h = pid // kv_groups % kv_heads
         b = (pid // kv_groups // kv_heads).to(tl.int64)
         head = b * kv_heads + h
-        blocks = (
+        kv_blocks = (
             kv_start_ptr, kv_length_ptr, ks_b, ks_h, kl_b, kl_h, kv_size, kv_slots, kv_total, kv_num
         )  # fmt: skip
         slots = kv_tiles * BN
@@ -162,7 +162,7 @@ def _quantise_kernel(
             # The last group may do the last tile again.
             tile = tl.minimum(group * STEPS + step, kv_tiles - 1)
             slot = tile * BN + tl.arange(0, BN)
-            row, real = _rows(slot, b, h, blocks, KV_STARTS, KV_LENGTHS)
+            row, real = _rows(slot, b, h, kv_blocks, KV_STARTS, KV_LENGTHS)
             x = _load(k_ptr + b * k_b + h * k_h, row, real, k_s, k_d, D, DP)
             x = dot(x, matrix, UPCAST) - tl.load(mean_ptr + head * DP + d)[None, :]
             x = tl.where(real[:, None], x, 0.0)
@@ -175,7 +175,7 @@ def _quantise_kernel(
                 if PERMUTED:
                     # Positions 4t to 4t + 3 of 16 hold the keys 2t, 2t + 1, 2t + 8 and 2t + 9.
                     key = key // 16 * 16 + key % 16 // 4 * 2 + key % 2 + key % 4 // 2 * 8
-                row, real = _rows(tile * BN + key, b, h, blocks, KV_STARTS, KV_LENGTHS)
+                row, real = _rows(tile * BN + key, b, h, kv_blocks, KV_STARTS, KV_LENGTHS)
                 v = _load(v_ptr + b * v_b + h * v_h, row, real, v_s, v_d, D, DP)
                 out_ptr = v8_ptr + head * DP * slots
                 if COPY:
@@ -194,13 +194,13 @@ def _quantise_kernel(
         b = (pid // q_groups // heads).to(tl.int64)
         head = b * heads + h
         mean_ptr += (b * kv_heads + h // (heads // kv_heads)) * DP
-        blocks = (
+        q_blocks = (
             q_start_ptr, q_length_ptr, qs_b, qs_h, ql_b, ql_h, q_size, q_slots, q_total, q_num
         )  # fmt: skip
         for step in range(STEPS):
             tile = tl.minimum(group * STEPS + step, q_tiles - 1)
             slot = tile * Q_ROWS + tl.arange(0, Q_ROWS)
-            row, real = _rows(slot, b, h, blocks, Q_STARTS, Q_LENGTHS)
+            row, real = _rows(slot, b, h, q_blocks, Q_STARTS, Q_LENGTHS)
             x = _load(q_ptr + b * q_b + h * q_h, row, real, q_s, q_d, D, DP)
             x = dot(x, matrix, UPCAST)
             most = tl.maximum(tl.max(tl.abs(x), 1), 1e-20)
