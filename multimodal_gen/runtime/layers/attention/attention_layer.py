@@ -453,9 +453,7 @@ class AttentionLayer(nn.Module):
         wanted = [x is not None and x.requires_grad for x in given]
         if torch.is_grad_enabled() and any(wanted):
             return recorded_attention_op(*given, self._layer_id, wanted, *rest)[0]
-        return attention_op(
-            call.query, call.key, call.value, call.mask, self._layer_id, call.gate, *rest
-        )
+        return attention_op(*given[:5], self._layer_id, *rest)
 
     def _bind(self, key: tuple[Any, ...]) -> tuple[ScheduleEntry, ...]:
         self._schedules[key] = bind_schedule(*self._ask(key))
