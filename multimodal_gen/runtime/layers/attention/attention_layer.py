@@ -422,8 +422,12 @@ class AttentionLayer(nn.Module):
         schedule = self._schedules.get(key) or self._bind(key)
         if last != self._last:
             self._last = last
+        if len(schedule) == 1 and schedule[0].primary.method is None:
+            return schedule[0]
         context = current_forward_context()
         if len(schedule) == 1:
+            if context is not None and not context.current_timestep:
+                schedule[0].check_run(context)
             return schedule[0]
         if context is None:
             return entry_at(schedule, None)
