@@ -37,7 +37,6 @@ from multimodal_gen.runtime.layers.attention.sparse.dense_above import DenseAbov
 from multimodal_gen.runtime.layers.attention.sparse.executors.local import (
     add_branch,
     attend_locally,
-    known_call,
 )
 from multimodal_gen.runtime.layers.attention.sparse.executors.ring import (
     add_branch_in_ring,
@@ -202,8 +201,8 @@ class SparseMethodImpl(AttentionImpl):
         num, every = math.prod(grid), slice(0, self.num_heads)
         for step in steps:
             known = self._known((num, num), every, replace(context, current_timestep=step))
-            asked = known and known.budget and known.budget.asked
-            if known is None or known.share != 1 or (asked is not None and asked < 1):
+            asked = known.budget and known.budget.asked
+            if known.share != 1 or (asked is not None and asked < 1):
                 return None  # a grid that is too small for what was asked is told of elsewhere
         given, example = settings_text(self.config), self.config.example
         such = f" such as {example}" if example and given == "defaults" else ""
@@ -333,19 +332,12 @@ class SparseMethodImpl(AttentionImpl):
     ) -> tuple[float, int] | None:
         """Return the share of pairs that a call will keep, and the tokens of a block, if known."""
         known = self._known(sizes, heads, context)
-        if known is None or known.share is None:
-            return None
-        return known.share, math.prod(known.tile)
+        return None if known.share is None else (known.share, math.prod(known.tile))
 
-    def _known(
-        self, sizes: tuple[int, int], heads: slice, context: ForwardContext
-    ) -> KnownCall | None:
-        """Return what is known before a call of so many queries and keys; None for what is not."""
-        whole, settings = layout_of(*sizes, context, self.label), self.settings(context)
-        cut = self.router.cut(settings, whole.grid)
-        if cut.in_groups or self.router.search is not None:
-            return None  # groups are as many as the data have
-        return known_call(self.router, settings, cut, whole, heads, context)
+    def _known(self, sizes: tuple[int, int], heads: slice, context: ForwardContext) -> KnownCall:
+        """Return what is known before a call of so many queries and keys."""
+        whole = layout_of(*sizes, context, self.label)
+        return self.router.known(self.settings(context), whole, heads, context)
 
     @override
     def facts(self) -> Facts:
