@@ -232,14 +232,12 @@ def _keep_number(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _differentiate(
     ctx: Any, grad: torch.Tensor | None, _number: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, ...]:
-    (number,) = ctx.saved_tensors
-    found: list[torch.Tensor | None] = [None] * 13
-    if grad is not None:
-        like = [grad.new_empty((), dtype=dtype).expand(shape) for shape, dtype in ctx.like]
-        grads = iter(recorded_attention_backward_op(grad, number, like))
-        for place, flag in enumerate(ctx.wanted):
-            found[place] = next(grads) if flag else None
-    return tuple(found)
+    (number,), others = ctx.saved_tensors, (None,) * 6  # of what is no tensor to differentiate by
+    if grad is None:
+        return (*(None for _ in ctx.wanted), *others)
+    like = [grad.new_empty((), dtype=dtype).expand(shape) for shape, dtype in ctx.like]
+    grads = iter(recorded_attention_backward_op(grad, number, like))
+    return (*(next(grads) if flag else None for flag in ctx.wanted), *others)
 
 
 recorded_attention_op.register_autograd(_differentiate, setup_context=_keep_number)

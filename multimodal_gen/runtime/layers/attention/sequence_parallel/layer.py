@@ -418,6 +418,7 @@ class SequenceParallelLayer(AttentionLayer):
         shared, seq_lens, cache = call.replicated, call.seq_lens, call.cache
         own = query.shape[1] - shared[0] - shared[1], key.shape[1] - sum(shared)
         rows = Rows(*own, *shared)
+        seen = cache and (*cache.cache.running, cache.sink, cache.window, cache.cut)
         chosen, context = bound.selection, current_forward_context()
         refusal = None
         if gate is not None and gate.shape != query.shape:
@@ -438,9 +439,7 @@ class SequenceParallelLayer(AttentionLayer):
             "seq_lens": None if seq_lens is None else tuple(seq_lens),
             "gradients": training,
             "guidance branch": None if context is None else context.cfg_branch,
-            "cache": ()
-            if cache is None
-            else (*cache.cache.running, cache.sink, cache.window, cache.cut),
+            "cache": seen,
             "mask of blocks": type(call.block_mask).__name__,
             "sink_logits": call.sink_logits is not None,
         }
