@@ -7,7 +7,6 @@ Settings have the names, the values and the checks of the flags; `runtime/server
 them. The command line runs the same code.
 """
 
-import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,14 +29,12 @@ from multimodal_gen.runtime.generator import (
     prepare,
 )
 from multimodal_gen.runtime.layers.attention.scope import scope_from_args
-from multimodal_gen.runtime.layers.attention.sparse.methods.vsa import VideoSparseConfig
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.runtime.server_args import LOADING_SETTINGS, SETTINGS, ServerArgs
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-logger = logging.getLogger(__name__)
 
 _Path = Path | str
 
@@ -170,7 +167,6 @@ class DiffGenerator:
         self._lock = threading.RLock()
         self._loaded = {name: getattr(args, name) for name in LOADING_SETTINGS}
         self._explicit = False
-        self._said_dense = False
         self._session: Session | None = Session(args, self._attach)
 
     @classmethod
@@ -296,24 +292,12 @@ class DiffGenerator:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _warn_of_dense(self) -> None:
-        """Say, at the first generation alone, that video_sparse_attn skips nothing by default."""
-        if not self._said_dense:
-            logger.warning(
-                "video_sparse_attn keeps every tile at its sparsity of 0, as dense attention does; "
-                "set --attention-backend-config sparsity=0.9 or another share to skip"
-            )
-        self._said_dense = True
-
     def _attach(self, args: ServerArgs, pipe: Any) -> Handle:
         """Attach what a generation asks for to the loaded pipeline."""
         if args.backend == "diffusers":
             name = None if args.attention_backend is None else str(args.attention_backend)
             return DiffusersAttention(pipe, name)
         scope = scope_from_args(args)
-        config = None if scope.default is None else scope.default.config
-        if isinstance(config, VideoSparseConfig) and config.sparsity == 0 and config.topk is None:
-            self._warn_of_dense()
         # On several ranks, all of them would compute all of what diffusers ships.
         nothing_asked = not (self._explicit or scope.default or scope.components or scope.rules)
         try:

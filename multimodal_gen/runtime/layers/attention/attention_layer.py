@@ -422,8 +422,12 @@ class AttentionLayer(nn.Module):
         schedule = self._schedules.get(key) or self._bind(key)
         if last != self._last:
             self._last = last
+        if len(schedule) == 1 and schedule[0].primary.method is None:
+            return schedule[0]
         context = current_forward_context()
         if len(schedule) == 1:
+            if context is not None and not context.current_timestep:
+                schedule[0].check_run(context)
             return schedule[0]
         if context is None:
             return entry_at(schedule, None)
@@ -453,9 +457,7 @@ class AttentionLayer(nn.Module):
         wanted = [x is not None and x.requires_grad for x in given]
         if torch.is_grad_enabled() and any(wanted):
             return recorded_attention_op(*given, self._layer_id, wanted, *rest)[0]
-        return attention_op(
-            call.query, call.key, call.value, call.mask, self._layer_id, call.gate, *rest
-        )
+        return attention_op(*given[:5], self._layer_id, *rest)
 
     def _bind(self, key: tuple[Any, ...]) -> tuple[ScheduleEntry, ...]:
         self._schedules[key] = bind_schedule(*self._ask(key))

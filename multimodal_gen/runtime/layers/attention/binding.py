@@ -520,13 +520,15 @@ def _entries(
             instead[bound.selection] += bound.own_calls()
         instead.update(bound.rerouted)
 
-    def entry(selection: Selection, calls: int) -> ReportEntry:
+    def entry(selection: Selection, calls: int, **facts: Any) -> ReportEntry:
         gradients = tuple(sorted(backward[selection]))
-        return ReportEntry(steps=steps, selection=selection, calls=calls, backward=gradients)
+        return ReportEntry(
+            steps=steps, selection=selection, calls=calls, backward=gradients, **facts
+        )
 
     others = tuple(entry(selection, calls) for selection, calls in instead.items() if calls)
     found = [
-        _with_facts(entry(selection, sum(each.own_calls() for each in same)), same, sigma)
+        entry(selection, sum(each.own_calls() for each in same), sigma=sigma, **_facts(same))
         for selection, same in own.items()
     ]
     ran = tuple(each for each in found if each.calls)
@@ -537,19 +539,15 @@ def _entries(
     return (replace(found[0], selection=replace(binding.selection, reason=reason)),), ()
 
 
-def _with_facts(
-    entry: ReportEntry, same: Sequence[Binding], sigma: SigmaSteps | None
-) -> ReportEntry:
-    """Return the entry of bindings of one selection with what is known of their calls."""
+def _facts(same: Sequence[Binding]) -> dict[str, Any]:
+    """Return what is known of the calls of bindings of one selection."""
     facts = [bound.impl.facts() for bound in same]
     densities = {step: share for each in facts for step, share in each.densities.items()}
-    return replace(
-        entry,
-        sigma=sigma,
-        densities=tuple(sorted(densities.items())),
-        skipped=next((each.skipped for each in facts if each.skipped is not None), None),
-        shapes=tuple(shape for bound in same for shape in bound.shapes),
-    )
+    return {
+        "densities": tuple(sorted(densities.items())),
+        "skipped": next((each.skipped for each in facts if each.skipped is not None), None),
+        "shapes": tuple(shape for bound in same for shape in bound.shapes),
+    }
 
 
 def plannable_dtype(schedule: PreferenceSchedule, demand: Demand) -> torch.dtype:

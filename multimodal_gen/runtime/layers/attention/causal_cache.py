@@ -291,7 +291,10 @@ class CausalCache:
             self._rows_of_slot_0 = self._rows.clone()
         self._views: dict[_View, SlotLists | TileLists] = {}
         self._captured: set[_Part] = set()  # what graphs write, whenever they are replayed
-        self.layers = tuple(LayerCache(cache=self, layer=i) for i in range(size.num_layers))
+        self.layers = tuple(
+            LayerCache(cache=self, layer=i, sink=size.sink, window=size.window)
+            for i in range(size.num_layers)
+        )
         self.reset()
 
     def reset(self, start: int = 0) -> None:
@@ -594,8 +597,8 @@ class LayerCache:
     Attributes:
         cache: whose part it is.
         layer: index of the layer.
-        sink: how many chunks of the sink the layer sees; all when None.
-        window: how many chunks its window has; all when None.
+        sink: how many chunks of the sink the layer sees.
+        window: how many chunks its window has.
         cut: the blocks that it sees of every chunk; all of it in one when None.
         samples: first and last + 1 of the samples of the batch that calls have; all when None.
         heads: the same for the key heads.
@@ -603,8 +606,8 @@ class LayerCache:
 
     cache: CausalCache = field(repr=False)
     layer: int
-    sink: int | None = None
-    window: int | None = None
+    sink: int
+    window: int
     cut: CacheCut | None = None
     samples: Span | None = None
     heads: Span | None = None
@@ -705,12 +708,8 @@ class LayerCache:
         """Return what the running chunk sees, in the last `append` of this layer itself."""
         cache = self.cache
         at = 0 if cache.size.bits == 8 else self.layer
-        view = _View(
-            cache.size.sink if self.sink is None else self.sink,
-            cache.size.window if self.window is None else self.window,
-            self.cut,
-        )
-        lists, tokens = cache._lists_of(view), cache.running.tokens
+        lists = cache._lists_of(_View(self.sink, self.window, self.cut))
+        tokens = cache.running.tokens
         keys, values = (self._of(x[at]) for x in (cache._store.keys, cache._store.values))
         if isinstance(lists, SlotLists):
             return Visible(keys, values, lists.stretch, lists.plan(tokens))

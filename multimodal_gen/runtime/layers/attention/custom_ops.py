@@ -11,12 +11,13 @@ record is dropped once it was used, or when the compiled graph lets go of its nu
 
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 import torch
+from torch._library.custom_ops import CustomOpDef
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.runtime.layers.attention.call import AttentionCall
@@ -97,47 +98,38 @@ def _dispatching(keys: Sequence[torch._C.DispatchKey]) -> AbstractContextManager
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
 
 
-def _call(
-    tensors: Sequence[torch.Tensor | None], replicated: Sequence[int], **more: Any
-) -> AttentionCall:
+def _call(tensors: Sequence[Any], replicated: Sequence[int], *rest: Any) -> AttentionCall:
     front, back, keys = replicated
-    return AttentionCall(*tensors, replicated=(front, back, keys), **more)  # type: ignore[arg-type, misc]
+    more = zip(("seq_lens", "exchange", "some_heads"), rest, strict=True)
+    return AttentionCall(*tensors, replicated=(front, back, keys), **dict(more))  # type: ignore[misc]
 
 
-@torch.library.custom_op("multimodal_gen::attention", mutates_args=(), **_never_captured())
-def attention_op(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    layer: torch.Tensor,
-    gate: torch.Tensor | None,
-    replicated: Sequence[int],
-    seq_lens: Sequence[int] | None,
-    exchange: bool,
-    some_heads: bool,
-) -> torch.Tensor:
+_TENSORS = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? gate"
+_REST = "SymInt[] replicated, SymInt[]? seq_lens, bool exchange, bool some_heads"
+
+
+def _operator(name: str, schema: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
+    name = f"multimodal_gen::{name}"
+    return torch.library.custom_op(name, mutates_args=(), schema=schema, **_never_captured())
+
+
+@_operator("attention", f"({_TENSORS}, Tensor layer, {_REST}) -> Tensor")
+def attention_op(*given: Any) -> torch.Tensor:
     """Run a call of a registered layer; see `AttentionCall` for the arguments.
 
     Args:
-        query: [B, Sq, H, D].
-        key: [B, Sk, Hkv, D].
-        value: [B, Sk, Hkv, Dv].
-        attn_mask: the call's mask, or None.
-        layer: what `register_layer` returned.
-        gate: [B, Sq, H, D], or None.
-        replicated: tokens that all ranks hold: in front, at the end, and keys in front.
-        seq_lens: tokens of each rank, or None.
-        exchange: whether the layer may exchange tokens with other ranks.
-        some_heads: whether the tensors may hold a share of the layer's heads.
+        given: query [B, Sq, H, D], key [B, Sk, Hkv, D] and value [B, Sk, Hkv, Dv]; the call's mask,
+            or None; the gate [B, Sq, H, D], or None; what `register_layer` returned; tokens that
+            all ranks hold: in front, at the end, and keys in front; tokens of each rank, or None;
+            whether the layer may exchange tokens with other ranks; whether the tensors may hold a
+            share of the layer's heads.
 
     Returns:
         [B, Sq, H, Dv], contiguous.
     """
-    rest = {"seq_lens": seq_lens, "exchange": exchange, "some_heads": some_heads}
-    call = _call((query, key, value, attn_mask, gate), replicated, **rest)
+    call = _call(given[:5], *given[6:])
     with _with_vmap():
-        return _LAYERS[int(layer)].attend(call).contiguous()
+        return _LAYERS[int(given[5])].attend(call).contiguous()
 
 
 @attention_op.register_fake
@@ -145,51 +137,29 @@ def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: object
     return query.new_empty((*query.shape[:3], value.shape[3]))
 
 
-@torch.library.custom_op("multimodal_gen::recorded_attention", mutates_args=(), **_never_captured())
-def recorded_attention_op(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    gate: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    layer: torch.Tensor,
-    wanted: Sequence[bool],
-    replicated: Sequence[int],
-    seq_lens: Sequence[int] | None,
-    exchange: bool,
-    some_heads: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+@_operator(
+    "recorded_attention",
+    f"({_TENSORS}, Tensor? weight, Tensor? bias, Tensor layer, bool[] wanted, {_REST}) -> "
+    f"(Tensor, Tensor)",
+)
+def recorded_attention_op(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Do as `attention_op`, and keep what autograd recorded.
 
     Args:
-        query: [B, Sq, H, D].
-        key: [B, Sk, Hkv, D].
-        value: [B, Sk, Hkv, Dv].
-        attn_mask: the call's mask, or None.
-        gate: [B, Sq, H, D], or None.
-        weight: of the layer's projection, or None.
-        bias: of the layer's projection, or None.
-        layer: what `register_layer` returned.
-        wanted: which of the first seven a gradient is wanted of.
-        replicated: see `attention_op`.
-        seq_lens: see `attention_op`.
-        exchange: see `attention_op`.
-        some_heads: see `attention_op`.
+        given: what `attention_op` is given, with the weight and bias of the layer's projection, or
+            None, in front of the layer; and behind it, which of the first seven a gradient is
+            wanted of.
 
     Returns:
         [B, Sq, H, Dv], contiguous, and the number of the record: int64, 0-d, on the CPU.
     """
-    called = _LAYERS[int(layer)]
+    called, wanted = _LAYERS[int(given[7])], given[8]
     own = [
-        None if x is None else _leaf(x, flag)
-        for x, flag in zip((query, key, value, attn_mask, gate), wanted[:5], strict=True)
+        None if x is None else _leaf(x, flag) for x, flag in zip(given[:5], wanted[:5], strict=True)
     ]
-    given = (*own, *called.trained())
-    leaves = [x for x, flag in zip(given, wanted, strict=True) if x is not None and flag]
-    rest = {"seq_lens": seq_lens, "exchange": exchange, "some_heads": some_heads}
-    call = _call(own, replicated, **rest)
+    trained = (*own, *called.trained())
+    leaves = [x for x, flag in zip(trained, wanted, strict=True) if x is not None and flag]
+    call = _call(own, *given[9:])
     with _dispatching(_AUTOGRAD_KEYS), torch.enable_grad(), _with_vmap():
         out = called.attend(call)
     number = next(_NUMBERS)
@@ -212,9 +182,7 @@ def _(
     return out, torch.empty((), dtype=torch.int64, device="cpu")
 
 
-@torch.library.custom_op(
-    "multimodal_gen::recorded_attention_backward", mutates_args=(), **_never_captured()
-)
+@_operator("recorded_attention_backward", "(Tensor grad, Tensor number, Tensor[] like) -> Tensor[]")
 def recorded_attention_backward_op(
     grad: torch.Tensor, number: torch.Tensor, like: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
@@ -264,14 +232,12 @@ def _keep_number(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _differentiate(
     ctx: Any, grad: torch.Tensor | None, _number: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, ...]:
-    (number,) = ctx.saved_tensors
-    found: list[torch.Tensor | None] = [None] * 13
-    if grad is not None:
-        like = [grad.new_empty((), dtype=dtype).expand(shape) for shape, dtype in ctx.like]
-        grads = iter(recorded_attention_backward_op(grad, number, like))
-        for place, flag in enumerate(ctx.wanted):
-            found[place] = next(grads) if flag else None
-    return tuple(found)
+    (number,), others = ctx.saved_tensors, (None,) * 6  # of what is no tensor to differentiate by
+    if grad is None:
+        return (*(None for _ in ctx.wanted), *others)
+    like = [grad.new_empty((), dtype=dtype).expand(shape) for shape, dtype in ctx.like]
+    grads = iter(recorded_attention_backward_op(grad, number, like))
+    return (*(next(grads) if flag else None for flag in ctx.wanted), *others)
 
 
 recorded_attention_op.register_autograd(_differentiate, setup_context=_keep_number)

@@ -882,10 +882,11 @@ def test_a_whole_graph_around_such_a_call_is_refused_with_the_reason():
 
 
 def test_a_view_of_a_view_and_a_part_of_a_part_keep_what_is_not_said_anew():
-    layer = CausalCache(size_of()).layers[0]
+    size = size_of()
+    layer = CausalCache(size).layers[0]
     narrow = layer.view(sink=0).view(window=2)
     assert (narrow.sink, narrow.window) == (0, 2)
-    assert (layer.sink, layer.window) == (None, None)
+    assert (layer.sink, layer.window) == (size.sink, size.window)
     part = layer.part(samples=(0, 1)).part(heads=(0, 1))
     assert (part.samples, part.heads) == ((0, 1), (0, 1))
     with pytest.raises(UsageError, match="space must be two ints of at least 1"):

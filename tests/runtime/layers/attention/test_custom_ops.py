@@ -34,8 +34,8 @@ BLOCKS, HEADS, SIZE = 12, 2, 8
 INDUCTOR_WARNS = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 GRAD_WARNS = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
-# No gate, nothing replicated, no lengths; tokens may be exchanged, and all heads are there.
-REST = (None, (0, 0, 0), None, True, False)
+# Nothing replicated, no lengths; tokens may be exchanged, and all heads are there.
+REST = ((0, 0, 0), None, True, False)
 
 
 class Block(nn.Module):
@@ -182,7 +182,7 @@ def test_the_operator_gives_the_layout_it_promises_whatever_the_kernel_does(use_
     layer = LocalAttention(HEADS, SIZE)
     q, k, v = make_qkv(2, 4, HEADS, SIZE)
     assert not layer(q, k, v).is_contiguous()
-    assert attention_op(q, k, v, None, layer._layer_id, *REST).is_contiguous()
+    assert attention_op(q, k, v, None, None, layer._layer_id, *REST).is_contiguous()
 
 
 @torch.no_grad()
@@ -297,7 +297,7 @@ def test_the_operator_keeps_its_contract(shape):
     layer = LocalAttention(HEADS, SIZE)
     q, k, v = make_qkv(2, 4, HEADS, SIZE)
     mask = None if shape is None else torch.ones(shape, dtype=torch.bool)
-    result = torch.library.opcheck(attention_op, (q, k, v, mask, layer._layer_id, *REST))
+    result = torch.library.opcheck(attention_op, (q, k, v, mask, None, layer._layer_id, *REST))
     assert set(result.values()) == {"SUCCESS"}
 
 
@@ -306,7 +306,7 @@ def test_the_operators_shape_follows_query_and_value():
     q = torch.empty(2, 4, HEADS, SIZE, device="meta")
     k = torch.empty(2, 6, HEADS, SIZE, device="meta")
     v = torch.empty(2, 6, HEADS, 3, device="meta")
-    assert attention_op(q, k, v, None, layer._layer_id, *REST).shape == (
+    assert attention_op(q, k, v, None, None, layer._layer_id, *REST).shape == (
         2,
         4,
         HEADS,

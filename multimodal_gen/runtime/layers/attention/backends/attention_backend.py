@@ -357,18 +357,14 @@ class AttentionBackend(ABC):
 
     @classmethod
     def choose_variant(
-        cls,
-        request: AttentionRequest,
-        config: BackendConfig | None = None,
-        *,
-        only: Callable[[Variant], bool] | None = None,
+        cls, request: AttentionRequest, config: BackendConfig | None = None
     ) -> Variant | None:
-        """Return the first variant `config` leaves that serves `request` and passes `only`."""
+        """Return the first variant `config` leaves that serves `request`."""
         if cls.config_reasons(request, config):
             return None
         blocks = cls.block_sizes(config)
         for variant in cls.variants_for(config):
-            if not variant.unsupported_reasons(request, blocks) and (only is None or only(variant)):
+            if not variant.unsupported_reasons(request, blocks):
                 return variant
         return None
 

@@ -105,7 +105,7 @@ def attend_extended(bound: Binding, call: AttentionCall) -> torch.Tensor:
     if tiles is not None and method is not None:
         settings = method.settings(context)
         method.kernel.begin_call()
-        found = attend_cache(method.router, settings, query, key, value, tiles, context)
+        found = attend_cache(method.router, settings, call[:3], tiles, context)
         out = apply_sink(call, *bound.count(found))
     else:
         out = attend_on_engine(bound, call, (seen.plan,), _IN_PIECES)

@@ -113,12 +113,10 @@ class Rows(NamedTuple):
     suffix: int
     in_front: int
 
-    @classmethod
-    def of(cls, query: torch.Tensor, key: torch.Tensor, replicated: tuple[int, int, int]) -> "Rows":
-        """Return the rows of tensors [B, S, H, D] of which some are on all ranks."""
-        prefix, suffix, in_front = replicated
-        own = query.shape[1] - prefix - suffix
-        return cls(own, key.shape[1] - prefix - suffix - in_front, prefix, suffix, in_front)
+    @property
+    def of_keys(self) -> list[int]:
+        """How many keys are in front of the rank's, are its own, and are behind them."""
+        return [self.prefix + self.in_front, self.key, self.suffix]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -169,7 +167,7 @@ class SplitCall:
         if not (prefix or suffix or in_front):
             return (query, key, value), None
         q = torch.split(query, [prefix, self.rows.query, suffix], dim=1)
-        sizes = [prefix + in_front, self.rows.key, suffix]
+        sizes = self.rows.of_keys
         k, v = torch.split(key, sizes, dim=1), torch.split(value, sizes, dim=1)
         front, tokens, back = zip(q, k, v, strict=True)
         return tokens, (front, back)
@@ -215,14 +213,13 @@ class SplitCall:
         if mask is None or call.whole_mask is not None:
             return call.whole_mask
         use = ("whole mask", self.key_lengths, self.rows)
-        return once_per_call(mask, use, lambda: self._gather_mask(mask))
 
-    def _gather_mask(self, mask: torch.Tensor) -> torch.Tensor:
-        rows = self.rows
-        stretches = [rows.prefix + rows.in_front, rows.key, rows.suffix]
-        front, tokens, back = torch.split(mask, stretches, dim=-1)
-        tokens = all_gather_tokens(tokens, self.key_lengths, self.groups.sequence)
-        return torch.cat((front, tokens, back), dim=-1)
+        def gather() -> torch.Tensor:
+            front, tokens, back = torch.split(mask, self.rows.of_keys, dim=-1)
+            tokens = all_gather_tokens(tokens, self.key_lengths, self.groups.sequence)
+            return torch.cat((front, tokens, back), dim=-1)
+
+        return once_per_call(mask, use, gather)
 
     def ring_inputs(
         self,
@@ -418,7 +415,10 @@ class SequenceParallelLayer(AttentionLayer):
     ) -> SplitCall:
         """Return how tokens and heads are split, once all ranks make the same call."""
         query, key, value, mask, gate = call[:5]
-        rows, seq_lens, cache = Rows.of(query, key, call.replicated), call.seq_lens, call.cache
+        shared, seq_lens, cache = call.replicated, call.seq_lens, call.cache
+        own = query.shape[1] - shared[0] - shared[1], key.shape[1] - sum(shared)
+        rows = Rows(*own, *shared)
+        seen = cache and (*cache.cache.running, cache.sink, cache.window, cache.cut)
         chosen, context = bound.selection, current_forward_context()
         refusal = None
         if gate is not None and gate.shape != query.shape:
@@ -439,9 +439,7 @@ class SequenceParallelLayer(AttentionLayer):
             "seq_lens": None if seq_lens is None else tuple(seq_lens),
             "gradients": training,
             "guidance branch": None if context is None else context.cfg_branch,
-            "cache": ()
-            if cache is None
-            else (*cache.cache.running, cache.sink, cache.window, cache.cut),
+            "cache": seen,
             "mask of blocks": type(call.block_mask).__name__,
             "sink_logits": call.sink_logits is not None,
         }
@@ -449,7 +447,7 @@ class SequenceParallelLayer(AttentionLayer):
             groups,
             self._name_of_calls(),
             facts,
-            (rows.query, rows.key),
+            own,
             refusal,
             progress=count_exchange(),
             wait=query.device.type == "cpu",

@@ -14,7 +14,6 @@ from typing_extensions import override
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.skip import Skip
 from multimodal_gen.kernels.engine import AUTO, BLOCK_SPARSE, SelectedKernel, records_gradient
-from multimodal_gen.kernels.tile_order.api import tile_order
 from multimodal_gen.runtime.distributed.ring import RingInputs
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
@@ -30,6 +29,7 @@ from multimodal_gen.runtime.layers.attention.config import (
     BackendConfig,
     SparseConfig,
     config_at,
+    settings_text,
     varying,
 )
 from multimodal_gen.runtime.layers.attention.request import Feature
@@ -42,12 +42,15 @@ from multimodal_gen.runtime.layers.attention.sparse.executors.ring import (
     add_branch_in_ring,
     attend_ring,
 )
-from multimodal_gen.runtime.layers.attention.sparse.pattern import mean_share
-from multimodal_gen.runtime.layers.attention.sparse.router import ANY_GRID, Router, SparseLayer
+from multimodal_gen.runtime.layers.attention.sparse.router import (
+    ANY_GRID,
+    KnownCall,
+    Router,
+    SparseLayer,
+)
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     ENGINE,
     SparseCall,
-    fit_tile,
     layout_of,
 )
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
@@ -108,22 +111,14 @@ def _limits(router: Router[Any], config: SparseConfig, kernel: SelectedKernel) -
     if type(router).group is not Router.group:
         ring = ring or "its groups are of all tokens of a head"
         cache = cache or "its groups are of the keys of one call"
-    ring = ring or _whole_tiles_only(kernel)
     if kernel.name not in ENGINE:
         cache = cache or f"kernel {kernel.name} takes no lists of a cache"
+    elif kernel.named and "ragged" not in BLOCK_SPARSE.kernel(kernel.name).serves:
+        ring = ring or f"kernel {kernel.name} takes whole tiles only, and shards cut them"
     if getattr(config, "skip_below", None) is not None:
         ring = "skip_below compares the scores of a row over all keys in one pass"
         cache = cache or "`skip_below` is for keys of one call"
     return own._replace(ring=ring, cache=cache)
-
-
-def _whole_tiles_only(kernel: SelectedKernel) -> str | None:
-    """Return why a kernel that a user named cannot serve shards, or None."""
-    if not kernel.named or kernel.name not in ENGINE:
-        return None
-    if "ragged" in BLOCK_SPARSE.kernel(kernel.name).serves:
-        return None
-    return f"kernel {kernel.name} takes whole tiles only, and shards cut them"
 
 
 class SparseMethodImpl(AttentionImpl):
@@ -190,11 +185,31 @@ class SparseMethodImpl(AttentionImpl):
 
     def check_run(self, context: ForwardContext) -> None:
         """Refuse a run that the parameters do not fit; warn if no step is sparse."""
+        self.router.check_run(self.config, context)
         steps, sigmas = context.num_steps, context.sigmas
-        reason = self.config.never_sparse("steps", steps, sigmas)
+        reason = self.config.never_sparse("steps", steps, sigmas) or self._keeps_all(context)
         if reason is not None:
             self.warnings.warn(f"{self.declaration.backend} {reason}")
-        self.router.check_run(self.config, context)
+
+    def _keeps_all(self, context: ForwardContext) -> str | None:
+        """Return what is said of parameters that leave nothing out in any step, else None."""
+        grid, total = context.latent_grid, context.num_steps
+        if grid is None or (self._varies and total is None):
+            return None
+        # The last step first: it is the least likely to keep all.
+        steps = reversed(range(total or 0)) if self._varies else (context.current_timestep,)
+        num, every = math.prod(grid), slice(0, self.num_heads)
+        for step in steps:
+            known = self._known((num, num), every, replace(context, current_timestep=step))
+            asked = known.budget and known.budget.asked
+            if known.share != 1 or (asked is not None and asked < 1):
+                return None  # a grid that is too small for what was asked is told of elsewhere
+        given, example = settings_text(self.config), self.config.example
+        such = f" such as {example}" if example and given == "defaults" else ""
+        return (
+            f"leaves nothing out in any step, with {given} on the latent grid {grid}, as dense "
+            f"attention does; give parameters{such} that leave some out, or take a dense backend"
+        )
 
     @override
     def forward(
@@ -222,8 +237,8 @@ class SparseMethodImpl(AttentionImpl):
             keep = attn_mask[:, 0, 0, :].expand(key.shape[0], -1)
         if not continued:
             self.kernel.begin_call()
-        call = self._call(query, key, value, context, keep=keep, gate=gate, first_head=first_head)
-        call = call if projection is None else replace(call, projection=projection)
+        own = {"keep": keep, "gate": gate, "first_head": first_head, "projection": projection}
+        call = self._call(query, key, value, context, **own)
         assert context is not None, "a layout needs a context"
         return self.attend(call, context)
 
@@ -237,11 +252,9 @@ class SparseMethodImpl(AttentionImpl):
         key: torch.Tensor,
         value: torch.Tensor,
         context: ForwardContext | None,
-        *,
-        keep: torch.Tensor | None = None,
-        gate: torch.Tensor | None = None,
-        first_head: int = 0,
+        **own: Any,
     ) -> SparseCall:
+        """Return a call with what is its own, as `SparseCall` names it."""
         if value.shape != key.shape:
             raise UsageError(
                 f"`v` of {self.label} must have the shape of k {list(key.shape)}, got "
@@ -254,11 +267,9 @@ class SparseMethodImpl(AttentionImpl):
             layout=layout_of(query.shape[1], key.shape[1], context, self.label),
             scale=self.softmax_scale,
             kernel=self.kernel,
-            keep=keep,
-            gate=gate,
-            first_head=first_head,
             tail=self.layer.pools_tail,
             skip=self._skip_for(query, key, value),
+            **own,
         )
 
     def _skip_for(self, *qkv: torch.Tensor) -> Skip | None:
@@ -320,21 +331,13 @@ class SparseMethodImpl(AttentionImpl):
         self, sizes: tuple[int, int], heads: slice, context: ForwardContext
     ) -> tuple[float, int] | None:
         """Return the share of pairs that a call will keep, and the tokens of a block, if known."""
-        layout, router = layout_of(*sizes, context, self.label), self.router
-        settings = self.settings(context)
-        cut = router.cut(settings, layout.grid)
-        if cut.in_groups:  # of which there are as many as the data have
-            return None
-        grid = cut.layout(layout).grid
-        tile = fit_tile(cut.tile, grid)
-        if router.chooses == "pattern":
-            patterns = router.pattern(settings, layout.grid, heads, context)
-            share: float | None = mean_share(patterns, tile_order(grid, tile))
-        else:
-            of_keys = fit_tile(cut.of_keys, grid)
-            num = math.prod(-(-n // edge) for n, edge in zip(grid, of_keys, strict=True))
-            share = router.density(settings, num, layout.num_video)
-        return None if share is None else (layout.density(share), math.prod(tile))
+        known = self._known(sizes, heads, context)
+        return None if known.share is None else (known.share, math.prod(known.tile))
+
+    def _known(self, sizes: tuple[int, int], heads: slice, context: ForwardContext) -> KnownCall:
+        """Return what is known before a call of so many queries and keys."""
+        whole = layout_of(*sizes, context, self.label)
+        return self.router.known(self.settings(context), whole, heads, context)
 
     @override
     def facts(self) -> Facts:

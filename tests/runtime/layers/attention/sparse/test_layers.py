@@ -143,3 +143,36 @@ def test_the_kernel_parameter_leaves_the_kernel_it_names(method: str, name: str)
     config = build_config(backend.config_cls, {**METHODS[method], "kernel": name}, backend=method)
     left = [variant.name for variant in backend.variants_for(config)]
     assert left == ([v.name for v in backend.variants] if name == "auto" else [name])
+
+
+@pytest.mark.parametrize(
+    ("method", "parameters", "given"),
+    [
+        ("video_sparse_attn", {"sparsity": 0}, "with defaults on the latent grid (4, 6, 8), as"),
+        ("sla_attn", {"topk_ratio": 1.0}, "with topk_ratio=1.0 on the latent"),
+        ("sliding_tile_attn", {"window": [99, 99, 99]}, "with window=(99,"),
+    ],
+)
+def test_a_method_that_leaves_nothing_out_says_so_once(
+    method: str, parameters: dict[str, object], given: str, caplog
+) -> None:
+    layer, qkv = make_layer(method, **parameters), make_qkv(1, math.prod(GRID), 2, 32)
+    for _ in range(2):
+        attend_with(layer, *qkv)
+    told = [r.getMessage() for r in caplog.records if "leaves nothing out" in r.getMessage()]
+    assert len(told) == 1
+    assert told[0].startswith(f"{method} leaves nothing out in any step, {given}")
+
+
+@pytest.mark.parametrize(
+    ("method", "parameters"),
+    [
+        ("video_sparse_attn", {"sparsity": 0.5}),
+        ("sliding_tile_attn", {"window": [1, 1, 1]}),
+    ],
+)
+def test_a_method_that_leaves_some_out_says_nothing(
+    method: str, parameters: dict[str, object], caplog
+) -> None:
+    attend_with(make_layer(method, **parameters), *make_qkv(1, math.prod(GRID), 2, 32))
+    assert "leaves nothing out" not in caplog.text

@@ -33,7 +33,7 @@ from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import sum_over_r
 from multimodal_gen.runtime.layers.attention.sparse.router import (
     BlockStats,
     Budget,
-    Cut,
+    KnownCall,
     Router,
 )
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
@@ -51,17 +51,15 @@ _TEXT_BLOCK = 64  # one that the kernel of the state takes
 
 
 def attend_in_place(
-    router: Router[Any], settings: Any, cut: Cut, call: SparseCall, context: ForwardContext
+    router: Router[Any], settings: Any, known: KnownCall, call: SparseCall, context: ForwardContext
 ) -> torch.Tensor:
     """Return the method's attention of a call, [B, S, H, D]; the linear branch included."""
-    layout, layer = call.layout, router.layer
+    layout, layer, cut, budget = call.layout, router.layer, known.cut, known.budget
     blocks = raster_blocks(layout, cut.tile[2], cut.of_keys[2], call.query.device)
-    budget = router.budget(settings, blocks.num_video, layout.num_video)
     assert budget is not None, "only lists of equal length lie in place"
-    layer.warn_of(layout, budget)
     router.check_call(settings, budget, projected=call.projection is not None)
     out = router.attend_upstream(settings, call, None, None) if call.on_package else None
-    density: float | torch.Tensor = layout.density(budget.share)
+    density: float | torch.Tensor | None = known.share
     if out is None:
         out, plan = _attend_both(router, settings, call, blocks, budget)
         # Blocks that are cut short, of which there are few in long sequences, or by a mask.

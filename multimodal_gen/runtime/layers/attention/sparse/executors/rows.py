@@ -36,7 +36,12 @@ from multimodal_gen.kernels.static_cache import static_cache
 from multimodal_gen.kernels.tile_order.api import gather_tokens, tile_order
 from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import bits_of, record_pairs
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import ShardKeys
-from multimodal_gen.runtime.layers.attention.sparse.router import Router, RowStats, SparseLayer
+from multimodal_gen.runtime.layers.attention.sparse.router import (
+    KnownCall,
+    Router,
+    RowStats,
+    SparseLayer,
+)
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SequenceLayout,
     Shard,
@@ -44,7 +49,6 @@ from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     TiledSequence,
     attend_densely,
     attend_text,
-    fit_tile,
     kept_first,
     pooled_video,
     tiled_sequence,
@@ -58,6 +62,9 @@ from multimodal_gen.runtime.managers.forward_context import ForwardContext
 _MOST_COPIES = 0.5
 # Pairs of queries and keys of a few heads that keep a GPU busy; for these, twice as many bytes.
 _PAIRS_AT_ONCE = 2e9
+
+
+QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class RowChunks(NamedTuple):
@@ -128,20 +135,15 @@ def row_chunks(layout: SequenceLayout, chunk: Window, device: torch.device) -> R
 
 
 def attend_by_rows(
-    router: Router[Any], settings: Any, call: SparseCall, context: ForwardContext
+    router: Router[Any], settings: Any, known: KnownCall, call: SparseCall, context: ForwardContext
 ) -> torch.Tensor:
     """Return the method's attention of a call, [B, Sq, H, D]; waits for nothing."""
-    whole, layer = call.layout, router.layer
-    cut = router.cut(settings, whole.grid)
-    layout = cut.layout(whole)
-    call = call if layout is whole else replace(call, layout=layout)
-    chunk = fit_tile(cut.tile, layout.grid)
-    chunks = row_chunks(layout, chunk, call.query.device)
-    num = chunks.keys.num_tiles
+    layer, layout = router.layer, known.layout
+    call = call if layout == call.layout else replace(call, layout=layout)
+    chunks = row_chunks(layout, known.tile, call.query.device)
     share: float | torch.Tensor = 1.0
-    layer.warn_of(whole, router.budget(settings, num, whole.num_video))
     out = router.attend_upstream(settings, call, chunks.keys, None) if call.on_package else None
-    if router.density(settings, num, whole.num_video) == 1:
+    if known.share == 1:
         out = attend_densely(call) if out is None else out
     else:
         bits, pairs = choose_rows(router, settings, row_stats(call, chunks))
@@ -150,7 +152,7 @@ def attend_by_rows(
         if out is None:
             out = attend_choice(call, chunks, bits)
             if call.first_head == 0:  # the first heads of a call stand for all of it
-                layer.dense_above.learn(kept, math.prod(chunk), context)
+                layer.dense_above.learn(kept, math.prod(known.tile), context)
     layer.note(context, share, call.query.shape[2])
     return out
 
@@ -220,9 +222,7 @@ def attend_choice(
 def attend_cache_by_rows(
     router: Router[Any],
     settings: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    qkv: QKV,
     tiles: VisibleTiles,
     context: ForwardContext | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -230,6 +230,7 @@ def attend_cache_by_rows(
 
     Every block of the cache is a chunk; or those of one place are one, in all slots together.
     """
+    query, key, value = qkv
     layer, order, blocks = router.layer, tiles.order, tiles.plan.kv
     places = len(order.starts) if router.spans_time(settings) else None
     own = torch.repeat_interleave(tiles.itself, order.lengths, output_size=order.num_tokens)

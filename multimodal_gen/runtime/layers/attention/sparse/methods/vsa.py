@@ -82,6 +82,8 @@ class VideoSparseConfig(SparseConfig):
         kernel: which kernel runs; `auto` takes the fastest one supported.
     """
 
+    example: ClassVar[str] = "sparsity=0.9"
+
     sparsity: Ratio = option(
         0.0, "share of key tiles to skip", aliases=("VSA_sparsity",), ge=0, le=1
     )

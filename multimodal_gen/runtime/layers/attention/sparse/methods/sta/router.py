@@ -354,7 +354,8 @@ def _strategy(config: SlidingTileConfig) -> Strategy:
         folder = Path(config.search_path).expanduser()
         branches = (POSITIVE, NEGATIVE) if config.sta_mode == "STA_tuning_cfg" else (POSITIVE,)
         files = [file for branch in branches for file in find_searches(folder, branch)]
-        tune_into(path, files, skip=config.skip_time_steps, target=config.target_density)
+        versions = tuple((file, file.stat().st_mtime_ns) for file in files)
+        tune_into(path, versions, skip=config.skip_time_steps, target=config.target_density)
     return load_strategy(path)
 
 

@@ -213,25 +213,21 @@ def _budget(losses: torch.Tensor, costs: list[int], skip: int, target: float) ->
     return budget
 
 
-def tune_into(path: Path, files: Sequence[Path], *, skip: int, target: float | None) -> None:
+@lru_cache(maxsize=4)
+def tune_into(
+    path: Path, versions: tuple[tuple[Path, int], ...], *, skip: int, target: float | None
+) -> None:
     """Tune on search files and write the strategy; once, until one changes.
 
     Args:
         path: the strategy file to write.
-        files: the search files.
+        versions: the search files, and when each was changed.
         skip: first denoising steps that stay dense.
         target: the target density of `tune`.
 
     Raises:
         ConfigError: see `tune_files`, or the file cannot be written.
     """
-    _tune_into(path, tuple((file, file.stat().st_mtime_ns) for file in files), skip, target)
-
-
-@lru_cache(maxsize=4)
-def _tune_into(
-    path: Path, versions: tuple[tuple[Path, int], ...], skip: int, target: float | None
-) -> None:
     files = [file for file, _ in versions]
     strategy, _ = tune_files(files, skip_time_steps=skip, target_density=target)
     strategy.write(path)
