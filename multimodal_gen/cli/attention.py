@@ -2,12 +2,12 @@
 
 import json
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from multimodal_gen.cli.describe import describe
-from multimodal_gen.cli.options import AsJson, Settings, number_of, takes
+from multimodal_gen.cli.options import AsJson, Settings, takes
 from multimodal_gen.cli.table import Row, echo, table, wrapped
 from multimodal_gen.runtime.backend_names import ROLES
 from multimodal_gen.runtime.server_args import SETTINGS, ServerArgs
@@ -38,33 +38,23 @@ _EXPLAINED = (
     "device",
 )
 _DTYPE = replace(SETTINGS["dtype"], help="Dtype of the layer. auto: as in `sglang generate`.")
+_HEAD_SIZE = Setting(
+    name="head_size",
+    kind=int,
+    default=128,
+    metavar="N",
+    ge=1,
+    help="Channels per head of the layer.",
+)
+_HEADS = Setting(name="heads", kind=int, default=24, metavar="N", ge=1, help="Heads of the layer.")
 _ROLE = Setting(
     name="role", kind=str, default="self", choices=ROLES, help="What the layer attends to."
 )
 
 
 @app.command(name="list")
-@takes(_DTYPE, _ROLE)
-def list_backends(
-    head_size: Annotated[
-        int,
-        typer.Option(
-            "--head-size",
-            metavar="N",
-            parser=number_of("--head-size", int, 1),
-            help="Channels per head of the layer.",
-        ),
-    ] = 128,
-    heads: Annotated[
-        int,
-        typer.Option(
-            "--heads", metavar="N", parser=number_of("--heads", int, 1), help="Heads of the layer."
-        ),
-    ] = 24,
-    *,
-    settings: Settings,
-    as_json: AsJson = False,
-) -> None:
+@takes(_HEAD_SIZE, _HEADS, _DTYPE, _ROLE)
+def list_backends(settings: Settings, as_json: AsJson = False) -> None:
     """List every attention backend: usable on this machine, or why not and what to install.
 
     Whether a backend is usable depends on the layer it is for; the options describe that layer.
@@ -78,7 +68,7 @@ def list_backends(
     from multimodal_gen.runtime.layers.attention.scope import AUTO
 
     environment = current_environment()
-    request = _request(environment, head_size, heads, settings)
+    request = _request(environment, settings)
     picked = selector.after_self_checks(lambda known: selector.resolve(known, AUTO), request)
     found = [_status(backend, request) for backend in all_backends()]
     broken, checks = _broken_plugins(), self_checks()
@@ -163,17 +153,15 @@ def explain(settings: Settings, as_json: AsJson = False) -> None:
         echo(wrapped(text))
 
 
-def _request(
-    environment: "Environment", head_size: int, heads: int, settings: Settings
-) -> "AttentionRequest":
+def _request(environment: "Environment", settings: Settings) -> "AttentionRequest":
     from multimodal_gen.runtime.generator import pick_device, pick_dtype
     from multimodal_gen.runtime.layers.attention.request import AttentionRequest, AttentionRole
 
     return AttentionRequest(
         environment=environment,
-        head_size=head_size,
-        num_heads=heads,
-        num_kv_heads=heads,
+        head_size=settings["head_size"],
+        num_heads=settings["heads"],
+        num_kv_heads=settings["heads"],
         dtype=pick_dtype(settings["dtype"], pick_device(None)),
         role=AttentionRole(settings["role"]),
     )
