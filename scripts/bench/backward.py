@@ -40,7 +40,7 @@ from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.call import Backward
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.tuning import (
-    GluonBackwardTile,
+    GluonTile,
     TritonTile,
     gluon_backward_tile,
 )
@@ -388,15 +388,15 @@ def write(
     write_rows(options.out / "backward.csv", rows)
 
 
-Tile = TritonTile | GluonBackwardTile
+Tile = TritonTile | GluonTile
 
 
 def _sm90(*shapes: tuple[int, int, int], own: bool = False) -> dict[str, Tile]:
     return {
-        f"sm90 {consumers}x64x{step} s{stages}": GluonBackwardTile(
-            consumers=consumers, step=step, stages=stages, own=own
+        f"sm90 {consumers}x64x{keys} s{stages}": GluonTile(
+            consumers=consumers, keys=keys, stages=stages, own=own
         )
-        for consumers, step, stages in shapes
+        for consumers, keys, stages in shapes
     }
 
 

@@ -40,7 +40,7 @@ from multimodal_gen.kernels.block_sparse import tail as tail_module
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.tail import PooledTail, add_tail, kept_map, pool_blocks
-from multimodal_gen.kernels.block_sparse.tuning import GluonTailTile
+from multimodal_gen.kernels.block_sparse.tuning import GluonTile
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.backends.registry import backends_of
 from multimodal_gen.runtime.layers.attention.config import build_config
@@ -65,12 +65,12 @@ FLOP = "4*H*D*pairs that are attended to exactly"
 
 Run = Callable[[], Any]
 # Other kernels of the tail, by what the results call them; None is Triton's.
-TILES: dict[str, GluonTailTile | None] = {
+TILES: dict[str, GluonTile | None] = {
     "triton": None,
-    "2 consumers, 3 stages": GluonTailTile(consumers=2, stages=3, registers=240),
-    "2 consumers, 4 stages": GluonTailTile(consumers=2, stages=4, registers=240),
-    "3 consumers, 3 stages": GluonTailTile(consumers=3, stages=3, registers=160),
-    "3 consumers, 4 stages": GluonTailTile(consumers=3, stages=4, registers=160),
+    "2 consumers, 3 stages": GluonTile(consumers=2, keys=64, stages=3, registers=240),
+    "2 consumers, 4 stages": GluonTile(consumers=2, keys=64, stages=4, registers=240),
+    "3 consumers, 3 stages": GluonTile(consumers=3, keys=64, stages=3, registers=160),
+    "3 consumers, 4 stages": GluonTile(consumers=3, keys=64, stages=4, registers=160),
 }
 # Layers, by what the results call them: backend and parameters.
 LAYERS: dict[str, tuple[str, dict[str, object]]] = {
@@ -194,7 +194,7 @@ def parts_of(qkv: QKV, plan: BlockPlan) -> dict[str, Callable[[], object]]:
     }
 
 
-def with_tile(attend: Callable[..., torch.Tensor], tile: GluonTailTile | None) -> torch.Tensor:
+def with_tile(attend: Callable[..., torch.Tensor], tile: GluonTile | None) -> torch.Tensor:
     """Run with another kernel of the tail."""
     name, value = "gluon_tail_tile", lambda: tile
     if tile is None:

@@ -39,7 +39,7 @@ from multimodal_gen.kernels.block_sparse.gluon_work_kernel import (
 )
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.block_sparse.steps_kernel import PLAN_NUMBERS, Plan, work_list
-from multimodal_gen.kernels.block_sparse.tuning import GluonBackwardTile
+from multimodal_gen.kernels.block_sparse.tuning import GluonTile
 from multimodal_gen.kernels.hopper_kernel import (
     barriers,
     scores,
@@ -334,7 +334,7 @@ def _launcher() -> Launcher:
 
 
 def attend_backward(
-    call: Backward, *, tiles: tuple[GluonBackwardTile, GluonBackwardTile]
+    call: Backward, *, tiles: tuple[GluonTile, GluonTile]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, k and v; see `backward_kernel.attend_backward`.
 
@@ -363,7 +363,7 @@ def launch(
     outs: tuple[torch.Tensor, ...],
     *,
     scale: float,
-    tile: GluonBackwardTile,
+    tile: GluonTile,
 ) -> None:
     """Write dq, or dk and dv.
 
@@ -380,9 +380,9 @@ def launch(
     """
     batch, _, heads, channels = own[0].shape
     size = 64 if channels <= 64 else 128
-    work = work_list(plan, tile.step, batch, heads, heads)
+    work = work_list(plan, tile.keys, batch, heads, heads)
     shape = GradientShape(
-        of_keys=len(outs) == 2, keys=tile.step, head_size=size, channels=channels, sub=work.sub,
+        of_keys=len(outs) == 2, keys=tile.keys, head_size=size, channels=channels, sub=work.sub,
         q_tiles=1 if tile.own else -(-plan.q.size // (64 * tile.consumers)),
         consumers=tile.consumers, stages=tile.stages, own=tile.own,
         ragged=work.ragged, ordered=work.ordered,
@@ -392,7 +392,7 @@ def launch(
     _launcher()(
         (-(-work.num // tile.consumers) if tile.own else work.num * shape.q_tiles,),
         *(describe_tokens(x, 64, size) for x in own),
-        *(describe_tokens(x, tile.step, size) for x in steps_of),
+        *(describe_tokens(x, tile.keys, size) for x in steps_of),
         outs[0], outs[-1], rows, *work.arguments, work.num,
         *outs[0].stride()[:3], *rows.stride()[1:3], rows.stride(0), scale,
         C=shape, num_warps=4,

@@ -27,7 +27,7 @@ from multimodal_gen.kernels.block_sparse import tail_kernel
 from multimodal_gen.kernels.block_sparse.call import TailCall
 from multimodal_gen.kernels.block_sparse.gluon_work_kernel import Outs, places, store_values
 from multimodal_gen.kernels.block_sparse.plan import WORD_BITS, bounds_of
-from multimodal_gen.kernels.block_sparse.tuning import GluonTailTile, TritonTile
+from multimodal_gen.kernels.block_sparse.tuning import GluonTile, TritonTile
 from multimodal_gen.kernels.hopper_kernel import (
     OVERFLOW,
     ProgramShape,
@@ -302,7 +302,7 @@ def _programs(index: int) -> int:
     return 132 if index < 0 else int(torch.cuda.get_device_properties(index).multi_processor_count)
 
 
-def add_tail(call: TailCall, *, tile: GluonTailTile) -> None:
+def add_tail(call: TailCall, *, tile: GluonTile) -> None:
     """Launch the kernel, and the other one for what it flags; see `tail.add_tail`.
 
     What the copy engine reads, `out`, `q`, `keys` and `values`, must be readable to it.
@@ -316,9 +316,7 @@ def add_tail(call: TailCall, *, tile: GluonTailTile) -> None:
     )  # fmt: skip
 
 
-def _add(
-    call: TailCall, bits: torch.Tensor, sizes: torch.Tensor, tile: GluonTailTile
-) -> torch.Tensor:
+def _add(call: TailCall, bits: torch.Tensor, sizes: torch.Tensor, tile: GluonTile) -> torch.Tensor:
     """Launch the kernel; return how many pieces were left out, and which are not 0: int32."""
     out, lse, q, pooled, _, queries, scale = call
     assert queries is not None, "others are refused"

@@ -84,26 +84,40 @@ def _fitted(tile: TritonTile, fixed: int, per_stage: int, shared_memory: int) ->
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GluonBackwardTile:
-    """Shape of one program of the backward pass on SM90.
+class GluonTile:
+    """Shape of one program of the Gluon provider.
+
+    The backward pass and the pooled tail have one softmax: `q_registers` to `sync` say nothing
+    there.
 
     Attributes:
         consumers: consumer warpgroups of 64 rows.
-        step: rows of a step.
-        stages: steps in the ring.
+        keys: keys of a step; rows of one in the backward pass, means of one in the pooled tail.
+        stages: steps in each ring.
         own: whether each consumer has a block of its own.
+        q_registers: whether Q is kept in registers.
+        fast: whether the first step's maximum stays the reference; needs bfloat16.
+        lazy: whether the exact variant keeps its reference while scores lie little above it.
+        sync: how often, in steps, a program publishes its place in the keys for its neighbours to
+            start from; makes the order of summation vary from run to run; 0 never.
         registers: registers of a consumer thread.
+        producer_registers: registers of a producer thread.
     """
 
     consumers: int
-    step: int
+    keys: int
     stages: int
     own: bool = False
+    q_registers: bool = True
+    fast: bool = True
+    lazy: bool = False
+    sync: int = 0
     registers: int = 240
+    producer_registers: int = 24
 
 
 @cache
-def gluon_backward_tile(*, block: int) -> GluonBackwardTile:
+def gluon_backward_tile(*, block: int) -> GluonTile:
     """Return the tile of programs that own blocks of so many rows at most.
 
     H200, 2026-11, torch 2.11, triton 3.6.0, head size 128, 40,768 tokens: dq 790, 692 and 640
@@ -113,8 +127,8 @@ def gluon_backward_tile(*, block: int) -> GluonBackwardTile:
         block: rows of a block: of queries for dq, of keys for dk and dv.
     """
     if block <= 64:
-        return GluonBackwardTile(consumers=2, step=64, stages=2, own=True)
-    return GluonBackwardTile(consumers=2, step=64, stages=4)
+        return GluonTile(consumers=2, keys=64, stages=2, own=True)
+    return GluonTile(consumers=2, keys=64, stages=4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,54 +266,9 @@ def tail_tile(
     return table[largest, q_size < 64 or (q_size == 64 and not regular)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GluonTailTile:
-    """Shape of one program of the pooled tail in Gluon.
-
-    Attributes:
-        consumers: consumer warpgroups of up to 64 rows of a query block.
-        stages: tiles of 64 means in each ring of K and V.
-        registers: registers of a consumer thread.
-    """
-
-    consumers: int
-    stages: int
-    registers: int
-
-
-def gluon_tail_tile() -> GluonTailTile:
+def gluon_tail_tile() -> GluonTile:
     """Return the tile of the pooled tail in Gluon, the fastest of four on an H200: tail.csv."""
-    return GluonTailTile(consumers=3, stages=3, registers=160)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GluonTile:
-    """Shape of one program of the Gluon provider.
-
-    Attributes:
-        consumers: consumer warpgroups of 64 query rows.
-        keys: keys of a step.
-        stages: tiles in each ring of K and V.
-        own: whether each consumer has a query block of its own.
-        q_registers: whether Q is kept in registers.
-        fast: whether the first step's maximum stays the reference; needs bfloat16.
-        lazy: whether the exact variant keeps its reference while scores lie little above it.
-        sync: how often, in steps, a program publishes its place in the keys for its neighbours to
-            start from; makes the order of summation vary from run to run; 0 never.
-        registers: registers of a consumer thread.
-        producer_registers: registers of a producer thread.
-    """
-
-    consumers: int
-    keys: int
-    stages: int
-    own: bool = False
-    q_registers: bool = True
-    fast: bool = True
-    lazy: bool = False
-    sync: int = 0
-    registers: int = 240
-    producer_registers: int = 24
+    return GluonTile(consumers=3, keys=64, stages=3, registers=160)
 
 
 # Pattern -> tile. H200, 2026-11, torch 2.11, triton 3.6.0, head size 128.
