@@ -24,6 +24,7 @@ from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.select.api import (
     pool_tiles,
 )
+from multimodal_gen.kernels.select.reference import Tiles
 from multimodal_gen.kernels.tile_order.api import TileOrder
 
 OrderOf: TypeAlias = Callable[[int, "torch.device | str"], TileOrder]
@@ -310,7 +311,7 @@ def means_of_visible(query: torch.Tensor, key: torch.Tensor, tiles: VisibleTiles
         tiles: what is seen of them.
     """
     order = tiles.order
-    (means,) = pool_tiles((query,), order.starts, order.lengths, size=order.largest)
+    (means,) = pool_tiles((query,), Tiles(order.starts, order.lengths, order.largest))
     (key_means,), lengths = _pooled((key,), tiles)
     return SeenMeans(means, key_means, (lengths > 0).expand(len(query), -1))
 
@@ -327,4 +328,4 @@ def _pooled(
     """Return means of blocks of keys, and how many tokens each has."""
     kv = tiles.plan.kv
     starts, lengths = (bound.view(-1) for bound in kv.tensors())
-    return pool_tiles(tensors, starts, lengths, size=kv.size), lengths
+    return pool_tiles(tensors, Tiles(starts, lengths, kv.size)), lengths
