@@ -457,7 +457,8 @@ def tile_run(
     elif tile is None:
         from multimodal_gen.kernels.block_sparse import gluon_fused_kernel as fused
 
-        run = partial(fused.launch, inputs, plan, rows, tuple(results), scale=scale)
+        call = Backward(*inputs[:3], plan, inputs[3], rows[0], inputs[3], None, scale)
+        return partial(fused.attend_backward, call, rows)
     elif kernel == "all":
         from multimodal_gen.kernels.block_sparse import gluon_backward_kernel as sm90
 

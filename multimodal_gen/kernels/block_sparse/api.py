@@ -37,7 +37,6 @@ from multimodal_gen.kernels.block_sparse.tuning import (
     REDO_PAYS,
     WIDE_CHOICES,
     BackwardTiles,
-    GluonTile,
     backward_tiles,
     gluon_backward_tile,
     gluon_tile,
@@ -354,11 +353,6 @@ def _tiles_backward(q: torch.Tensor, plan: BlockPlan) -> BackwardTiles:
     )
 
 
-def _tiles_gluon(plan: BlockPlan) -> tuple[GluonTile, GluonTile]:
-    """Return the tiles of the SM90 kernels for dq, and for dk and dv."""
-    return gluon_backward_tile(block=plan.q.size), gluon_backward_tile(block=plan.kv.size)
-
-
 def _gradients_fused(call: Backward) -> _Gradients:
     from multimodal_gen.kernels.block_sparse.gluon_fused_kernel import attend_backward
 
@@ -368,7 +362,7 @@ def _gradients_fused(call: Backward) -> _Gradients:
 def _gradients_gluon(call: Backward) -> _Gradients:
     from multimodal_gen.kernels.block_sparse.gluon_backward_kernel import attend_backward
 
-    return attend_backward(call.loadable(), tiles=_tiles_gluon(call.plan))
+    return attend_backward(call.loadable())
 
 
 def _gradients_triton(call: Backward) -> _Gradients:
@@ -406,7 +400,7 @@ def _prepare_gradients(kernel: str, q: torch.Tensor, k: torch.Tensor, plan: Bloc
         tiles = _tiles_backward(q, plan)
         keys, queries = tiles.queries.keys, tiles.keys.rows
     else:
-        keys, queries = (tile.keys for tile in _tiles_gluon(plan))
+        keys, queries = (gluon_backward_tile(block=x.size).keys for x in (plan.q, plan.kv))
     for lists, step in ((plan, keys), (transposed(plan), queries)):
         work_list(lists, step, q.shape[0], q.shape[2], k.shape[2])
 

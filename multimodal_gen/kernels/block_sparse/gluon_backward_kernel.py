@@ -39,7 +39,7 @@ from multimodal_gen.kernels.block_sparse.gluon_work_kernel import (
 )
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.block_sparse.steps_kernel import PLAN_NUMBERS, Plan, work_list
-from multimodal_gen.kernels.block_sparse.tuning import GluonTile
+from multimodal_gen.kernels.block_sparse.tuning import GluonTile, gluon_backward_tile
 from multimodal_gen.kernels.hopper_kernel import (
     barriers,
     scores,
@@ -333,15 +333,12 @@ def _launcher() -> Launcher:
     return Launcher(backward_kernel)
 
 
-def attend_backward(
-    call: Backward, *, tiles: tuple[GluonTile, GluonTile]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def attend_backward(call: Backward) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, k and v; see `backward_kernel.attend_backward`.
 
     Args:
         call: whose tensors all have as many heads, stride 1 along D and other strides that are
             multiples of 16 bytes; its plan is neither causal nor has row bits.
-        tiles: shapes of the programs for dq, and for dk and dv.
     """
     q, k, v, plan, _, _, grad_out, _, scale = call
     rows = levels(call)
@@ -349,7 +346,7 @@ def attend_backward(
     dq = make(q.shape, dtype=q.dtype, device=q.device)
     make = torch.empty if plan.kv.starts is None else torch.zeros
     dk, dv = (make(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
-    for_dq, for_dkv = tiles
+    for_dq, for_dkv = (gluon_backward_tile(block=x.size) for x in (plan.q, plan.kv))
     launch((q, grad_out), (k, v), plan, rows, (dq,), scale=scale, tile=for_dq)
     launch((k, v), (q, grad_out), transposed(plan), rows, (dk, dv), scale=scale, tile=for_dkv)
     return dq, dk, dv
