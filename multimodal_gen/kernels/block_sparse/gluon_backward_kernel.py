@@ -16,7 +16,6 @@ has its own block, ring and producer warp. Rows of a tensor that belong to no bl
 """
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -328,9 +327,7 @@ def backward_kernel(
         specialize(_consumer, (given,), _producer, (fed,), C)
 
 
-@cache
-def _launcher() -> Launcher:
-    return Launcher(backward_kernel)
+_launcher = Launcher(backward_kernel)
 
 
 def attend_backward(call: Backward) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -386,7 +383,7 @@ def launch(
         q_starts=plan.q.starts is not None, q_lengths=plan.q.lengths is not None,
         registers=tile.registers,
     )  # fmt: skip
-    _launcher()(
+    _launcher(
         (-(-work.num // tile.consumers) if tile.own else work.num * shape.q_tiles,),
         *(describe_tokens(x, 64, size) for x in own),
         *(describe_tokens(x, tile.keys, size) for x in steps_of),

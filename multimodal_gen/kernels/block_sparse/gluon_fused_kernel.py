@@ -10,7 +10,6 @@ differs from run to run.
 Five products instead of the seven of two kernels.
 """
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -229,9 +228,7 @@ def fused_backward_kernel(
     specialize(_consumer, (given,), _producer, (fed,), C)
 
 
-@cache
-def _launcher() -> Launcher:
-    return Launcher(fused_backward_kernel)
+_launcher = Launcher(fused_backward_kernel)
 
 
 def _describe_rows(rows: torch.Tensor) -> TensorDescriptor:
@@ -264,7 +261,7 @@ def attend_backward(
         ragged=work.ragged, ordered=work.ordered, registers=240,
     )  # fmt: skip
     sums = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    _launcher()(
+    _launcher(
         (work.num * shape.q_tiles,),
         describe_tokens(k, 64, 128), describe_tokens(v, 64, 128),
         describe_tokens(k, 64, HALF.value), describe_tokens(q, STEP, 128),

@@ -291,9 +291,7 @@ def gluon_tail_kernel(
     specialize(_consumer, ((task, rings),), _producer, ((dq, do, dk, dv, task, rings),), C)
 
 
-@cache
-def _launcher() -> Launcher:
-    return Launcher(gluon_tail_kernel)
+_launcher = Launcher(gluon_tail_kernel)
 
 
 @cache
@@ -310,10 +308,9 @@ def add_tail(call: TailCall, *, tile: GluonTile) -> None:
     bits = tail_kernel.pack_bits(call.kept, _KEYS)
     sizes = call.pooled.counts.float().log2().contiguous()
     flags = _add(call, bits, sizes, tile)
-    tail_kernel.add_flagged(
-        call, sizes, bits, flags, tile=TritonTile(rows=_ROWS, keys=32, warps=4, stages=2),
-        programs=2 * _programs(call.q.get_device()),
-    )  # fmt: skip
+    programs = 2 * _programs(call.q.get_device())
+    portable = TritonTile(rows=_ROWS, keys=32, warps=4, stages=2)
+    tail_kernel.launch(call, sizes, bits, portable, flags=flags, programs=programs)
 
 
 def _add(call: TailCall, bits: torch.Tensor, sizes: torch.Tensor, tile: GluonTile) -> torch.Tensor:
@@ -341,7 +338,7 @@ def _add(call: TailCall, bits: torch.Tensor, sizes: torch.Tensor, tile: GluonTil
         q_lengths=queries.lengths is not None,
         registers=tile.registers,
     )
-    _launcher()(
+    _launcher(
         (min(every, _programs(q.get_device())),),
         describe_tokens(q, _ROWS, size), describe_tokens(out, _ROWS, size),
         describe(pooled.keys, _KEYS, size), describe(pooled.values, _KEYS, size),
