@@ -5,10 +5,10 @@ blocks shared by consumers or one each, an exact softmax or a fixed reference, w
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -23,13 +23,15 @@ from multimodal_gen.kernels.block_sparse.reference import (
 from multimodal_gen.kernels.block_sparse.skip import Skip
 from multimodal_gen.kernels.block_sparse.tail import kept_map, pool_blocks
 from multimodal_gen.kernels.block_sparse.tuning import (
-    gluon_backward_tile,
     gluon_tail_tile,
     gluon_tile,
 )
 from multimodal_gen.kernels.cluster_attention.plan import TILE_ROWS, Groups, cluster_plan, cut
 from multimodal_gen.kernels.quantized_attention.api import RUN as QUANTIZED_KERNELS
 from multimodal_gen.kernels.quantized_attention.api import Call as QuantizedCall
+
+# Yields what is wrong, or None, call by call.
+_Check: TypeAlias = Callable[[torch.device], Iterator[str | None]]
 
 HEADS, HEAD_SIZE = 2, 128
 # Relative errors in the Frobenius norm. Roundings to 16 bits give 2e-3 to 3e-3, int8 scores about
@@ -58,7 +60,7 @@ def quantized(device: torch.device) -> str | None:
     return _first_fault(device, _eight_bits)
 
 
-def _first_fault(device: torch.device, *checks: Callable[[torch.device], str | None]) -> str | None:
+def _first_fault(device: torch.device, *checks: _Check) -> str | None:
     """Return what the installed Gluon lacks, or the first thing that a check finds wrong."""
     from multimodal_gen.kernels.launch.compat import lacking
 
@@ -66,7 +68,7 @@ def _first_fault(device: torch.device, *checks: Callable[[torch.device], str | N
     if names:
         return f"its Gluon lacks {', '.join(names)}"
     with torch.cuda.device(device):
-        return next(filter(None, (check(device) for check in checks)), None)
+        return next((fault for check in checks for fault in check(device) if fault), None)
 
 
 class _Case(NamedTuple):
@@ -100,7 +102,7 @@ _CASES = (
 _SKIPPED_BELOW = 60.0
 
 
-def _blocks(device: torch.device) -> str | None:
+def _blocks(device: torch.device) -> Iterator[str | None]:
     from multimodal_gen.kernels.block_sparse.gluon_kernel import prepare
 
     for case in _CASES:
@@ -128,13 +130,10 @@ def _blocks(device: torch.device) -> str | None:
         call = _call(q, k, v, plan)._replace(skip=skip)
         out, _ = empty_results(q, plan, False)
         prepare(call, out, None, tile=tile)(call, out, None)
-        fault = _fault(str(case), out, (q, k, v), plan, ROUNDED)
-        if fault is not None:
-            return fault
-    return None
+        yield _fault(str(case), out, (q, k, v), plan, ROUNDED)
 
 
-def _gradients(device: torch.device) -> str | None:
+def _gradients(device: torch.device) -> Iterator[str | None]:
     from multimodal_gen.kernels.block_sparse import gluon_backward_kernel, gluon_fused_kernel
 
     for size in (384, 128, 64):
@@ -143,9 +142,8 @@ def _gradients(device: torch.device) -> str | None:
         out, lse = BLOCK_SPARSE_KERNELS["gluon"](_call(q, k, v, plan, backward=True))
         assert lse is not None, "it was asked for"
         grad_out = out.flip(1).contiguous()  # as good as any
-        tiles = (gluon_backward_tile(block=plan.q.size), gluon_backward_tile(block=plan.kv.size))
         call = Backward(q, k, v, plan, out, lse, grad_out, None, scale)
-        found = [gluon_backward_kernel.attend_backward(call, tiles=tiles)]
+        found = [gluon_backward_kernel.attend_backward(call)]
         if size % 128 == 0:  # it takes whole blocks
             found.append(gluon_fused_kernel.attend_backward(call))
         q, k, v, grad_out = (x.double() for x in (q, k, v, grad_out))
@@ -154,13 +152,10 @@ def _gradients(device: torch.device) -> str | None:
         exact = attention_reference_backward(of_exact)
         for of_kernel in found:
             for name, x, wanted in zip("qkv", of_kernel, exact, strict=True):
-                fault = _off(f"gradients of {name} over blocks of {size}", x, wanted, ROUNDED)
-                if fault is not None:
-                    return fault
-    return None
+                yield _off(f"gradients of {name} over blocks of {size}", x, wanted, ROUNDED)
 
 
-def _eight_bits(device: torch.device) -> str | None:
+def _eight_bits(device: torch.device) -> Iterator[str | None]:
     blocks = ((128, 128), (128, 64), (64, 128), (64, 64))
     for (size, keys), e4m3 in product(blocks, (False, True)):
         plan = _plan(size, keys, device)
@@ -169,10 +164,7 @@ def _eight_bits(device: torch.device) -> str | None:
         call = QuantizedCall(q, k, v, plan, HEAD_SIZE**-0.5, False, e4m3, None)
         out, _ = QUANTIZED_KERNELS["gluon"](call)
         name = f"blocks of {size} and {keys} with values in {'e4m3' if e4m3 else '16 bits'}"
-        fault = _fault(name, out, (q, k, v), plan, E4M3 if e4m3 else INT8)
-        if fault is not None:
-            return fault
-    return None
+        yield _fault(name, out, (q, k, v), plan, E4M3 if e4m3 else INT8)
 
 
 def _share(q: torch.Tensor, k: torch.Tensor) -> None:
@@ -186,7 +178,7 @@ def _share(q: torch.Tensor, k: torch.Tensor) -> None:
     k += (2.2 * shared).to(k.dtype)
 
 
-def _clusters(device: torch.device) -> str | None:
+def _clusters(device: torch.device) -> Iterator[str | None]:
     from multimodal_gen.kernels.cluster_attention.cluster_attention_kernel import attend
 
     counts = torch.tensor([200, 3, 120, 77], dtype=torch.int32, device=device)
@@ -200,10 +192,10 @@ def _clusters(device: torch.device) -> str | None:
     q, k, v = _inputs(plan)
     pieces = cut(side, TILE_ROWS, multiple=TILE_ROWS // 3)
     out, _ = attend(q, k, v, pieces, side, keep, scale=HEAD_SIZE**-0.5)
-    return _fault("clusters", out, (q, k, v), plan, ROUNDED)
+    yield _fault("clusters", out, (q, k, v), plan, ROUNDED)
 
 
-def _means(device: torch.device) -> str | None:
+def _means(device: torch.device) -> Iterator[str | None]:
     """Check blocks of equal tokens, which their means stand for exactly."""
     from multimodal_gen.kernels.block_sparse import gluon_tail_kernel
 
@@ -222,7 +214,7 @@ def _means(device: torch.device) -> str | None:
     call = TailCall(out, lse, q, pooled, kept, plan.q, HEAD_SIZE**-0.5)
     gluon_tail_kernel.add_tail(call, tile=gluon_tail_tile())
     every = BlockPlan.dense(plan.q, plan.kv, device)
-    return _fault("means of blocks of 64", out, (q, k, v), every, ROUNDED)
+    yield _fault("means of blocks of 64", out, (q, k, v), every, ROUNDED)
 
 
 def _plan(size: int, keys: int, device: torch.device, *, regular: bool = True) -> BlockPlan:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention, kernel_for
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.select.api import add_gated, pool_tiles, select_tiles
+from multimodal_gen.kernels.select.reference import Tiles
 from multimodal_gen.kernels.tile_order.api import gather_tokens
 from multimodal_gen.runtime.layers.attention import UlyssesAttention_VSA
 from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
@@ -133,7 +134,7 @@ class Tiled:
     def pooled(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the means of all tiles, [1, H, N, D] each."""
         order = self.sequence.order
-        return pool_tiles(tensors, order.starts, order.lengths, size=order.largest)
+        return pool_tiles(tensors, Tiles(order.starts, order.lengths, order.largest))
 
     @cached_property
     def positions(self) -> torch.Tensor:
@@ -232,7 +233,8 @@ def vsa_operator(setting: Setting) -> Contender:
         plan = fine_plan(tiled.sequence, pooled[0], pooled[1], case.kept)
         out = block_sparse_attention(q, k, v, plan, scale=case.scale)
         coarse = F.scaled_dot_product_attention(*pooled, scale=case.scale)
-        return add_gated(out, gate, coarse, order.starts, order.lengths, size=order.largest)
+        tiles = Tiles(order.starts, order.lengths, order.largest)
+        return add_gated(out, gate, coarse, tiles)
 
     return Contender(
         name="vsa operator",

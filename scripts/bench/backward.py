@@ -28,7 +28,7 @@ from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.call import Backward
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.tuning import (
-    GluonBackwardTile,
+    GluonTile,
     TritonTile,
     gluon_backward_tile,
 )
@@ -326,15 +326,15 @@ def write(
     )
 
 
-Tile = TritonTile | GluonBackwardTile
+Tile = TritonTile | GluonTile
 
 
 def _sm90(*shapes: tuple[int, int, int], own: bool = False) -> dict[str, Tile]:
     return {
-        f"sm90 {consumers}x64x{step} s{stages}": GluonBackwardTile(
-            consumers=consumers, step=step, stages=stages, own=own
+        f"sm90 {consumers}x64x{keys} s{stages}": GluonTile(
+            consumers=consumers, keys=keys, stages=stages, own=own
         )
-        for consumers, step, stages in shapes
+        for consumers, keys, stages in shapes
     }
 
 
@@ -389,7 +389,8 @@ def tile_run(
     elif tile is None:
         from multimodal_gen.kernels.block_sparse import gluon_fused_kernel as fused
 
-        run = partial(fused.launch, inputs, plan, rows, tuple(results), scale=scale)
+        call = Backward(*inputs[:3], plan, inputs[3], rows[0], inputs[3], None, scale)
+        return partial(fused.attend_backward, call, rows)
     elif kernel == "all":
         from multimodal_gen.kernels.block_sparse import gluon_backward_kernel as sm90
 

@@ -31,7 +31,7 @@ from multimodal_gen.kernels.block_sparse import tail as tail_module
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.tail import PooledTail, add_tail, kept_map, pool_blocks
-from multimodal_gen.kernels.block_sparse.tuning import GluonTailTile
+from multimodal_gen.kernels.block_sparse.tuning import GluonTile
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from tests.helpers.block_plans import tile_lists
@@ -45,12 +45,12 @@ LAYER_BOUND = 1e-2  # of nine rows in ten: where scores are alike, another block
 FLOP = "4*H*D*pairs that are attended to exactly"
 
 # Other kernels of the tail, by what the results call them; None is Triton's.
-TILES: dict[str, GluonTailTile | None] = {
+TILES: dict[str, GluonTile | None] = {
     "triton": None,
-    "2 consumers, 3 stages": GluonTailTile(consumers=2, stages=3, registers=240),
-    "2 consumers, 4 stages": GluonTailTile(consumers=2, stages=4, registers=240),
-    "3 consumers, 3 stages": GluonTailTile(consumers=3, stages=3, registers=160),
-    "3 consumers, 4 stages": GluonTailTile(consumers=3, stages=4, registers=160),
+    "2 consumers, 3 stages": GluonTile(consumers=2, keys=64, stages=3, registers=240),
+    "2 consumers, 4 stages": GluonTile(consumers=2, keys=64, stages=4, registers=240),
+    "3 consumers, 3 stages": GluonTile(consumers=3, keys=64, stages=3, registers=160),
+    "3 consumers, 4 stages": GluonTile(consumers=3, keys=64, stages=4, registers=160),
 }
 # Layers, by what the results call them: backend and parameters.
 LAYERS: dict[str, Method] = {
@@ -127,7 +127,7 @@ def parts_of(qkv: QKV, plan: BlockPlan) -> dict[str, Callable[[], object]]:
     }
 
 
-def with_tile(attend: Callable[..., torch.Tensor], tile: GluonTailTile | None) -> torch.Tensor:
+def with_tile(attend: Callable[..., torch.Tensor], tile: GluonTile | None) -> torch.Tensor:
     """Run with another kernel of the tail."""
     name, value = "gluon_tail_tile", lambda: tile
     if tile is None:

@@ -29,6 +29,7 @@ from multimodal_gen.kernels.select.api import (
     select_tiles,
 )
 from multimodal_gen.kernels.select.reference import (
+    Ranking,
     Tiles,
     add_gated_reference,
     pool_tiles_reference,
@@ -76,7 +77,7 @@ def select_runs(query: torch.Tensor, key: torch.Tensor, count: int) -> Runs:
 
     def run(scratch_bytes: int, warps: int) -> torch.Tensor:
         with mock.patch.object(kernel, "_warps", return_value=warps):
-            kernel.select_tiles(query, key, count, 0, out, scratch_bytes=scratch_bytes)
+            kernel.select_tiles(Ranking(query, key, count, 0, out), scratch_bytes=scratch_bytes)
         return out
 
     runs.update({f"select, {name}": partial(run, *sizes) for name, sizes in VARIANTS.items()})
@@ -107,20 +108,19 @@ def map_runs(query: torch.Tensor, key: torch.Tensor, count: int) -> tuple[Runs, 
 
 
 def cell_runs(
-    q: torch.Tensor, k: torch.Tensor, tiles: Any, keep: float
+    q: torch.Tensor, k: torch.Tensor, tiles: Tiles, keep: float
 ) -> tuple[Runs, dict[str, float]]:
     """Return the contenders of the ranking by four cells of every tile, and what is wrong."""
-    starts, lengths, cut = tiles
-    pool = partial(pool_cells, starts=starts, lengths=lengths, cells=4, **cut)
+    num_tiles = len(tiles.starts)
+    pool = partial(pool_cells, tiles=tiles, cells=4)
     (query, real), (key, _) = pool(q), pool(k)
-    count, scale = max(1, round(keep * len(starts))), q.shape[3] ** -0.5
+    count, scale = max(1, round(keep * num_tiles)), q.shape[3] ** -0.5
     few = slice(0, CHECKED_HEADS)
-    few_cells = Tiles(starts, lengths, cut["size"], cut["index"]).cells(4)
-    means = pool_tiles_reference(q[:, :, few].float(), few_cells)
-    best = torch.empty((1, CHECKED_HEADS, len(starts), count), dtype=torch.int32, device=q.device)
+    means = pool_tiles_reference(q[:, :, few].float(), tiles.cells(4))
+    best = torch.empty((1, CHECKED_HEADS, num_tiles, count), dtype=torch.int32, device=q.device)
     by_cells: dict[str, Any] = {"cells": (4, 4), "scale": scale, "real": (real, real)}
-    select_tiles_reference(query[:, few], key[:, few], count, 0, best, **by_cells)
-    kept = best.new_zeros((*best.shape[:3], len(starts)), dtype=torch.bool)
+    select_tiles_reference(Ranking(query[:, few], key[:, few], count, 0, best, **by_cells))
+    kept = best.new_zeros((*best.shape[:3], num_tiles), dtype=torch.bool)
     kept.scatter_(-1, best.long(), True)
 
     def select() -> torch.Tensor:
@@ -142,7 +142,7 @@ def select_errors(
     Neighbours in rank may change places where the order of a sum differs.
     """
     best = torch.empty((*query.shape[:3], count), dtype=torch.int32, device=query.device)
-    select_tiles_reference(query, key, count, 0, best)
+    select_tiles_reference(Ranking(query, key, count, 0, best))
     kept = torch.zeros((*best.shape[:3], key.shape[2]), dtype=torch.bool, device=query.device)
     kept.scatter_(-1, best.long(), True)
     heads = slice(0, query.shape[1])
@@ -158,34 +158,32 @@ def measure(case: TiledCase, bench: Bench) -> None:
     torch.manual_seed(0)
     shape = (1, order.num_tokens, case.heads, case.head_size)
     q, k = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    tiles = (order.starts, order.lengths)
-    cut: dict[str, Any] = {"size": order.largest, "index": order.order}
-    pooled_q, pooled_k = pool_tiles((q, k), *tiles, **cut)
+    tiles = Tiles(order.starts, order.lengths, order.largest, order.order)
+    pooled_q, pooled_k = pool_tiles((q, k), tiles)
     num_tiles = len(order.starts)
     count = max(1, round(case.keep * num_tiles))
     few = slice(0, CHECKED_HEADS)
 
     errors = {}
-    cut_tiles = Tiles(*tiles, order.largest, order.order)
-    wanted = pool_tiles_reference(q[:, :, few].float(), cut_tiles)
+    wanted = pool_tiles_reference(q[:, :, few].float(), tiles)
     errors["pool q, k"] = relative_error(pooled_q[:, few], wanted)
     coarse = pooled_k
     whole = add_gated_reference(
-        q[:, :, few].float(), k[:, :, few].float(), coarse[:, few].float(), cut_tiles
+        q[:, :, few].float(), k[:, :, few].float(), coarse[:, few].float(), tiles
     )
-    summed = add_gated(q.clone(), k, coarse, *tiles, **cut)
+    summed = add_gated(q.clone(), k, coarse, tiles)
     errors["gated sum"] = relative_error(summed[:, :, few], whole)
     selects = select_runs(pooled_q, pooled_k, count)
     errors.update(select_errors(selects, pooled_q[:, few], pooled_k[:, few], count))
     maps, wrong_maps = map_runs(pooled_q, pooled_k, count)
-    cells, wrong_cells = cell_runs(q, k, (*tiles, cut), case.keep)
+    cells, wrong_cells = cell_runs(q, k, tiles, case.keep)
     errors |= wrong_maps | wrong_cells
     stages: dict[str, tuple[Runs, float]] = {
-        "pool": ({"pool q, k": lambda: pool_tiles((q, k), *tiles, **cut)[0]}, 0.0),
+        "pool": ({"pool q, k": lambda: pool_tiles((q, k), tiles)[0]}, 0.0),
         "select": (selects, 2.0 * case.heads * num_tiles**2 * case.head_size),
         "cells": (cells, 0.0),
         "lists": (maps, 0.0),
-        "gate": ({"gated sum": lambda: add_gated(summed, k, coarse, *tiles, **cut)}, 0.0),
+        "gate": ({"gated sum": lambda: add_gated(summed, k, coarse, tiles)}, 0.0),
     }
     for stage, (runs, flop) in stages.items():
         if bench.options.only not in stage:

@@ -37,7 +37,6 @@ from multimodal_gen.kernels.block_sparse.tuning import (
     REDO_PAYS,
     WIDE_CHOICES,
     BackwardTiles,
-    GluonBackwardTile,
     backward_tiles,
     gluon_backward_tile,
     gluon_tile,
@@ -118,10 +117,17 @@ def block_sparse_attention(
             "under torch.no_grad() and outside of the graph"
         )
     if tail is not None:
-        results = _with_tail(
-            q, k, v, plan, tail, scale=scale, kernel=kernel, deterministic=deterministic, skip=skip
+        if not isinstance(tail, PooledTail):
+            raise UsageError(f"`tail` must be a PooledTail or None, got {type(tail).__name__}")
+        options: dict[str, Any] = {"scale": scale, "kernel": kernel}
+        num = tail.blocks_of(plan)
+        out, lse = block_sparse_attention(
+            q, k, v, plan, return_lse=True, deterministic=deterministic, skip=skip, **options
         )
-        return results if return_lse else results[0]
+        if num:
+            pooled = tail.pooled or pool_blocks(k, v, plan.kv, num, first_order=tail.first_order)
+            out, lse = add_tail(out, lse, q, pooled, kept_map(plan, num), plan.q, **options)
+        return (out, lse) if return_lse else out
     if q.shape[0] == 0:
         lse = q.new_empty((0, q.shape[2], q.shape[1]), dtype=torch.float32)
         return (q.clone(), lse) if return_lse else q.clone()
@@ -175,39 +181,6 @@ def _checked(
         form = plan.cache.setdefault(key, form)  # another thread may have been faster
     assert isinstance(form, CallForm), "nothing else has such a key"
     return form
-
-
-def _with_tail(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    plan: BlockPlan,
-    tail: PooledTail,
-    *,
-    scale: float,
-    kernel: KernelChoice,
-    deterministic: bool,
-    skip: Skip | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return out and lse over what the plan keeps, and the means of what it does not."""
-    if not isinstance(tail, PooledTail):
-        raise UsageError(f"`tail` must be a PooledTail or None, got {type(tail).__name__}")
-    num = tail.blocks_of(plan)
-    out, lse = block_sparse_attention(
-        q,
-        k,
-        v,
-        plan,
-        scale=scale,
-        return_lse=True,
-        kernel=kernel,
-        deterministic=deterministic,
-        skip=skip,
-    )
-    if not num:
-        return out, lse
-    pooled = tail.pooled or pool_blocks(k, v, plan.kv, num, first_order=tail.first_order)
-    return add_tail(out, lse, q, pooled, kept_map(plan, num), plan.q, scale=scale, kernel=kernel)
 
 
 def refresh_plan(plan: BlockPlan) -> None:
@@ -380,11 +353,6 @@ def _tiles_backward(q: torch.Tensor, plan: BlockPlan) -> BackwardTiles:
     )
 
 
-def _tiles_gluon(plan: BlockPlan) -> tuple[GluonBackwardTile, GluonBackwardTile]:
-    """Return the tiles of the SM90 kernels for dq, and for dk and dv."""
-    return gluon_backward_tile(block=plan.q.size), gluon_backward_tile(block=plan.kv.size)
-
-
 def _gradients_fused(call: Backward) -> _Gradients:
     from multimodal_gen.kernels.block_sparse.gluon_fused_kernel import attend_backward
 
@@ -394,7 +362,7 @@ def _gradients_fused(call: Backward) -> _Gradients:
 def _gradients_gluon(call: Backward) -> _Gradients:
     from multimodal_gen.kernels.block_sparse.gluon_backward_kernel import attend_backward
 
-    return attend_backward(call.loadable(), tiles=_tiles_gluon(call.plan))
+    return attend_backward(call.loadable())
 
 
 def _gradients_triton(call: Backward) -> _Gradients:
@@ -432,7 +400,7 @@ def _prepare_gradients(kernel: str, q: torch.Tensor, k: torch.Tensor, plan: Bloc
         tiles = _tiles_backward(q, plan)
         keys, queries = tiles.queries.keys, tiles.keys.rows
     else:
-        keys, queries = (tile.step for tile in _tiles_gluon(plan))
+        keys, queries = (gluon_backward_tile(block=x.size).keys for x in (plan.q, plan.kv))
     for lists, step in ((plan, keys), (transposed(plan), queries)):
         work_list(lists, step, q.shape[0], q.shape[2], k.shape[2])
 

@@ -16,7 +16,6 @@ has its own block, ring and producer warp. Rows of a tensor that belong to no bl
 """
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +38,7 @@ from multimodal_gen.kernels.block_sparse.gluon_work_kernel import (
 )
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.block_sparse.steps_kernel import PLAN_NUMBERS, Plan, work_list
-from multimodal_gen.kernels.block_sparse.tuning import GluonBackwardTile
+from multimodal_gen.kernels.block_sparse.tuning import GluonTile, gluon_backward_tile
 from multimodal_gen.kernels.hopper_kernel import (
     barriers,
     scores,
@@ -328,20 +327,15 @@ def backward_kernel(
         specialize(_consumer, (given,), _producer, (fed,), C)
 
 
-@cache
-def _launcher() -> Launcher:
-    return Launcher(backward_kernel)
+_launcher = Launcher(backward_kernel)
 
 
-def attend_backward(
-    call: Backward, *, tiles: tuple[GluonBackwardTile, GluonBackwardTile]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def attend_backward(call: Backward) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, k and v; see `backward_kernel.attend_backward`.
 
     Args:
         call: whose tensors all have as many heads, stride 1 along D and other strides that are
             multiples of 16 bytes; its plan is neither causal nor has row bits.
-        tiles: shapes of the programs for dq, and for dk and dv.
     """
     q, k, v, plan, _, _, grad_out, _, scale = call
     rows = levels(call)
@@ -349,7 +343,7 @@ def attend_backward(
     dq = make(q.shape, dtype=q.dtype, device=q.device)
     make = torch.empty if plan.kv.starts is None else torch.zeros
     dk, dv = (make(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
-    for_dq, for_dkv = tiles
+    for_dq, for_dkv = (gluon_backward_tile(block=x.size) for x in (plan.q, plan.kv))
     launch((q, grad_out), (k, v), plan, rows, (dq,), scale=scale, tile=for_dq)
     launch((k, v), (q, grad_out), transposed(plan), rows, (dk, dv), scale=scale, tile=for_dkv)
     return dq, dk, dv
@@ -363,7 +357,7 @@ def launch(
     outs: tuple[torch.Tensor, ...],
     *,
     scale: float,
-    tile: GluonBackwardTile,
+    tile: GluonTile,
 ) -> None:
     """Write dq, or dk and dv.
 
@@ -380,19 +374,19 @@ def launch(
     """
     batch, _, heads, channels = own[0].shape
     size = 64 if channels <= 64 else 128
-    work = work_list(plan, tile.step, batch, heads, heads)
+    work = work_list(plan, tile.keys, batch, heads, heads)
     shape = GradientShape(
-        of_keys=len(outs) == 2, keys=tile.step, head_size=size, channels=channels, sub=work.sub,
+        of_keys=len(outs) == 2, keys=tile.keys, head_size=size, channels=channels, sub=work.sub,
         q_tiles=1 if tile.own else -(-plan.q.size // (64 * tile.consumers)),
         consumers=tile.consumers, stages=tile.stages, own=tile.own,
         ragged=work.ragged, ordered=work.ordered,
         q_starts=plan.q.starts is not None, q_lengths=plan.q.lengths is not None,
         registers=tile.registers,
     )  # fmt: skip
-    _launcher()(
+    _launcher(
         (-(-work.num // tile.consumers) if tile.own else work.num * shape.q_tiles,),
         *(describe_tokens(x, 64, size) for x in own),
-        *(describe_tokens(x, tile.step, size) for x in steps_of),
+        *(describe_tokens(x, tile.keys, size) for x in steps_of),
         outs[0], outs[-1], rows, *work.arguments, work.num,
         *outs[0].stride()[:3], *rows.stride()[1:3], rows.stride(0), scale,
         C=shape, num_warps=4,

@@ -10,7 +10,6 @@ differs from run to run.
 Five products instead of the seven of two kernels.
 """
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +28,6 @@ from multimodal_gen.kernels.block_sparse.gluon_work_kernel import (
     find_work,
     step_start,
 )
-from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.block_sparse.steps_kernel import PLAN_NUMBERS, Plan, work_list
 from multimodal_gen.kernels.hopper_kernel import barriers, specialize, wait_empty
 from multimodal_gen.kernels.launch.compat import async_add, async_load
@@ -230,9 +228,7 @@ def fused_backward_kernel(
     specialize(_consumer, (given,), _producer, (fed,), C)
 
 
-@cache
-def _launcher() -> Launcher:
-    return Launcher(fused_backward_kernel)
+_launcher = Launcher(fused_backward_kernel)
 
 
 def _describe_rows(rows: torch.Tensor) -> TensorDescriptor:
@@ -243,35 +239,20 @@ def _describe_rows(rows: torch.Tensor) -> TensorDescriptor:
     return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [1, 1, 1, STEP], layout)
 
 
-def attend_backward(call: Backward) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of q, k and v; see `gluon_backward_kernel.attend_backward`."""
-    q, k, v, plan, _, _, grad_out, _, scale = call
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    launch((q, k, v, grad_out), plan, levels(call), (dq, dk, dv), scale=scale)
-    return dq, dk, dv
-
-
-def launch(
-    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    plan: BlockPlan,
-    rows: torch.Tensor,
-    outs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    *,
-    scale: float,
-) -> None:
-    """Write dq, dk and dv, [B, S, H, D], contiguous.
+def attend_backward(
+    call: Backward, rows: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of q, k and v, [B, S, H, D], contiguous.
 
     Args:
-        inputs: q, k, v and the gradient of out, [B, S, H, D], with as many heads, stride 1 along D
-            and other strides that are multiples of 16 bytes.
-        plan: the pairs of whole blocks, without row bits and not causal.
-        rows: level and delta of the queries, fp32 [2, B, H, Sq], contiguous.
-        outs: dq, dk and dv.
-        scale: factor of the scores.
+        call: whose tensors all have as many heads, stride 1 along D and other strides that are
+            multiples of 16 bytes; its plan has whole blocks, no row bits and is not causal.
+        rows: level and delta of the queries, fp32 [2, B, H, Sq], contiguous, where they are known.
     """
+    q, k, v, plan, _, _, grad, _, scale = call
     assert plan.q.size % STEP == plan.kv.size % KEYS == 0, "others are not chosen"
-    q, k, v, grad = inputs
-    dq, dk, dv = outs
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    rows = levels(call) if rows is None else rows
     batch, _, heads, channels = q.shape
     work = work_list(transposed(plan), STEP, batch, heads, heads)
     shape = GradientShape(
@@ -280,7 +261,7 @@ def launch(
         ragged=work.ragged, ordered=work.ordered, registers=240,
     )  # fmt: skip
     sums = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    _launcher()(
+    _launcher(
         (work.num * shape.q_tiles,),
         describe_tokens(k, 64, 128), describe_tokens(v, 64, 128),
         describe_tokens(k, 64, HALF.value), describe_tokens(q, STEP, 128),
@@ -289,3 +270,4 @@ def launch(
         *dk.stride()[:3], scale, C=shape, num_warps=4,
     )  # fmt: skip
     torch.mul(sums, scale, out=dq)
+    return dq, dk, dv

@@ -26,7 +26,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 
 import torch
 from triton.experimental import gluon
@@ -294,9 +294,7 @@ def attention_kernel(
         _run(dq, dk, dv, gl.program_id(0), plan, outs, flag_ptr, scale_log2, C)
 
 
-@cache
-def _launcher() -> Launcher:
-    return Launcher(attention_kernel)
+_launcher = Launcher(attention_kernel)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -384,12 +382,12 @@ def prepare(
         work.blocks, bits, *bits.expand(batch, heads, -1, -1).stride()[:2], bits.shape[3],
         *out.stride()[:3], *((0, 0) if lse is None else lse.stride()[:2]),
     )  # fmt: skip
-    launches = [Launch(_launcher(), (num_tiles,), arguments, [{"C": shape, "num_warps": 4}])]
+    launches = [Launch(_launcher, (num_tiles,), arguments, [{"C": shape, "num_warps": 4}])]
     if tile.fast:
         together = next(together for least, together in _REDONE_TOGETHER if num_tiles >= least)
         redo = dataclasses.replace(shape, fast=False, passes=False, redo=together, sync=0)
         grid = (-(-num_tiles // together),)
-        launches.append(Launch(_launcher(), grid, arguments, [{"C": redo, "num_warps": 4}]))
+        launches.append(Launch(_launcher, grid, arguments, [{"C": redo, "num_warps": 4}]))
     described = partial(
         _inputs_at,
         forms=tuple((x.shape, x.stride(), x.dtype) for x in (q, k, v)),

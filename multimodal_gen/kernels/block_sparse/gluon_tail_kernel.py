@@ -27,7 +27,7 @@ from multimodal_gen.kernels.block_sparse import tail_kernel
 from multimodal_gen.kernels.block_sparse.call import TailCall
 from multimodal_gen.kernels.block_sparse.gluon_work_kernel import Outs, places, store_values
 from multimodal_gen.kernels.block_sparse.plan import WORD_BITS, bounds_of
-from multimodal_gen.kernels.block_sparse.tuning import GluonTailTile, TritonTile
+from multimodal_gen.kernels.block_sparse.tuning import GluonTile, TritonTile
 from multimodal_gen.kernels.hopper_kernel import (
     OVERFLOW,
     ProgramShape,
@@ -291,9 +291,7 @@ def gluon_tail_kernel(
     specialize(_consumer, ((task, rings),), _producer, ((dq, do, dk, dv, task, rings),), C)
 
 
-@cache
-def _launcher() -> Launcher:
-    return Launcher(gluon_tail_kernel)
+_launcher = Launcher(gluon_tail_kernel)
 
 
 @cache
@@ -302,7 +300,7 @@ def _programs(index: int) -> int:
     return 132 if index < 0 else int(torch.cuda.get_device_properties(index).multi_processor_count)
 
 
-def add_tail(call: TailCall, *, tile: GluonTailTile) -> None:
+def add_tail(call: TailCall, *, tile: GluonTile) -> None:
     """Launch the kernel, and the other one for what it flags; see `tail.add_tail`.
 
     What the copy engine reads, `out`, `q`, `keys` and `values`, must be readable to it.
@@ -310,15 +308,12 @@ def add_tail(call: TailCall, *, tile: GluonTailTile) -> None:
     bits = tail_kernel.pack_bits(call.kept, _KEYS)
     sizes = call.pooled.counts.float().log2().contiguous()
     flags = _add(call, bits, sizes, tile)
-    tail_kernel.add_flagged(
-        call, sizes, bits, flags, tile=TritonTile(rows=_ROWS, keys=32, warps=4, stages=2),
-        programs=2 * _programs(call.q.get_device()),
-    )  # fmt: skip
+    programs = 2 * _programs(call.q.get_device())
+    portable = TritonTile(rows=_ROWS, keys=32, warps=4, stages=2)
+    tail_kernel.launch(call, sizes, bits, portable, flags=flags, programs=programs)
 
 
-def _add(
-    call: TailCall, bits: torch.Tensor, sizes: torch.Tensor, tile: GluonTailTile
-) -> torch.Tensor:
+def _add(call: TailCall, bits: torch.Tensor, sizes: torch.Tensor, tile: GluonTile) -> torch.Tensor:
     """Launch the kernel; return how many pieces were left out, and which are not 0: int32."""
     out, lse, q, pooled, _, queries, scale = call
     assert queries is not None, "others are refused"
@@ -343,7 +338,7 @@ def _add(
         q_lengths=queries.lengths is not None,
         registers=tile.registers,
     )
-    _launcher()(
+    _launcher(
         (min(every, _programs(q.get_device())),),
         describe_tokens(q, _ROWS, size), describe_tokens(out, _ROWS, size),
         describe(pooled.keys, _KEYS, size), describe(pooled.values, _KEYS, size),

@@ -6,7 +6,6 @@ query block, where a mask costs one per pair of tokens.
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import torch
 
@@ -53,28 +52,23 @@ def segment_plan(
             f"`keep` must be bool {list(wanted)}, or have two sizes more in front, got "
             f"{keep.dtype} {list(keep.shape)}"
         )
-    owner, starts, lengths = [], [], []
-    for segment, (length, end) in enumerate(zip(queries, accumulate(queries), strict=True)):
-        for begin in range(end - length, end, query_rows):
+    owner, lengths = [], []
+    for segment, length in enumerate(queries):
+        for begin in range(0, length, query_rows):
             owner.append(segment)
-            starts.append(begin)
-            lengths.append(min(query_rows, end - begin))
-    q = Blocks.ragged(
-        torch.tensor(starts, dtype=torch.int32),
-        torch.tensor(lengths, dtype=torch.int32),
-        total=sum(queries),
-        size=query_rows,
-    )
-    ends = list(accumulate(keys))
-    kv = Blocks.ragged(
-        torch.tensor([0, *ends[:-1]], dtype=torch.int32),
-        torch.tensor(keys, dtype=torch.int32),
-        total=ends[-1],
-        size=max(keys),
-    )
+            lengths.append(min(query_rows, length - begin))
+    q = _adjoining(lengths, query_rows)
+    kv = _adjoining(keys, max(keys))
     rows = keep.cpu()[..., torch.tensor(owner), :]
     rows = rows[None, None] if rows.dim() == 2 else rows
     return BlockPlan.from_map(rows, q, kv).longest_first().to(device)
+
+
+def _adjoining(lengths: Sequence[int], size: int) -> Blocks:
+    """Return blocks of such lengths, one after another, each of at most `size` rows."""
+    of = torch.tensor(lengths, dtype=torch.int32)
+    starts = of.cumsum(0, dtype=torch.int32) - of
+    return Blocks.ragged(starts, of, total=sum(lengths), size=size)
 
 
 def chunk_causal_plan(

@@ -24,6 +24,7 @@ from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.select.api import (
     pool_tiles,
 )
+from multimodal_gen.kernels.select.reference import Tiles
 from multimodal_gen.kernels.tile_order.api import TileOrder
 
 OrderOf: TypeAlias = Callable[[int, "torch.device | str"], TileOrder]
@@ -287,44 +288,9 @@ class TileLists(_Lists):
         return VisibleTiles(plan, order, *of_slots, itself, self._places, in_order)
 
 
-class SeenMeans(NamedTuple):
-    """The means of the blocks of both sides.
-
-    Attributes:
-        query: [B, H, Nq, D].
-        key: [B, Hkv, Nk, D].
-        real: bool [B, Nk], blocks that are seen.
-    """
-
-    query: torch.Tensor
-    key: torch.Tensor
-    real: torch.Tensor
-
-
-def means_of_visible(query: torch.Tensor, key: torch.Tensor, tiles: VisibleTiles) -> SeenMeans:
-    """Return the means of all blocks.
-
-    Args:
-        query: [B, Sq, H, D], in the order of its tiles.
-        key: [B, Sk, Hkv, D], all rows of the cache.
-        tiles: what is seen of them.
-    """
-    order = tiles.order
-    (means,) = pool_tiles((query,), order.starts, order.lengths, size=order.largest)
-    (key_means,), lengths = _pooled((key,), tiles)
-    return SeenMeans(means, key_means, (lengths > 0).expand(len(query), -1))
-
-
 def pooled_visible(key: torch.Tensor, value: torch.Tensor, tiles: VisibleTiles) -> PooledBlocks:
     """Return by what blocks count that are not chosen; those that are not seen have no tokens."""
-    (keys, values), lengths = _pooled((key, value), tiles)
-    return PooledBlocks(keys=keys, values=values, counts=lengths.view(1, 1, -1))
-
-
-def _pooled(
-    tensors: tuple[torch.Tensor, ...], tiles: VisibleTiles
-) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """Return means of blocks of keys, and how many tokens each has."""
     kv = tiles.plan.kv
     starts, lengths = (bound.view(-1) for bound in kv.tensors())
-    return pool_tiles(tensors, starts, lengths, size=kv.size), lengths
+    keys, values = pool_tiles((key, value), Tiles(starts, lengths, kv.size))
+    return PooledBlocks(keys=keys, values=values, counts=lengths.view(1, 1, -1))

@@ -35,6 +35,7 @@ from multimodal_gen.kernels.engine import (
     serves,
 )
 from multimodal_gen.kernels.select.api import pool_tiles
+from multimodal_gen.kernels.select.reference import Tiles
 from multimodal_gen.kernels.tensors import loadable, place_of
 
 
@@ -93,8 +94,8 @@ def pool_blocks(
     starts, lengths = blocks.bounds(k.device)
     starts, lengths = starts[..., :num], lengths[..., :num]
     if starts.shape[:2] == lengths.shape[:2] == (1, 1):
-        bounds = starts[0, 0].contiguous(), lengths[0, 0].contiguous()
-        keys, values = pool_tiles((k, v), *bounds, size=blocks.size)
+        tiles = Tiles(starts[0, 0].contiguous(), lengths[0, 0].contiguous(), blocks.size)
+        keys, values = pool_tiles((k, v), tiles)
     elif not torch.compiler.is_compiling() and _kernel(k, AUTO, (k, v)) != "reference":
         from multimodal_gen.kernels.block_sparse import tail_kernel
 

@@ -293,33 +293,10 @@ def add_tail(call: TailCall, *, tile: TritonTile, copy_engine: bool = False) -> 
         kept = unit_stride(kept)
     else:
         kept = _bias_of(kept, sizes, call.q.shape[2], multiple=tile.keys)
-    _add(call, sizes, kept, tile, copy_engine=copy_engine)
+    launch(call, sizes, kept, tile, copy_engine=copy_engine)
 
 
-def add_flagged(
-    call: TailCall,
-    sizes: torch.Tensor,
-    bits: torch.Tensor,
-    flags: torch.Tensor,
-    *,
-    tile: TritonTile,
-    programs: int,
-) -> None:
-    """Launch the kernel for the tiles that are flagged; see `tail.add_tail`.
-
-    Args:
-        call: with query blocks and without a slope.
-        sizes: log2 of the tokens of a block, fp32 [B|1, Hp|1, N].
-        bits: which blocks are kept, in words as `pack_bits` makes them: [B|1, H|1, Nq, W].
-        flags: int32 [1 + B * H * Nq * tiles of a block]: how many are set, then all.
-        tile: shape of a program.
-        programs: how many there are.
-    """
-    assert call.queries is not None, "rows that choose are not flagged"
-    _add(call, sizes, bits, tile, flags=flags, programs=programs)
-
-
-def _add(
+def launch(
     call: TailCall,
     sizes: torch.Tensor,
     kept: torch.Tensor,
@@ -329,6 +306,18 @@ def _add(
     flags: torch.Tensor | None = None,
     programs: int = 0,
 ) -> None:
+    """Launch the kernel for all tiles, or for those that are flagged; see `add_tail`.
+
+    Args:
+        call: with query blocks and without a slope where tiles are flagged.
+        sizes: log2 of the tokens of a block, fp32 [B|1, Hp|1, N].
+        kept: what `_bias_of` returns, or the words of rows that choose; of flagged tiles which
+            blocks are kept, in words as `pack_bits` makes them: [B|1, H|1, Nq, W].
+        tile: shape of a program.
+        copy_engine: see `add_tail`.
+        flags: int32 [1 + B * H * Nq * tiles of a block]: how many are set, then all.
+        programs: how many there are, where tiles are flagged.
+    """
     out, lse, q, pooled, _, queries, scale = call
     batch, total, heads, size = q.shape
     assert out.stride(3) == lse.stride(2) == 1, "engines write such tensors"

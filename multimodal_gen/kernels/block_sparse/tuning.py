@@ -84,26 +84,40 @@ def _fitted(tile: TritonTile, fixed: int, per_stage: int, shared_memory: int) ->
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GluonBackwardTile:
-    """Shape of one program of the backward pass on SM90.
+class GluonTile:
+    """Shape of one program of the Gluon provider.
+
+    The backward pass and the pooled tail have one softmax: `q_registers` to `sync` say nothing
+    there.
 
     Attributes:
         consumers: consumer warpgroups of 64 rows.
-        step: rows of a step.
-        stages: steps in the ring.
+        keys: keys of a step; rows of one in the backward pass, means of one in the pooled tail.
+        stages: steps in each ring.
         own: whether each consumer has a block of its own.
+        q_registers: whether Q is kept in registers.
+        fast: whether the first step's maximum stays the reference; needs bfloat16.
+        lazy: whether the exact variant keeps its reference while scores lie little above it.
+        sync: how often, in steps, a program publishes its place in the keys for its neighbours to
+            start from; makes the order of summation vary from run to run; 0 never.
         registers: registers of a consumer thread.
+        producer_registers: registers of a producer thread.
     """
 
     consumers: int
-    step: int
+    keys: int
     stages: int
     own: bool = False
+    q_registers: bool = True
+    fast: bool = True
+    lazy: bool = False
+    sync: int = 0
     registers: int = 240
+    producer_registers: int = 24
 
 
 @cache
-def gluon_backward_tile(*, block: int) -> GluonBackwardTile:
+def gluon_backward_tile(*, block: int) -> GluonTile:
     """Return the tile of programs that own blocks of so many rows at most.
 
     H200, 2026-11, torch 2.11, triton 3.6.0, head size 128, 40,768 tokens: dq 790, 692 and 640
@@ -113,8 +127,8 @@ def gluon_backward_tile(*, block: int) -> GluonBackwardTile:
         block: rows of a block: of queries for dq, of keys for dk and dv.
     """
     if block <= 64:
-        return GluonBackwardTile(consumers=2, step=64, stages=2, own=True)
-    return GluonBackwardTile(consumers=2, step=64, stages=4)
+        return GluonTile(consumers=2, keys=64, stages=2, own=True)
+    return GluonTile(consumers=2, keys=64, stages=4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,48 +144,37 @@ class BackwardTiles:
     keys: TritonTile
 
 
-# (largest head size, rows of the tile) -> tile. H200, 2026-11, torch 2.11, triton 3.6.0, head size
-# 128, 40,768 tokens: dq 688, 621 and 585 TFLOP/s dense and on a tenth of blocks of 128 and 64, dk
-# and dv 621, 580 and 566. The other head sizes were chosen by compiling, so that little spills.
-_DQ_SM90 = MappingProxyType(
+# (gradients, SM90, largest head size, rows of the tile) -> tile.
+_BACKWARD = MappingProxyType(
     {
-        (64, 64): TritonTile(rows=64, keys=64, warps=4, stages=3),
-        (64, 128): TritonTile(rows=128, keys=64, warps=8, stages=3),
-        (128, 64): TritonTile(rows=64, keys=64, warps=4, stages=2),
-        (128, 128): TritonTile(rows=128, keys=64, warps=8, stages=3),
-        (256, 64): TritonTile(rows=64, keys=32, warps=8, stages=2),
-        (256, 128): TritonTile(rows=64, keys=32, warps=8, stages=2),
-    }
-)
-_DKV_SM90 = MappingProxyType(
-    {
-        (64, 64): TritonTile(rows=64, keys=64, warps=4, stages=3),
-        (64, 128): TritonTile(rows=64, keys=128, warps=8, stages=3),
-        (128, 64): TritonTile(rows=32, keys=64, warps=4, stages=3),
-        (128, 128): TritonTile(rows=64, keys=128, warps=8, stages=3),
-        (256, 64): TritonTile(rows=32, keys=64, warps=8, stages=2),
-        (256, 128): TritonTile(rows=32, keys=64, warps=8, stages=2),
-    }
-)
-# Not measured: chosen by compiling for sm_80.
-_DQ_OTHER = MappingProxyType(
-    {
-        (64, 64): TritonTile(rows=64, keys=64, warps=4, stages=2),
-        (64, 128): TritonTile(rows=128, keys=64, warps=8, stages=2),
-        (128, 64): TritonTile(rows=64, keys=32, warps=4, stages=2),
-        (128, 128): TritonTile(rows=128, keys=32, warps=8, stages=2),
-        (256, 64): TritonTile(rows=64, keys=32, warps=8, stages=1),
-        (256, 128): TritonTile(rows=64, keys=32, warps=8, stages=1),
-    }
-)
-_DKV_OTHER = MappingProxyType(
-    {
-        (64, 64): TritonTile(rows=64, keys=64, warps=4, stages=2),
-        (64, 128): TritonTile(rows=64, keys=128, warps=8, stages=2),
-        (128, 64): TritonTile(rows=32, keys=64, warps=8, stages=2),
-        (128, 128): TritonTile(rows=32, keys=64, warps=8, stages=2),
-        (256, 64): TritonTile(rows=32, keys=64, warps=8, stages=1),
-        (256, 128): TritonTile(rows=32, keys=64, warps=8, stages=1),
+        # H200, 2026-11, torch 2.11, triton 3.6.0, head size 128, 40,768 tokens: dq 688, 621 and 585
+        # TFLOP/s dense and on a tenth of blocks of 128 and 64, dk and dv 621, 580 and 566. The
+        # other head sizes were chosen by compiling, so that little spills.
+        ("dq", True, 64, 64): TritonTile(rows=64, keys=64, warps=4, stages=3),
+        ("dq", True, 64, 128): TritonTile(rows=128, keys=64, warps=8, stages=3),
+        ("dq", True, 128, 64): TritonTile(rows=64, keys=64, warps=4, stages=2),
+        ("dq", True, 128, 128): TritonTile(rows=128, keys=64, warps=8, stages=3),
+        ("dq", True, 256, 64): TritonTile(rows=64, keys=32, warps=8, stages=2),
+        ("dq", True, 256, 128): TritonTile(rows=64, keys=32, warps=8, stages=2),
+        ("dkv", True, 64, 64): TritonTile(rows=64, keys=64, warps=4, stages=3),
+        ("dkv", True, 64, 128): TritonTile(rows=64, keys=128, warps=8, stages=3),
+        ("dkv", True, 128, 64): TritonTile(rows=32, keys=64, warps=4, stages=3),
+        ("dkv", True, 128, 128): TritonTile(rows=64, keys=128, warps=8, stages=3),
+        ("dkv", True, 256, 64): TritonTile(rows=32, keys=64, warps=8, stages=2),
+        ("dkv", True, 256, 128): TritonTile(rows=32, keys=64, warps=8, stages=2),
+        # Not measured: chosen by compiling for sm_80.
+        ("dq", False, 64, 64): TritonTile(rows=64, keys=64, warps=4, stages=2),
+        ("dq", False, 64, 128): TritonTile(rows=128, keys=64, warps=8, stages=2),
+        ("dq", False, 128, 64): TritonTile(rows=64, keys=32, warps=4, stages=2),
+        ("dq", False, 128, 128): TritonTile(rows=128, keys=32, warps=8, stages=2),
+        ("dq", False, 256, 64): TritonTile(rows=64, keys=32, warps=8, stages=1),
+        ("dq", False, 256, 128): TritonTile(rows=64, keys=32, warps=8, stages=1),
+        ("dkv", False, 64, 64): TritonTile(rows=64, keys=64, warps=4, stages=2),
+        ("dkv", False, 64, 128): TritonTile(rows=64, keys=128, warps=8, stages=2),
+        ("dkv", False, 128, 64): TritonTile(rows=32, keys=64, warps=8, stages=2),
+        ("dkv", False, 128, 128): TritonTile(rows=32, keys=64, warps=8, stages=2),
+        ("dkv", False, 256, 64): TritonTile(rows=32, keys=64, warps=8, stages=1),
+        ("dkv", False, 256, 128): TritonTile(rows=32, keys=64, warps=8, stages=1),
     }
 )
 
@@ -199,8 +202,8 @@ def backward_tiles(
     """
     sm90 = capability is not None and capability >= (9, 0)
     largest = next(size for size in (64, 128, 256) if head_size <= size)
-    dq = (_DQ_SM90 if sm90 else _DQ_OTHER)[largest, 64 if q_size <= 64 else 128]
-    dkv = (_DKV_SM90 if sm90 else _DKV_OTHER)[largest, 64 if kv_size <= 64 else 128]
+    dq = _BACKWARD["dq", sm90, largest, 64 if q_size <= 64 else 128]
+    dkv = _BACKWARD["dkv", sm90, largest, 64 if kv_size <= 64 else 128]
     if sm90 and not whole and largest <= 128:
         dkv = dataclasses.replace(dkv, rows=32)
     row = 4 * largest  # of two 16-bit tensors
@@ -210,27 +213,23 @@ def backward_tiles(
     )
 
 
-# (largest head size, narrow) -> tile of the pooled tail. That of 128 channels and whole blocks is
-# the fastest of six on an H200, tail.csv at 45e4ef6; the others were chosen by compiling, so that
-# no accumulator spills.
-_TAIL_SM90 = MappingProxyType(
+# (SM90, largest head size, narrow) -> tile of the pooled tail. That of 128 channels and whole
+# blocks is the fastest of six on an H200, tail.csv at 45e4ef6; the others were chosen by compiling,
+# so that no accumulator spills.
+_TAIL = MappingProxyType(
     {
-        (64, False): TritonTile(rows=128, keys=64, warps=8, stages=3),
-        (64, True): TritonTile(rows=64, keys=64, warps=4, stages=3),
-        (128, False): TritonTile(rows=64, keys=64, warps=4, stages=3),
-        (128, True): TritonTile(rows=64, keys=64, warps=4, stages=2),
-        (256, False): TritonTile(rows=128, keys=32, warps=8, stages=2),
-        (256, True): TritonTile(rows=64, keys=32, warps=8, stages=2),
-    }
-)
-_TAIL_OTHER = MappingProxyType(
-    {
-        (64, False): TritonTile(rows=128, keys=32, warps=8, stages=3),
-        (64, True): TritonTile(rows=64, keys=32, warps=4, stages=3),
-        (128, False): TritonTile(rows=128, keys=32, warps=8, stages=3),
-        (128, True): TritonTile(rows=64, keys=32, warps=4, stages=3),
-        (256, False): TritonTile(rows=64, keys=32, warps=8, stages=2),
-        (256, True): TritonTile(rows=64, keys=32, warps=8, stages=2),
+        (True, 64, False): TritonTile(rows=128, keys=64, warps=8, stages=3),
+        (True, 64, True): TritonTile(rows=64, keys=64, warps=4, stages=3),
+        (True, 128, False): TritonTile(rows=64, keys=64, warps=4, stages=3),
+        (True, 128, True): TritonTile(rows=64, keys=64, warps=4, stages=2),
+        (True, 256, False): TritonTile(rows=128, keys=32, warps=8, stages=2),
+        (True, 256, True): TritonTile(rows=64, keys=32, warps=8, stages=2),
+        (False, 64, False): TritonTile(rows=128, keys=32, warps=8, stages=3),
+        (False, 64, True): TritonTile(rows=64, keys=32, warps=4, stages=3),
+        (False, 128, False): TritonTile(rows=128, keys=32, warps=8, stages=3),
+        (False, 128, True): TritonTile(rows=64, keys=32, warps=4, stages=3),
+        (False, 256, False): TritonTile(rows=64, keys=32, warps=8, stages=2),
+        (False, 256, True): TritonTile(rows=64, keys=32, warps=8, stages=2),
     }
 )
 
@@ -247,59 +246,14 @@ def tail_tile(
         regular: whether query blocks follow each other without gaps.
         capability: compute capability of the GPU, or None where it has none.
     """
-    table = _TAIL_OTHER if capability is None or capability < (9, 0) else _TAIL_SM90
+    sm90 = capability is not None and capability >= (9, 0)
     largest = next(size for size in (64, 128, 256) if head_size <= size)
-    return table[largest, q_size < 64 or (q_size == 64 and not regular)]
+    return _TAIL[sm90, largest, q_size < 64 or (q_size == 64 and not regular)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GluonTailTile:
-    """Shape of one program of the pooled tail in Gluon.
-
-    Attributes:
-        consumers: consumer warpgroups of up to 64 rows of a query block.
-        stages: tiles of 64 means in each ring of K and V.
-        registers: registers of a consumer thread.
-    """
-
-    consumers: int
-    stages: int
-    registers: int
-
-
-def gluon_tail_tile() -> GluonTailTile:
+def gluon_tail_tile() -> GluonTile:
     """Return the tile of the pooled tail in Gluon, the fastest of four on an H200: tail.csv."""
-    return GluonTailTile(consumers=3, stages=3, registers=160)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GluonTile:
-    """Shape of one program of the Gluon provider.
-
-    Attributes:
-        consumers: consumer warpgroups of 64 query rows.
-        keys: keys of a step.
-        stages: tiles in each ring of K and V.
-        own: whether each consumer has a query block of its own.
-        q_registers: whether Q is kept in registers.
-        fast: whether the first step's maximum stays the reference; needs bfloat16.
-        lazy: whether the exact variant keeps its reference while scores lie little above it.
-        sync: how often, in steps, a program publishes its place in the keys for its neighbours to
-            start from; makes the order of summation vary from run to run; 0 never.
-        registers: registers of a consumer thread.
-        producer_registers: registers of a producer thread.
-    """
-
-    consumers: int
-    keys: int
-    stages: int
-    own: bool = False
-    q_registers: bool = True
-    fast: bool = True
-    lazy: bool = False
-    sync: int = 0
-    registers: int = 240
-    producer_registers: int = 24
+    return GluonTile(consumers=3, keys=64, stages=3, registers=160)
 
 
 # Pattern -> tile. H200, 2026-11, torch 2.11, triton 3.6.0, head size 128.

@@ -203,6 +203,8 @@ def cluster_kernel(
         _run(dq, dk, dv, dk_box, dv_box, pieces, lists, outs, flag_ptr, scale_log2, C)
 
 
+_launcher = Launcher(cluster_kernel)
+
 FAST = GluonTile(
     consumers=3, keys=64, stages=4, q_registers=False, registers=160, producer_registers=32
 )
@@ -261,13 +263,8 @@ def attend(
     )  # fmt: skip
     shapes = [_shape(tile, channels, redo=redo, lse=return_lse) for redo in range(1 + tile.fast)]
     variants = [{"C": shape, "num_warps": 4} for shape in shapes]
-    _launcher().each((total,), *arguments, variants=variants)
+    _launcher.each((total,), *arguments, variants=variants)
     return out, lse
-
-
-@cache
-def _launcher() -> Launcher:
-    return Launcher(cluster_kernel)
 
 
 @cache

@@ -6,12 +6,13 @@ Shapes: B batch, S tokens, H query heads, Hkv key heads, D head size, N blocks.
 import torch
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks, unit_stride
 from multimodal_gen.kernels.engine import LINEAR, LINEAR_REST, choose_for
 from multimodal_gen.kernels.linear_attention.reference import (
     FEATURE_MAPS,
     KeyState,
     Projection,
+    Target,
     add_linear_reference,
     add_unselected_reference,
     key_means_reference,
@@ -33,7 +34,7 @@ def key_means(key: torch.Tensor, blocks: Blocks) -> torch.Tensor:
         UsageError: shapes or devices do not fit each other.
     """
     _check_keys(key, None, blocks)
-    key = _channels_last(key.detach())
+    key = unit_stride(key.detach())
     if choose_for(LINEAR, key, kv_size=blocks.size) == "triton":
         from multimodal_gen.kernels.linear_attention import linear_attention_kernel
 
@@ -64,7 +65,7 @@ def key_state(
     if choose_for(LINEAR, *given, gradients=given, kv_size=blocks.size) == "triton":
         from multimodal_gen.kernels.linear_attention import linear_attention_kernel
 
-        k, v = _channels_last(key), _channels_last(value)
+        k, v = unit_stride(key), unit_stride(value)
         return linear_attention_kernel.key_state(k, v, blocks, feature_map)
     return key_means(key, blocks), key_state_reference(key, value, blocks, feature_map)
 
@@ -94,8 +95,8 @@ def add_linear(
     Raises:
         UsageError: shapes or devices do not fit each other; no such feature map.
     """
-    _check_queries(out, query, projection)
-    _check_feature_map(feature_map)
+    target = Target(out, query, projection, feature_map)
+    _check_target(target)
     wanted = (query.shape[0], state.sums.shape[1], query.shape[3])
     if tuple(state.sums.shape) != wanted or query.shape[2] % wanted[1]:
         raise UsageError(
@@ -106,11 +107,9 @@ def add_linear(
     if choose_for(LINEAR, query, gradients=tensors) == "triton":
         from multimodal_gen.kernels.linear_attention import linear_attention_kernel
 
-        linear_attention_kernel.add_linear(
-            out, _channels_last(query), state, projection, rows, feature_map
-        )
+        linear_attention_kernel.add_linear(target, state, rows)
         return out
-    return add_linear_reference(out, query, state, projection, rows, feature_map)
+    return add_linear_reference(target, state, rows)
 
 
 def add_unselected(
@@ -143,9 +142,9 @@ def add_unselected(
     Raises:
         UsageError: shapes or devices do not fit each other; no such feature map.
     """
-    _check_queries(out, query, projection)
+    target = Target(out, query, projection, feature_map)
+    _check_target(target)
     _check_keys(key, value, plan.kv)
-    _check_feature_map(feature_map)
     chosen = choose_for(
         LINEAR_REST,
         query,
@@ -158,14 +157,10 @@ def add_unselected(
     if chosen == "triton":
         from multimodal_gen.kernels.linear_attention import linear_attention_kernel
 
-        q, k, v = (_channels_last(x) for x in (query, key, value))
-        linear_attention_kernel.add_unselected(out, q, k, v, plan, projection, feature_map)
+        k, v = unit_stride(key), unit_stride(value)
+        linear_attention_kernel.add_unselected(target, k, v, plan)
         return out
-    return add_unselected_reference(out, query, key, value, plan, projection, feature_map)
-
-
-def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
+    return add_unselected_reference(target, key, value, plan)
 
 
 def _check_feature_map(feature_map: str) -> None:
@@ -187,7 +182,9 @@ def _check_keys(key: torch.Tensor, value: torch.Tensor | None, blocks: Blocks) -
         raise UsageError("`blocks` must be the same for all heads, got bounds per head")
 
 
-def _check_queries(out: torch.Tensor, query: torch.Tensor, projection: Projection) -> None:
+def _check_target(target: Target) -> None:
+    out, query, projection, feature_map = target
+    _check_feature_map(feature_map)
     if out.shape != query.shape or out.ndim != 4 or out.stride(3) != 1:
         raise UsageError(
             f"`out` must be [B, S, H, D] as query, {list(query.shape)}, with stride 1 along D, "

@@ -16,7 +16,7 @@ from multimodal_gen.kernels.linear_attention.reference import (
     EPSILON,
     FEATURE_MAPS,
     KeyState,
-    Projection,
+    Target,
 )
 from multimodal_gen.kernels.shared_kernel import add_product, interpreted, padded_channels
 
@@ -330,15 +330,10 @@ def _summarise(
     )  # fmt: skip
 
 
-def add_linear(
-    out: torch.Tensor,
-    query: torch.Tensor,
-    state: KeyState,
-    projection: Projection,
-    rows: slice,
-    feature_map: str,
-) -> None:
+def add_linear(target: Target, state: KeyState, rows: slice) -> None:
     """Launch the pass over the queries, which changes `out`; see `api.add_linear`."""
+    out, query, projection, feature_map = target
+    query = query if query.stride(3) == 1 else query.contiguous()
     batch, _, heads, head_size = query.shape
     padded = padded_channels(head_size)
     columns = _columns(padded)
@@ -357,20 +352,14 @@ def add_linear(
     )  # fmt: skip
 
 
-def add_unselected(
-    out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    plan: BlockPlan,
-    projection: Projection,
-    feature_map: str,
-) -> None:
+def add_unselected(target: Target, key: torch.Tensor, value: torch.Tensor, plan: BlockPlan) -> None:
     """Add up the states of the blocks that `plan` leaves out, for some heads at a time.
 
     Which blocks a row leaves out is a matrix of zeros and ones, so the sums are one product on the
     tensor cores. Changes `out`; D is at most 128. See `api.add_unselected`.
     """
+    out, query, projection, feature_map = target
+    query = query if query.stride(3) == 1 else query.contiguous()
     batch, _, heads, head_size = query.shape
     kv_heads = key.shape[2]
     group = heads // kv_heads

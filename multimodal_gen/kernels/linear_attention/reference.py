@@ -10,6 +10,7 @@ everything else is in fp32 (fp64 for fp64).
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +50,22 @@ class Projection:
         """Project the last dimension, in the dtype of `x`."""
         bias = None if self.bias is None else self.bias.to(x)
         return F.linear(x, self.weight.to(x), bias)
+
+
+class Target(NamedTuple):
+    """What linear attention is added to, and how.
+
+    Attributes:
+        out: [B, S, H, D].
+        query: [B, S, H, D].
+        projection: what the result goes through.
+        feature_map: one of `FEATURE_MAPS`.
+    """
+
+    out: torch.Tensor
+    query: torch.Tensor
+    projection: Projection
+    feature_map: str
 
 
 def features(x: torch.Tensor, feature_map: str) -> torch.Tensor:
@@ -127,24 +144,15 @@ def _linear(query: torch.Tensor, state: KeyState, feature_map: str) -> torch.Ten
     return total / (EPSILON + torch.einsum("bshd,bhd->bsh", phi, state.sums)).unsqueeze(-1)
 
 
-def add_linear_reference(
-    out: torch.Tensor,
-    query: torch.Tensor,
-    state: KeyState,
-    projection: Projection,
-    rows: slice,
-    feature_map: str,
-) -> torch.Tensor:
+def add_linear_reference(target: Target, state: KeyState, rows: slice) -> torch.Tensor:
     """Return `out` plus projected linear attention over everything in `state`, rounded once.
 
     Args:
-        out: [B, S, H, D].
-        query: [B, S, H, D].
+        target: what it is added to.
         state: of the keys, per key head.
-        projection: what the result goes through.
         rows: the queries that get it.
-        feature_map: one of `FEATURE_MAPS`.
     """
+    out, query, projection, feature_map = target
     group = query.shape[2] // state.sums.shape[1]
     per_head = KeyState(
         moments=state.moments.repeat_interleave(group, dim=1),
@@ -157,25 +165,17 @@ def add_linear_reference(
 
 
 def add_unselected_reference(
-    out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    plan: BlockPlan,
-    projection: Projection,
-    feature_map: str,
+    target: Target, key: torch.Tensor, value: torch.Tensor, plan: BlockPlan
 ) -> torch.Tensor:
     """Return `out` plus projected linear attention over the key blocks that `plan` leaves out.
 
     Args:
-        out: [B, S, H, D].
-        query: [B, S, H, D].
+        target: what it is added to.
         key: [B, Sk, Hkv, D].
         value: as `key`.
         plan: the selected blocks, cut alike for all heads.
-        projection: what the result goes through.
-        feature_map: one of `FEATURE_MAPS`.
     """
+    out, query, projection, feature_map = target
     batch, _, heads, _ = query.shape
     inside = _token_weights(plan.kv, key.device)
     starts, lengths = (x[0, 0].tolist() for x in plan.q.bounds(key.device))

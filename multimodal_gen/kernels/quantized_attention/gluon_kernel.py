@@ -15,7 +15,6 @@ scores of the next one are computed. Three things differ from 16 bits:
 """
 
 import dataclasses
-from functools import cache
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
@@ -446,9 +445,7 @@ def attend(packed: Packed, plan: BlockPlan, results: Results, tile: GluonTile) -
     return results
 
 
-@cache
-def _launcher() -> Launcher:
-    return Launcher(attention_kernel)
+_launcher = Launcher(attention_kernel)
 
 
 def _prepare(
@@ -478,5 +475,5 @@ def _prepare(
     redo = dataclasses.replace(shape, fast=False, redo=1)
     num_tiles = work.num * shape.q_tiles
     variants = [{"C": c, "num_warps": 4} for c in ((shape, redo) if tile.fast else (shape,))]
-    launch = Launch(_launcher(), (num_tiles,), arguments, variants)
+    launch = Launch(_launcher, (num_tiles,), arguments, variants)
     return launch, num_tiles if tile.fast else 0

@@ -9,7 +9,8 @@ order of its fp32 sums. Keys and mean are rotated one by one, as their differenc
 16 bits; its factor 1 / sqrt(n) goes into the scales.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 import triton
@@ -217,32 +218,11 @@ _mean, _rotated_mean = Launcher(_mean_kernel), Launcher(_rotated_mean_kernel)
 _quantise = Launcher(_quantise_kernel)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RotatedMean:
-    """Means of keys of one form; see `prepare_mean`.
-
-    Attributes:
-        add: launches the sums of chunks.
-        finish: launches the mean of them.
-        chunks: how many there are.
-    """
-
-    add: Launch
-    finish: Launch
-    chunks: int
-
-    def __call__(self, k: torch.Tensor) -> torch.Tensor:
-        """Return the mean of the keys that lie in blocks, rotated: fp32 [B, Hkv, padded D]."""
-        batch, _, heads, head_size = k.shape
-        fp32, device = torch.float32, k.device
-        sums = torch.empty((batch, heads, self.chunks, head_size), dtype=fp32, device=device)
-        out = torch.empty((batch, heads, _width(head_size)), dtype=fp32, device=device)
-        self.add((k, sums))
-        self.finish((sums, out))
-        return out
+Quantiser: TypeAlias = Callable[..., Packed]
+"""Quantises tensors of one form; see `prepare`."""
 
 
-def prepare_mean(k: Form, slots: Slots) -> RotatedMean:
+def prepare_mean(k: Form, slots: Slots) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return what computes the means of keys of one form.
 
     Args:
@@ -274,77 +254,17 @@ def prepare_mean(k: Form, slots: Slots) -> RotatedMean:
             "LENGTHS": blocks.lengths is not None, "N": MEAN_LENGTHS, "num_warps": 8,
         }],
     )  # fmt: skip
-    return RotatedMean(add, finish, chunks)
 
+    def mean(k: torch.Tensor) -> torch.Tensor:
+        """Return the mean of the keys that lie in blocks, rotated: fp32 [B, Hkv, padded D]."""
+        fp32, device = torch.float32, k.device
+        sums = torch.empty((batch, heads, chunks, head_size), dtype=fp32, device=device)
+        out = torch.empty((batch, heads, width), dtype=fp32, device=device)
+        add((k, sums))
+        finish((sums, out))
+        return out
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Quantiser:
-    """Quantises tensors of one form; see `prepare`.
-
-    Attributes:
-        mean: computes what is subtracted from the keys; None where every call says it.
-        launch: launches the rest.
-        q_slots: slots of the queries.
-        kv_slots: slots of keys and values; their tile is the tile of the scales.
-        shift: whether the lse will be wanted.
-        values: dtype of the values that are made; None for those that are left as they are.
-    """
-
-    mean: RotatedMean | None
-    launch: Launch
-    q_slots: Slots
-    kv_slots: Slots
-    shift: bool
-    values: torch.dtype | None
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        scale: float,
-        mean: torch.Tensor | None = None,
-    ) -> Packed:
-        """Quantise one call's tensors in three launches.
-
-        Args:
-            q: [B, Sq, H, D].
-            k: [B, Sk, Hkv, D].
-            v: [B, Sk, Hkv, D].
-            scale: factor of the scores.
-            mean: what is subtracted from the keys, fp32 [B, Hkv, D]; None where it was prepared
-                for their own mean.
-        """
-        batch, _, heads, head_size = q.shape
-        kv_heads, width = k.shape[2], _width(head_size)
-        rows, keys = self.q_slots.total, self.kv_slots.total
-        device, fp32 = q.device, torch.float32
-        q8 = torch.empty((batch, heads, rows, width), dtype=torch.int8, device=device)
-        k8 = torch.empty((batch, kv_heads, keys, width), dtype=torch.int8, device=device)
-        q_scale = torch.empty((batch, heads, rows), dtype=fp32, device=device)
-        shift = torch.empty_like(q_scale) if self.shift else q_scale
-        tiles = keys // self.kv_slots.tile
-        k_scale = torch.empty((batch, kv_heads, tiles), dtype=fp32, device=device)
-        v8, v_scale = v, k_scale
-        if self.values is torch.float8_e4m3fn:
-            v8 = torch.empty((batch, kv_heads, width, keys), dtype=self.values, device=device)
-            v_scale = torch.empty_like(k_scale)
-        elif self.values is not None:
-            v8 = torch.empty((batch, kv_heads, keys, width), dtype=self.values, device=device)
-        if self.mean is not None:
-            rotated = self.mean(k)
-        else:
-            assert mean is not None, "it is said where it was not prepared for"
-            # Any precision will do: what is subtracted is also what is added to lse.
-            rotated = mean @ rotation(width, fp32, device)[:head_size]
-        self.launch((q, k, v, rotated, q8, q_scale, shift, k8, k_scale, v8, v_scale, scale))
-        if self.values in (torch.float16, torch.bfloat16):
-            v8 = v8.transpose(1, 2)[..., :head_size]
-        return Packed(
-            q=q8, q_scale=q_scale, shift=shift, k=k8, k_scale=k_scale, v=v8, v_scale=v_scale,
-            q_slots=self.q_slots.size, keys=self.kv_slots.tile,
-        )  # fmt: skip
+    return mean
 
 
 def prepare(forms: tuple[Form, ...], q_slots: Slots, kv_slots: Slots, kind: Kind) -> Quantiser:
@@ -355,20 +275,25 @@ def prepare(forms: tuple[Form, ...], q_slots: Slots, kv_slots: Slots, kind: Kind
         q_slots: slots of the queries.
         kv_slots: slots of keys and values; their tile is the tile of the scales.
         kind: what is made of them.
+
+    Returns:
+        A function of q, k and v, of the factor of the scores, `scale`, and, where `kind` has no
+        mean of their own, of what is subtracted from the keys, `mean`: fp32 [B, Hkv, D]. It
+        quantises one call's tensors in three launches.
     """
-    q, k, v = forms
-    batch, _, heads, head_size = q.shape
-    kv_heads, width = k.shape[2], _width(head_size)
+    of_q, of_k, of_v = forms
+    batch, _, heads, head_size = of_q.shape
+    kv_heads, width = of_k.shape[2], _width(head_size)
     tile = quantise_tile(kv_slots.tile)
     q_tiles, kv_tiles = q_slots.total // Q_ROWS, kv_slots.total // kv_slots.tile
     copy = not kind.e4m3 and (kind.copied is not None or not kv_slots.in_place)
-    matrix = rotation(width, q.dtype, q.device)
+    matrix = rotation(width, of_q.dtype, of_q.device)
     limits, strides = bounds_of(q_slots.blocks, batch, heads, matrix)
     kv_limits, kv_strides = bounds_of(kv_slots.blocks, batch, kv_heads, matrix)
     groups = kv_heads * -(-kv_tiles // tile.steps) + heads * -(-q_tiles // tile.steps)
     fixed = (
         matrix, *limits, *kv_limits,
-        *q.strides, *k.strides, *v.strides, *strides, *kv_strides,
+        *of_q.strides, *of_k.strides, *of_v.strides, *strides, *kv_strides,
         batch, heads, kv_heads, q_tiles, kv_tiles,
         q_slots.blocks.size, q_slots.size, q_slots.blocks.total, q_slots.blocks.num,
         kv_slots.blocks.size, kv_slots.size, kv_slots.blocks.total, kv_slots.blocks.num,
@@ -384,15 +309,48 @@ def prepare(forms: tuple[Form, ...], q_slots: Slots, kv_slots: Slots, kind: Kind
         "COPY": copy, "STEPS": tile.steps, "UPCAST": interpreted(), "num_warps": tile.warps,
         "num_stages": tile.stages,
     }  # fmt: skip
-    made = (kind.copied or v.dtype) if copy else None
-    return Quantiser(
-        mean=prepare_mean(k, kv_slots) if kind.own_mean else None,
-        launch=Launch(_quantise, (batch * groups,), fixed, [options]),
-        q_slots=q_slots,
-        kv_slots=kv_slots,
-        shift=kind.shift,
-        values=torch.float8_e4m3fn if kind.e4m3 else made,
-    )
+    launch = Launch(_quantise, (batch * groups,), fixed, [options])
+    # Of the values that are made; None for those that are left as they are.
+    made = (kind.copied or of_v.dtype) if copy else None
+    own_mean = prepare_mean(of_k, kv_slots) if kind.own_mean else None
+    rows, keys = q_slots.total, kv_slots.total
+
+    def quantise(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scale: float,
+        mean: torch.Tensor | None = None,
+    ) -> Packed:
+        device, fp32 = q.device, torch.float32
+        q8 = torch.empty((batch, heads, rows, width), dtype=torch.int8, device=device)
+        k8 = torch.empty((batch, kv_heads, keys, width), dtype=torch.int8, device=device)
+        q_scale = torch.empty((batch, heads, rows), dtype=fp32, device=device)
+        shift = torch.empty_like(q_scale) if kind.shift else q_scale
+        k_scale = torch.empty((batch, kv_heads, kv_tiles), dtype=fp32, device=device)
+        v8, v_scale = v, k_scale
+        if kind.e4m3:
+            e4m3 = torch.float8_e4m3fn
+            v8 = torch.empty((batch, kv_heads, width, keys), dtype=e4m3, device=device)
+            v_scale = torch.empty_like(k_scale)
+        elif made is not None:
+            v8 = torch.empty((batch, kv_heads, keys, width), dtype=made, device=device)
+        if own_mean is not None:
+            rotated = own_mean(k)
+        else:
+            assert mean is not None, "it is said where it was not prepared for"
+            # Any precision will do: what is subtracted is also what is added to lse.
+            rotated = mean @ rotation(width, fp32, device)[:head_size]
+        launch((q, k, v, rotated, q8, q_scale, shift, k8, k_scale, v8, v_scale, scale))
+        if made is not None:
+            v8 = v8.transpose(1, 2)[..., :head_size]
+        return Packed(
+            q=q8, q_scale=q_scale, shift=shift, k=k8, k_scale=k_scale, v=v8, v_scale=v_scale,
+            q_slots=q_slots.size, keys=kv_slots.tile,
+        )  # fmt: skip
+
+    return quantise
 
 
 def _width(head_size: int) -> int:

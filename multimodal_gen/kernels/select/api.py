@@ -1,8 +1,7 @@
 """Means of tiles and the choice among them: validates, then runs Triton or the reference.
 
-Shapes: B batch, S tokens, H heads, D head size, N tiles; Nq and Nk tiles of queries and keys. What
-starts, lengths, `size` and `index` say of tiles is in `Tiles`: one set of them serves tensors in
-tile order and in the order they came in.
+Shapes: B batch, S tokens, H heads, D head size, N tiles; Nq and Nk tiles of queries and keys. One
+`Tiles` serves tensors in tile order, another of the same bounds those in the order they came in.
 """
 
 from typing import Any
@@ -18,6 +17,7 @@ from multimodal_gen.kernels.engine import (
     records_gradient,
 )
 from multimodal_gen.kernels.select.reference import (
+    Ranking,
     Tiles,
     add_gated_reference,
     of_tokens,
@@ -34,11 +34,8 @@ _CHANNELS = 16  # that are added at once: fewer would leave rows that no 16 byte
 
 def pool_tiles(
     tensors: tuple[torch.Tensor, ...],
-    starts: torch.Tensor,
-    lengths: torch.Tensor,
+    tiles: Tiles,
     *,
-    size: int,
-    index: torch.Tensor | None = None,
     keep: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, ...]:
@@ -46,10 +43,7 @@ def pool_tiles(
 
     Args:
         tensors: tensors [B, S, H, D], any strides, alike but for H.
-        starts: int32 [N].
-        lengths: int32 [N].
-        size: upper bound of `lengths`.
-        index: int32 [S'], the token at every position; None where tokens lie tile by tile.
+        tiles: the tiles.
         keep: bool [B, S], tokens that count, in the order of the tensors; None for all. The others
             may hold anything, NaN too.
         dtype: of the means; that of the tensors when None.
@@ -60,7 +54,6 @@ def pool_tiles(
     Raises:
         UsageError: shapes, dtypes or devices do not fit each other.
     """
-    tiles = Tiles(starts, lengths, size, index)
     _check_pooled(tensors)
     check_tiles(tensors[0], tiles)
     for x in tensors:
@@ -116,32 +109,22 @@ class _Pooled(torch.autograd.Function):
 
 
 def pool_cells(
-    tensor: torch.Tensor,
-    starts: torch.Tensor,
-    lengths: torch.Tensor,
-    cells: int,
-    *,
-    size: int,
-    index: torch.Tensor | None = None,
-    keep: torch.Tensor | None = None,
+    tensor: torch.Tensor, tiles: Tiles, cells: int, *, keep: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the means of the cells of every tile, and which cells hold tokens that count.
 
-    Cell a of a tile holds its tokens from a * ceil(size / cells) on; does not wait for the device.
+    Cell a of a tile holds its tokens from a * ceil(tiles.size / cells) on; does not wait for the
+    device.
 
     Args:
         tensor: [B, S, H, D], any strides.
-        starts: int32 [N].
-        lengths: int32 [N].
+        tiles: the tiles.
         cells: cells of a tile.
-        size: upper bound of `lengths`.
-        index: see `pool_tiles`.
         keep: see `pool_tiles`.
 
     Returns:
         [B, H, N * cells, D], zero where no token counts, and bool [B|1, N * cells].
     """
-    tiles = Tiles(starts, lengths, size, index)
     _check_pooled((tensor,))
     check_tiles(tensor, tiles)
     check_keep(keep, tensor)
@@ -196,26 +179,24 @@ def select_tiles(
     num_kv, rows = key.shape[2] // cells[1], query.shape[2] // cells[0]
     shape = (*query.shape[:2], rows, count + always)
     out = torch.empty(shape, dtype=torch.int32, device=query.device)
-    by_cells: dict[str, Any] = {}
     if cells == _ONE_CELL:
         operation = TILE_CHOICE
-        query, key = _ranked(query, key, real[1])
+        ranking = Ranking(*_ranked(query, key, real[1]), count, always, out)
     else:
-        assert all(x is not None for x in real), "cells know which are real"
+        of_queries, of_keys = real
+        assert of_queries is not None, "cells know which are real"
+        assert of_keys is not None, "cells know which are real"
         operation = CELL_CHOICE
-        by_cells = {"cells": cells, "real": real, "scale": scale}
         query, key = query.detach().contiguous(), key.detach().contiguous()
-    given = (query, key, count, always, out)
+        ranking = Ranking(query, key, count, always, out, cells, (of_queries, of_keys), scale)
+    query = ranking.query
     if choose_for(operation, query, head_size=query.shape[3], num_kv=num_kv) != "triton":
-        select_tiles_reference(*given, **by_cells)
+        select_tiles_reference(ranking)
         return out
     from multimodal_gen.kernels.select import tile_kernel
 
-    if by_cells:
-        warpgroups = place_of(query.device)[1] == (9, 0)
-        tile_kernel.select_cells(*given, **by_cells, warpgroups=warpgroups)
-    else:
-        tile_kernel.select_tiles(*given)
+    warpgroups = operation is CELL_CHOICE and place_of(query.device)[1] == (9, 0)
+    tile_kernel.select_tiles(ranking, warpgroups=warpgroups)
     return out
 
 
@@ -254,7 +235,7 @@ def mark_tiles(
     from multimodal_gen.kernels.select import tile_kernel
 
     out = torch.empty((*query.shape[:3], num), dtype=torch.uint8, device=query.device)
-    tile_kernel.select_tiles(*_ranked(query, key, real), count, 0, out, near=near)
+    tile_kernel.select_tiles(Ranking(*_ranked(query, key, real), count, 0, out), near=near)
     return out.view(torch.bool)
 
 
@@ -278,14 +259,7 @@ def _ranked(
 
 
 def add_gated(
-    out: torch.Tensor,
-    gate: torch.Tensor,
-    coarse: torch.Tensor,
-    starts: torch.Tensor,
-    lengths: torch.Tensor,
-    *,
-    size: int,
-    index: torch.Tensor | None = None,
+    out: torch.Tensor, gate: torch.Tensor, coarse: torch.Tensor, tiles: Tiles
 ) -> torch.Tensor:
     """Return `out` plus `gate` times the coarse value of every token's tile.
 
@@ -293,10 +267,7 @@ def add_gated(
         out: [B, S, H, D], any strides; may be changed, where no gradient is recorded.
         gate: [B, S, H, D], any strides.
         coarse: [B, H, N, D].
-        starts: int32 [N].
-        lengths: int32 [N].
-        size: upper bound of `lengths`.
-        index: int32 [S'], the token at every position; None where tokens lie tile by tile.
+        tiles: the tiles.
 
     Returns:
         [B, S, H, D], computed in fp32 and rounded once; tokens in no tile keep their value.
@@ -304,12 +275,11 @@ def add_gated(
     Raises:
         UsageError: shapes, dtypes or devices do not fit each other.
     """
-    tiles = Tiles(starts, lengths, size, index)
     _check_pooled((out, gate))
     if gate.shape != out.shape:
         raise UsageError(f"`gate` must be {list(out.shape)}, got {list(gate.shape)}")
     check_tiles(out, tiles)
-    wanted = (out.shape[0], out.shape[2], len(starts), out.shape[3])
+    wanted = (out.shape[0], out.shape[2], len(tiles.starts), out.shape[3])
     if tuple(coarse.shape) != wanted or coarse.device != out.device:
         raise UsageError(
             f"`coarse` must be {list(wanted)} on {out.device}, got {list(coarse.shape)} on "
@@ -371,8 +341,8 @@ def _check_pooled(tensors: tuple[torch.Tensor, ...]) -> None:
 
 def check_tiles(tokens: torch.Tensor, tiles: Tiles) -> None:
     """Raise unless tiles are described where the tokens lie."""
-    starts, lengths, size, index = tiles
-    for name, x in (("starts", starts), ("lengths", lengths), ("index", index)):
+    starts, lengths, size, named = tiles
+    for name, x in (("starts", starts), ("lengths", lengths), ("tokens", named)):
         if x is not None and (x.dtype != torch.int32 or x.ndim != 1 or x.device != tokens.device):
             raise UsageError(
                 f"`{name}` must be int32, 1-D and on {tokens.device}, got {x.dtype} "

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from multimodal_gen.kernels.launch.launcher import Launcher
-from multimodal_gen.kernels.select.row_reference import Rule
+from multimodal_gen.kernels.select.row_reference import ChunkMeans, Rule
 from multimodal_gen.kernels.shared_kernel import (
     add_product,
     interpreted,
@@ -203,16 +203,14 @@ def _warps(padded: int, *, topk: bool) -> dict[str, int]:
 
 def select_chunks(
     query: torch.Tensor,
-    means: torch.Tensor,
-    counts: torch.Tensor,
+    chunks: ChunkMeans,
     own: torch.Tensor,
     rule: Rule,
-    *,
-    masked: bool,
     keep: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the choice in the scope `query_head`; see `rows.select_chunks`."""
     batch, tokens, heads, head_size = query.shape
+    means = chunks.means
     kv_heads, num_chunks = means.shape[1:3]
     words = -(-num_chunks // 32)
     out = torch.empty((batch, heads, tokens, words), dtype=torch.int32, device=query.device)
@@ -228,7 +226,7 @@ def select_chunks(
     width = padded_channels(head_size)
     programs = batch * -(-tokens // rows) * heads
     pairs = torch.empty((programs,), dtype=torch.int64, device=query.device)
-    counts = counts.expand(batch, -1)
+    counts = chunks.counts.expand(batch, -1)
     rows_kept = own if keep is None else keep.view(torch.uint8)
     _launch_select(
         (programs,), query, terms, own, counts, rows_kept, out, pairs,
@@ -237,7 +235,7 @@ def select_chunks(
         tokens, heads, heads // kv_heads, num_chunks, words,
         (rule.topk or 1) - 1, rule.threshold,
         D=head_size, DP=width, BD=min(width, max(MEANS // padded, 16)), BM=rows, NP=padded,
-        TOPK=rule.topk is not None, MASKED=masked, ROWS_MASKED=keep is not None,
+        TOPK=rule.topk is not None, MASKED=chunks.masked, ROWS_MASKED=keep is not None,
         SHIFT=1.0 / shift, UPCAST=interpreted(),
         **_warps(padded, topk=rule.topk is not None),
     )  # fmt: skip

@@ -102,34 +102,39 @@ def pool_tiles_reference(
     return mean.transpose(1, 2).to(dtype or tensor.dtype).contiguous()
 
 
-def select_tiles_reference(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    count: int,
-    always: int,
-    out: torch.Tensor,
-    *,
-    cells: tuple[int, int] = (1, 1),
-    real: tuple[torch.Tensor, torch.Tensor] | None = None,
-    scale: float = 1.0,
-) -> None:
-    """Write the `count` key tiles with the largest scores of every query tile.
+class Ranking(NamedTuple):
+    """What tiles are ranked by, how many are kept, and where they are written.
+
+    Attributes:
+        query: means of the cells of query tiles, [B, H, Nq * cells[0], D].
+        key: means of the cells of key tiles, [B, Hkv, Nk * cells[1], D].
+        kept: key tiles to keep, in [1, Nk].
+        always: number of blocks after the Nk tiles that every row keeps.
+        out: int32 [B, H, Nq, at least kept + always]; rows are written to, in increasing order.
+        cells: cells of a query tile and of a key tile.
+        real: bool [B|1, Nq * cells[0]] and [B|1, Nk * cells[1]], cells that hold tokens; None for
+            the product of tiles of one cell.
+        scale: factor of the scores, where `real` is given.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    kept: int
+    always: int
+    out: torch.Tensor
+    cells: tuple[int, int] = (1, 1)
+    real: tuple[torch.Tensor, torch.Tensor] | None = None
+    scale: float = 1.0
+
+
+def select_tiles_reference(ranking: Ranking) -> None:
+    """Write the `kept` key tiles with the largest scores of every query tile.
 
     The score of two tiles is the logarithm of the sum of exp(scale * q.k) over their cells, which
     for one cell each is the product. Products are in fp32 (fp64 for fp64). Equal scores go to the
     lowest index; a score that is no number counts as infinitely large.
-
-    Args:
-        query: means of the cells of query tiles, [B, H, Nq * cells[0], D].
-        key: means of the cells of key tiles, [B, Hkv, Nk * cells[1], D].
-        count: key tiles to keep, in [1, Nk].
-        always: number of blocks after the Nk tiles that every row keeps.
-        out: int32 [B, H, Nq, at least count + always]; rows are written to, in increasing order.
-        cells: cells of a query tile and of a key tile.
-        real: bool [B|1, Nq * cells[0]] and [B|1, Nk * cells[1]], cells that hold tokens; None for
-            all.
-        scale: factor of the scores.
     """
+    query, key, count, always, out, cells, real, scale = ranking
     compute = torch.promote_types(query.dtype, torch.float32)
     batch, heads, rows, _ = query.shape
     num_kv, group = key.shape[2] // cells[1], heads // key.shape[1]

@@ -95,33 +95,46 @@ def pack_bits(chosen: torch.Tensor) -> torch.Tensor:
     return torch.where(packed >= 2**31, packed - 2**32, packed).int()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ChunkMeans:
+    """Means of the keys of every chunk.
+
+    Attributes:
+        means: [B, Hkv, N, D] in fp32 (fp64 for fp64); zero where a chunk has no key.
+        counts: keys of every chunk, int32 [B, N], or [1, N] where no key is masked.
+        masked: whether keys were masked, so that chunks may be empty.
+    """
+
+    means: torch.Tensor
+    counts: torch.Tensor
+    masked: bool
+
+
 def select_chunks_reference(
     query: torch.Tensor,
-    means: torch.Tensor,
+    chunks: ChunkMeans,
     own: torch.Tensor,
     rule: Rule,
-    real: torch.Tensor | None,
     keep: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return what every query chooses; see `api.select_chunks`.
+    """Return what every query chooses; see `rows.select_chunks`.
 
     Args:
         query: [B, S, H, D].
-        means: [B, Hkv, N, D].
+        chunks: what they are scored against.
         own: int32 [S].
         rule: how to choose.
-        real: bool [B, N], chunks that hold keys; None for all.
         keep: bool [B, S], queries that count; None for all.
 
     Returns:
         bool [B, H, S, N].
     """
-    scores = _scores(query, means)
+    scores = _scores(query, chunks.means)
     num_chunks = scores.shape[-1]
     is_own = own.long().unsqueeze(-1) == torch.arange(num_chunks, device=own.device)
     usable = torch.ones_like(is_own)[None, None]
-    if real is not None:
-        usable = (real[:, None, None, :] | is_own).expand(-1, 1, -1, -1)
+    if chunks.masked:
+        usable = ((chunks.counts > 0)[:, None, None, :] | is_own).expand(-1, 1, -1, -1)
     if keep is not None:
         usable = usable & keep[:, None, :, None]
     take = _take_sorted if rule.scope == "query_head" else _take_above

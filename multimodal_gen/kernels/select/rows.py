@@ -6,11 +6,9 @@ chose. So chunks are cut in groups of a few. For each group, the rows that chose
 are sorted by what they chose, so that nearly every tile of rows agrees; attention runs per group,
 and the parts of a row are merged by their log-sum-exp. README.md has what was measured.
 
-Shapes: B batch, S rows or keys, H heads, D head size, N chunks, G groups of chunks. What starts,
-lengths, `size` and `index` say of chunks is in `Tiles`.
+Shapes: B batch, S rows or keys, H heads, D head size, N chunks, G groups of chunks, which are
+described by `Tiles`.
 """
-
-from dataclasses import dataclass
 
 import torch
 
@@ -28,6 +26,7 @@ from multimodal_gen.kernels.select.reference import Tiles, pool_tiles_reference
 from multimodal_gen.kernels.select.row_reference import (
     MAX_GROUP,
     ChunkGroups,
+    ChunkMeans,
     Rule,
     SortedRows,
     lse_in_order,
@@ -47,38 +46,12 @@ _ROWS_PER_PATTERN = 120
 _MIN_SIZE = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ChunkMeans:
-    """Means of the keys of every chunk.
-
-    Attributes:
-        means: [B, Hkv, N, D] in fp32 (fp64 for fp64); zero where a chunk has no key.
-        counts: keys of every chunk, int32 [B, N], or [1, N] where no key is masked.
-        masked: whether keys were masked, so that chunks may be empty.
-    """
-
-    means: torch.Tensor
-    counts: torch.Tensor
-    masked: bool
-
-
-def chunk_means(
-    key: torch.Tensor,
-    starts: torch.Tensor,
-    lengths: torch.Tensor,
-    *,
-    size: int,
-    index: torch.Tensor | None = None,
-    keep: torch.Tensor | None = None,
-) -> ChunkMeans:
+def chunk_means(key: torch.Tensor, tiles: Tiles, *, keep: torch.Tensor | None = None) -> ChunkMeans:
     """Return the mean of every chunk's keys, summed in fp32; does not wait for the GPU.
 
     Args:
         key: [B, S, Hkv, D], any strides.
-        starts: int32 [N].
-        lengths: int32 [N], at least 1.
-        size: upper bound of `lengths`.
-        index: int32 [S'], the key at every position; None where keys lie chunk by chunk.
+        tiles: the chunks, of at least one key each.
         keep: bool [B, S], keys that count, in the order of `key`; None for all.
 
     Returns:
@@ -87,11 +60,11 @@ def chunk_means(
     Raises:
         UsageError: shapes, dtypes or devices do not fit each other.
     """
-    tiles = Tiles(starts, lengths, size, index)
     if key.ndim != 4:
         raise UsageError(f"`key` must be [B, S, H, D], got {list(key.shape)}")
     check_tiles(key, tiles)
     check_keep(keep, key)
+    starts, lengths, _, index = tiles
     counts = lengths.unsqueeze(0)
     if keep is not None:
         kept = keep if index is None else keep[:, index.long()]
@@ -136,19 +109,15 @@ def select_chunks(
     Raises:
         UsageError: shapes, dtypes or devices do not fit each other.
     """
-    means = chunks.means
-    _check_query(query, means, own)
+    _check_query(query, chunks.means, own)
     check_keep(keep, query)
     query = query.detach()  # a choice has no gradient
     together = rule.scope != "query_head"
-    if choose_for(CHUNK_CHOICE, query, num_kv=means.shape[2], together=together) == "triton":
+    if choose_for(CHUNK_CHOICE, query, num_kv=chunks.means.shape[2], together=together) == "triton":
         from multimodal_gen.kernels.select import chunk_kernel
 
-        return chunk_kernel.select_chunks(
-            query, means, chunks.counts, own, rule, masked=chunks.masked, keep=keep
-        )
-    real = chunks.counts > 0 if chunks.masked else None
-    chosen = select_chunks_reference(query, means, own, rule, real, keep)
+        return chunk_kernel.select_chunks(query, chunks, own, rule, keep)
+    chosen = select_chunks_reference(query, chunks, own, rule, keep)
     return pack_bits(chosen), (chosen.sum((1, 2)) * chunks.counts).sum()
 
 

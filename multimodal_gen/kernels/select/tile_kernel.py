@@ -4,13 +4,12 @@ Scores become integers of the same order; bisection finds the smallest one to ke
 in registers, and a running sum then lists what is kept in increasing order.
 """
 
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
 
 from multimodal_gen.kernels.launch.launcher import Launcher
+from multimodal_gen.kernels.select.reference import Ranking
 from multimodal_gen.kernels.shared_kernel import interpreted, next_power_of_2, padded_channels
 
 SCORE_ROWS = 64
@@ -229,107 +228,60 @@ _launch_cell_score = Launcher(_cell_score_kernel)
 
 
 def select_tiles(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    count: int,
-    always: int,
-    out: torch.Tensor,
+    ranking: Ranking,
     *,
     near: int | None = None,
     scratch_bytes: int = SCRATCH_BYTES,
+    warpgroups: bool = False,
 ) -> None:
     """Launch scores and selection, as many rows at a time as the buffer holds.
 
     Args:
-        query: [B, H, Nq, D].
-        key: [B, Hkv, Nk, D].
-        count: key tiles to keep.
-        always: blocks after the tiles that every row keeps.
-        out: int32 [B, H, Nq, at least count + always], stride 1 along rows; is written to. With
-            `near` it is a map, uint8 [B, H, Nq, Nk].
+        ranking: what is chosen; with cells all tensors have stride 1 along their last dimension.
+            `out` has stride 1 along rows; with `near` it is a map, uint8 [B, H, Nq, Nk].
         near: how far from a row's own number tiles are kept whatever they score; -1 for none.
         scratch_bytes: size of the buffer of scores.
+        warpgroups: whether four warps multiply cells together, as SM90 can.
     """
-    heads, _, head_size = query.shape[1:]
-    num_kv = key.shape[2]
-    # Products of fp32 run outside the tensor cores, from registers.
-    wide = query.dtype == torch.float32
-
-    def score(blocks: range, scratch: torch.Tensor) -> None:
-        _launch_score(
-            (len(blocks), -(-num_kv // SCORE_KEYS)),
-            query, key, scratch, *query.stride(), *key.stride(),
-            blocks.start, query.shape[2], num_kv, heads, heads // key.shape[1], scratch.shape[1],
-            D=head_size, BD=min(16 if wide else 64, padded_channels(head_size)),
-            BM=SCORE_ROWS, BN=SCORE_KEYS,
-            UPCAST=interpreted(), num_warps=8 if wide else 4, num_stages=2,
-        )  # fmt: skip
-
-    _select(score, out, num_kv, SCORE_ROWS, (count, always, near), scratch_bytes)
-
-
-def select_cells(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    count: int,
-    always: int,
-    out: torch.Tensor,
-    *,
-    cells: tuple[int, int],
-    real: tuple[torch.Tensor, torch.Tensor],
-    scale: float,
-    scratch_bytes: int = SCRATCH_BYTES,
-    warpgroups: bool = False,
-) -> None:
-    """Launch scores of cells and selection; see `reference.select_tiles_reference`.
-
-    All tensors have stride 1 along their last dimension. With `warpgroups` four warps multiply
-    together, as SM90 can.
-    """
-    batch, heads, num_cells, head_size = query.shape
-    num_q, num_kv = num_cells // cells[0], key.shape[2] // cells[1]
-    width = padded_channels(head_size)
-    rows, keys = _cell_rows(cells[0], width, warpgroups), min(SCORES // cells[0], 64) // cells[1]
-    biases = [
-        torch.zeros(x.shape, device=x.device).masked_fill_(~x, -torch.inf).expand(batch, -1)
-        for x in real
-    ]
-    span = keys * CELL_STEPS
-
-    def score(blocks: range, scratch: torch.Tensor) -> None:
-        _launch_cell_score(
-            (len(blocks), -(-num_kv // span)),
-            query, key, *biases, scratch, *query.stride()[:3], *key.stride()[:3],
-            biases[0].stride(0), biases[1].stride(0), blocks.start, num_q, num_kv, heads,
-            heads // key.shape[1], scratch.shape[1], span, scale * LOG2E,
-            D=head_size, DP=width, BM=rows, BN=keys, CQ=cells[0], CK=cells[1],
-            STAGES=2 if width <= 128 else 1, UPCAST=interpreted(),
-            num_warps=4 if warpgroups or width > 128 else rows // 16,
-        )  # fmt: skip
-
-    _select(score, out, num_kv, rows, (count, always, None), scratch_bytes)
-
-
-def _select(
-    score: Callable[[range, torch.Tensor], None],
-    out: torch.Tensor,
-    num_kv: int,
-    rows: int,
-    kept: tuple[int, int, int | None],
-    scratch_bytes: int,
-) -> None:
-    """Launch the selection of what `score` writes for blocks of so many rows, a few at a time.
-
-    Args:
-        score: launches the scores of blocks.
-        out: int32 [B, H, Nq, at least count + always], or a map, uint8 [B, H, Nq, Nk].
-        num_kv: Nk.
-        rows: of a block.
-        kept: see `select_tiles`: count, always and near.
-        scratch_bytes: size of the buffer of scores.
-    """
+    query, key, count, always, out, cells, real, scale = ranking
     batch, heads, num_q, _ = out.shape
-    count, always, near = kept
+    head_size, num_kv, group = query.shape[3], key.shape[2] // cells[1], heads // key.shape[1]
+    if real is None:
+        rows = SCORE_ROWS
+        # Products of fp32 run outside the tensor cores, from registers.
+        wide = query.dtype == torch.float32
+
+        def score(blocks: range, scratch: torch.Tensor) -> None:
+            _launch_score(
+                (len(blocks), -(-num_kv // SCORE_KEYS)),
+                query, key, scratch, *query.stride(), *key.stride(),
+                blocks.start, num_q, num_kv, heads, group, scratch.shape[1],
+                D=head_size, BD=min(16 if wide else 64, padded_channels(head_size)),
+                BM=rows, BN=SCORE_KEYS,
+                UPCAST=interpreted(), num_warps=8 if wide else 4, num_stages=2,
+            )  # fmt: skip
+
+    else:
+        width = padded_channels(head_size)
+        rows = _cell_rows(cells[0], width, warpgroups)
+        keys = min(SCORES // cells[0], 64) // cells[1]
+        span = keys * CELL_STEPS
+        biases = [
+            torch.zeros(x.shape, device=x.device).masked_fill_(~x, -torch.inf).expand(batch, -1)
+            for x in real
+        ]
+
+        def score(blocks: range, scratch: torch.Tensor) -> None:
+            _launch_cell_score(
+                (len(blocks), -(-num_kv // span)),
+                query, key, *biases, scratch, *query.stride()[:3], *key.stride()[:3],
+                biases[0].stride(0), biases[1].stride(0), blocks.start, num_q, num_kv, heads,
+                group, scratch.shape[1], span, scale * LOG2E,
+                D=head_size, DP=width, BM=rows, BN=keys, CQ=cells[0], CK=cells[1],
+                STAGES=2 if width <= 128 else 1, UPCAST=interpreted(),
+                num_warps=4 if warpgroups or width > 128 else rows // 16,
+            )  # fmt: skip
+
     part, rest = _parts(num_kv)
     key_row = -(-num_kv // 16) * 16
     blocks = batch * heads * -(-num_q // rows)

@@ -27,6 +27,7 @@ from multimodal_gen.kernels.linear_attention.api import (
 from multimodal_gen.kernels.quantized_attention.api import quantized_attention
 from multimodal_gen.kernels.tile_order.api import gather_tokens, scatter_tokens, tile_order
 from multimodal_gen.kernels.select.api import add_gated, pool_tiles, select_tiles
+from multimodal_gen.kernels.select.reference import Tiles
 from tests.helpers.block_plans import PlanShape, random_plan
 
 def draw(plan, heads=4):
@@ -74,9 +75,10 @@ x = torch.randn(2, 105, 4, 128, device="cuda", dtype=torch.bfloat16)
 back = torch.empty_like(x)
 scatter_tokens(tiled, order.order, back)
 assert torch.equal(back, x)
-(pooled,) = pool_tiles((tiled,), order.starts, order.lengths, size=order.largest)
+(pooled,) = pool_tiles((tiled,), Tiles(order.starts, order.lengths, order.largest))
 select_tiles(pooled, pooled, 2, always=1)
-add_gated(x.clone(), x, pooled, order.starts, order.lengths, size=order.largest, index=order.order)
+tiles = Tiles(order.starts, order.lengths, order.largest, order.order)
+add_gated(x.clone(), x, pooled, tiles)
 weights = Projection(weight=torch.randn(128, 128, device="cuda"))
 for kv in (Blocks.regular(300, 64), Blocks.regular(300, 128)):
     keep = torch.rand(2, 4, queries.num, kv.num, device="cuda") < 0.5

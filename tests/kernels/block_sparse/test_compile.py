@@ -645,14 +645,13 @@ FUSED = [("regular", 128, 96)]
 def test_the_backward_kernel_of_all_gradients_compiles(
     compiler: Compiler, form: str, size: int, channels: int
 ) -> None:
-    from multimodal_gen.kernels.block_sparse.gluon_fused_kernel import launch
+    from multimodal_gen.kernels.block_sparse.gluon_fused_kernel import attend_backward
 
     plan = plan_of(form, size, size)
     q, _, _, out = tensors_for(plan, channels, torch.bfloat16)
     k, v = (torch.zeros(2, plan.kv.total, 4, channels, dtype=torch.bfloat16) for _ in range(2))
     rows = torch.empty(2, 2, 4, plan.q.total)
-    results = (torch.empty_like(out), torch.empty_like(k), torch.empty_like(v))
-    launch((q, k, v, out), plan, rows, results, scale=0.1)
+    attend_backward(Backward(q, k, v, plan, out, rows[0], out, None, 0.1), rows)
     assert_clean(compiler.kernels)
     (kernel,) = (each for each in compiler.kernels if each.name == "fused_backward_kernel")
     assert "cp.reduce.async.bulk" in kernel.ptx

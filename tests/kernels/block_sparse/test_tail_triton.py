@@ -133,16 +133,16 @@ def test_only_flagged_tiles_are_done_again(q_form: str) -> None:
     pooled, kept = pool_blocks(k, v, plan.kv, 40), kept_map(plan, 40)
     wanted = add_tail(out.clone(), lse.clone(), q, pooled, kept, plan.q, scale=0.2, kernel="triton")
     bits, sizes = tail_kernel.pack_bits(kept, 64), pooled.counts.float().log2()
-    tile = {"tile": TritonTile(rows=64, keys=32, warps=4, stages=2), "programs": 3}
+    tile = TritonTile(rows=64, keys=32, warps=4, stages=2)
     # Two tiles of each of two blocks of each of two heads, behind how many are flagged.
     flags = torch.zeros(1 + 2 * 2 * 2, dtype=torch.int32)
     found = out.clone(), lse.clone()
     call = TailCall(*found, q, pooled, kept, plan.q, 0.2)
-    tail_kernel.add_flagged(call, sizes, bits, flags, **tile)
+    tail_kernel.launch(call, sizes, bits, tile, flags=flags, programs=3)
     assert torch.equal(found[0], out)
     flags[:] = 1
     flags[1 + 4] = 0
-    tail_kernel.add_flagged(call, sizes, bits, flags, **tile)
+    tail_kernel.launch(call, sizes, bits, tile, flags=flags, programs=3)
     begin, length = (int(bound[0, -1, 0]) for bound in plan.q.bounds(out.device))
     rows = slice(begin, begin + min(length, 64))
     assert torch.equal(found[0][0, rows, 1], out[0, rows, 1])

@@ -10,7 +10,12 @@ import pytest
 import torch
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
-from multimodal_gen.kernels.linear_attention.reference import FEATURE_MAPS, KeyState, Projection
+from multimodal_gen.kernels.linear_attention.reference import (
+    FEATURE_MAPS,
+    KeyState,
+    Projection,
+    Target,
+)
 from tests.kernels.compiling import Compiler, assert_clean, needs_triton
 
 pytestmark = needs_triton
@@ -56,7 +61,8 @@ def test_both_passes_do_not_spill(
     if given:
         blocks = Blocks.ragged(bounds, bounds, total=640, size=64)
     key_state(x, x, blocks, feature_map)
-    add_linear(x, x, state(head_size), projection(head_size), slice(0, 640), feature_map)
+    target = Target(x, x, projection(head_size), feature_map)
+    add_linear(target, state(head_size), slice(0, 640))
     assert len(compiler.kernels) == 2
     assert_clean(compiler.kernels[:1], FEW)
     assert_clean(compiler.kernels[1:])
@@ -93,5 +99,5 @@ def test_the_pass_over_unselected_blocks_does_not_spill(
 
     x = torch.empty(1, 640, 2, head_size, dtype=torch.bfloat16)
     plan = BlockPlan.dense(Blocks.regular(640, q_size), Blocks.regular(640, 64), "cpu")
-    add_unselected(x, x, x, x, plan, projection(head_size), "softmax")
+    add_unselected(Target(x, x, projection(head_size), "softmax"), x, x, plan)
     compiler.assert_clean()

@@ -10,7 +10,12 @@ import pytest
 import torch
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
-from multimodal_gen.kernels.linear_attention.reference import FEATURE_MAPS, KeyState, Projection
+from multimodal_gen.kernels.linear_attention.reference import (
+    FEATURE_MAPS,
+    KeyState,
+    Projection,
+    Target,
+)
 from tests.kernels.cases import with_slow
 from tests.kernels.linear_attention.naive import (
     UNSELECTED_ROUNDINGS,
@@ -67,7 +72,7 @@ def test_the_branch_over_all_tokens_is_added(
     _, state = state_of(case, 2)
     rows = slice(3, case.query.shape[1] - 2)
     out = case.out.clone()
-    add_linear(out, case.query, state, case.projection, rows, feature_map)
+    add_linear(Target(out, case.query, case.projection, feature_map), state, rows)
     branch, size = naive_linear(*case.qkv, case.seen_by_all(), feature_map, *case.parameters)
     assert torch.equal(out[:, :3], case.out[:, :3])
     assert torch.equal(out[:, rows.stop :], case.out[:, rows.stop :])
@@ -84,7 +89,8 @@ def test_the_branch_over_unselected_blocks_is_added(
     case = Case(layout=layout, dtype=dtype, feature_map=feature_map)
     out = case.out.clone()
     plan, seen = case.plan()
-    add_unselected(out, *case.qkv, plan, case.projection, feature_map)
+    target = Target(out, case.query, case.projection, feature_map)
+    add_unselected(target, case.key, case.value, plan)
     branch, size = naive_linear(*case.qkv, seen, feature_map, *case.parameters)
     rows = torch.tensor([t for block in tokens_of(plan.q, 0) for t in block])
     others = torch.ones(out.shape[1], dtype=torch.bool)
@@ -100,10 +106,11 @@ def test_states_of_few_heads_at_a_time_are_the_same(monkeypatch: pytest.MonkeyPa
     case = Case(layout="text", dtype=torch.bfloat16)
     plan, _ = case.plan()
     outs = [case.out.clone() for _ in range(2)]
-    kernel_module.add_unselected(outs[0], *case.qkv, plan, case.projection, "elu")
+    targets = [Target(out, case.query, case.projection, "elu") for out in outs]
+    kernel_module.add_unselected(targets[0], case.key, case.value, plan)
     monkeypatch.setattr(kernel_module, "STATE_BYTES", 1)
     monkeypatch.setattr(kernel_module, "STATE_SHARE", 0.0)
-    kernel_module.add_unselected(outs[1], *case.qkv, plan, case.projection, "elu")
+    kernel_module.add_unselected(targets[1], case.key, case.value, plan)
     assert torch.equal(outs[0], outs[1])
 
 
@@ -115,7 +122,8 @@ def test_other_head_sizes_are_padded_or_parted(head_size: int) -> None:
     case = Case(layout="small", dtype=torch.bfloat16, head_size=head_size, bias=False)
     _, state = state_of(case)
     out = case.out.clone()
-    add_linear(out, case.query, state, case.projection, slice(0, out.shape[1]), "softmax")
+    target = Target(out, case.query, case.projection, "softmax")
+    add_linear(target, state, slice(0, out.shape[1]))
     branch, size = naive_linear(*case.qkv, case.seen_by_all(), "softmax", *case.parameters)
     assert_added(out, case.out, branch, size)
 
@@ -126,7 +134,8 @@ def test_everything_selected_leaves_the_bias_alone() -> None:
     case = Case(layout="regular", dtype=torch.bfloat16)
     out = case.out.clone()
     plan = BlockPlan.dense(case.q, case.kv, "cpu")
-    add_unselected(out, *case.qkv, plan, case.projection, "softmax")
+    target = Target(out, case.query, case.projection, "softmax")
+    add_unselected(target, case.key, case.value, plan)
     bias = case.projection.bias
     assert bias is not None
     branch = bias.double().expand(case.out.shape)
@@ -145,5 +154,6 @@ def test_large_sums_stay_inside_half_precision() -> None:
         case.replaced(key=key, value=value, kv=Blocks.regular(tokens, 64))
     )  # sums of 300 * 50 * 512 are far beyond the largest half
     out = torch.zeros_like(query)
-    add_linear(out, query, state, Projection(weight=torch.eye(d)), slice(0, 64), "elu")
+    target = Target(out, query, Projection(weight=torch.eye(d)), "elu")
+    add_linear(target, state, slice(0, 64))
     torch.testing.assert_close(out, torch.full_like(out, 50.0), rtol=4e-3, atol=0)

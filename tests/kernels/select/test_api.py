@@ -33,7 +33,7 @@ def test_a_pooled_tile_is_the_rounded_mean_of_its_tokens(dtype: torch.dtype, ind
         random(2, 33, 2, 16, seed=2, dtype=dtype),
         random(2, 33, 2, 16, seed=3, dtype=dtype),
     )
-    pooled = pool_tiles(tensors, starts, lengths, size=8, index=index)
+    pooled = pool_tiles(tensors, Tiles(starts, lengths, 8, index))
     for x, mean in zip(tensors, pooled, strict=True):
         wanted = naive_mean(x, starts, lengths, index)
         assert mean.shape == (2, x.shape[2], 6, 16)
@@ -46,7 +46,7 @@ def test_a_pooled_tile_is_the_rounded_mean_of_its_tokens(dtype: torch.dtype, ind
 def test_means_can_be_had_without_rounding() -> None:
     starts, lengths, _ = ragged_tiles(LENGTHS)
     x = random(2, 33, 2, 16, dtype=torch.bfloat16)
-    (mean,) = pool_tiles((x,), starts, lengths, size=8, dtype=torch.float32)
+    (mean,) = pool_tiles((x,), Tiles(starts, lengths, 8), dtype=torch.float32)
     assert mean.dtype == torch.float32
     torch.testing.assert_close(mean.double(), naive_mean(x, starts, lengths, None).double())
 
@@ -55,7 +55,7 @@ def test_tokens_outside_every_tile_are_not_read() -> None:
     x = random(1, 40, 2, 8)
     x[:, 33:] = torch.nan
     starts, lengths, _ = ragged_tiles(LENGTHS)
-    (pooled,) = pool_tiles((x,), starts, lengths, size=8)
+    (pooled,) = pool_tiles((x,), Tiles(starts, lengths, 8))
     assert pooled.isfinite().all()
 
 
@@ -111,7 +111,7 @@ def test_means_are_of_kept_tokens_alone_whatever_the_others_hold(indexed: bool) 
     tiles = (order if indexed else torch.arange(33)).split(LENGTHS)
     keep[1, tiles[2].long()] = False
     dirty = x.masked_fill(~keep[..., None, None], torch.nan)
-    (found,) = pool_tiles((dirty,), starts, lengths, size=8, index=index, keep=keep)
+    (found,) = pool_tiles((dirty,), Tiles(starts, lengths, 8, index), keep=keep)
     for b in range(2):
         for n in range(len(LENGTHS)):
             kept = [t for t in tiles[n].tolist() if keep[b, t]]
@@ -142,7 +142,7 @@ def test_the_gated_sum_is_rounded_once(dtype: torch.dtype, indexed: bool) -> Non
     coarse = random(2, 3, 6, 8, seed=2, dtype=dtype)
     before = out.clone()
     wanted = naive_gated(out, gate, coarse, starts, lengths, index)
-    found = add_gated(out, gate, coarse, starts, lengths, size=8, index=index)
+    found = add_gated(out, gate, coarse, Tiles(starts, lengths, 8, index))
     assert found.dtype == dtype
     band = 4 * torch.finfo(torch.float32).eps * wanted.abs().max()
     assert ((found - wanted).abs() <= torch.finfo(dtype).eps * wanted.abs() + band).all()
@@ -154,8 +154,8 @@ def test_pooling_and_the_gated_sum_are_differentiable() -> None:
     x, gate = (random(1, 5, 2, 4, seed=s).double().requires_grad_() for s in (0, 1))
 
     def run(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        (coarse,) = pool_tiles((x,), starts, lengths, size=3, index=index)
-        return add_gated(x, gate, coarse, starts, lengths, size=3, index=index)
+        (coarse,) = pool_tiles((x,), Tiles(starts, lengths, 3, index))
+        return add_gated(x, gate, coarse, Tiles(starts, lengths, 3, index))
 
     assert torch.autograd.gradcheck(run, (x, gate))
 
@@ -166,7 +166,7 @@ def test_gradients_of_means_reach_tokens_that_count_alone() -> None:
     keep = torch.ones(2, 7, dtype=torch.bool)
     keep[0, int(index[0])] = keep[1, index[3:].long()] = False
     upstream = random(2, 2, 2, 4, seed=2).double()
-    (found,) = pool_tiles((x,), starts, lengths, size=3, index=index, keep=keep)
+    (found,) = pool_tiles((x,), Tiles(starts, lengths, 3, index), keep=keep)
     wanted = pool_tiles_reference(x, Tiles(starts, lengths, 3, index), keep)
     torch.testing.assert_close(found, wanted)
     (grad,) = torch.autograd.grad(found, x, upstream)
@@ -175,33 +175,34 @@ def test_gradients_of_means_reach_tokens_that_count_alone() -> None:
 
 
 X = torch.zeros(1, 6, 2, 4)
-TILES = torch.tensor([0, 3]).int()
+STARTS = torch.tensor([0, 3]).int()
+TILES = Tiles(STARTS, STARTS, 3)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (
-            lambda: pool_tiles((), TILES, TILES, size=3),
+            lambda: pool_tiles((), TILES),
             r"`tensors` must hold at least one tensor, got none",
         ),
         (
-            lambda: pool_tiles((X[0],), TILES, TILES, size=3),
+            lambda: pool_tiles((X[0],), TILES),
             r"`tensors` must be \[B, S, H, D\], got \[6, 2, 4\]",
         ),
         (
-            lambda: pool_tiles((X, X.half()), TILES, TILES, size=3),
+            lambda: pool_tiles((X, X.half()), TILES),
             r"`tensors` must have one batch, head size, dtype and device, got .* torch.float16",
         ),
         (
-            lambda: pool_tiles((X,), TILES.long(), TILES, size=3),
+            lambda: pool_tiles((X,), TILES._replace(starts=STARTS.long())),
             r"`starts` must be int32, 1-D and on cpu, got torch.int64",
         ),
         (
-            lambda: pool_tiles((X,), TILES, TILES[:1], size=3),
+            lambda: pool_tiles((X,), TILES._replace(lengths=STARTS[:1])),
             r"`lengths` must hold one value per start, got 1 for 2",
         ),
-        (lambda: pool_tiles((X,), TILES, TILES, size=0), r"`size` must be at least 1, got 0"),
+        (lambda: pool_tiles((X,), TILES._replace(size=0)), r"`size` must be at least 1, got 0"),
         (lambda: select_tiles(X[0], X, 1), r"`query` must be \[B, H, N, D\], got \[6, 2, 4\]"),
         (lambda: select_tiles(X, X.half(), 1), r"`key` must have the batch, head size, dtype"),
         (
@@ -211,7 +212,7 @@ TILES = torch.tensor([0, 3]).int()
         (lambda: select_tiles(X, X, 0), r"`count` must lie in \[1, 2\], got 0"),
         (lambda: select_tiles(X, X, 3), r"`count` must lie in \[1, 2\], got 3"),
         (
-            lambda: pool_tiles((X,), TILES, TILES, size=3, keep=torch.ones(1, 5).bool()),
+            lambda: pool_tiles((X,), TILES, keep=torch.ones(1, 5).bool()),
             r"`keep` must be bool \[1, 6\], got torch.bool \[1, 5\]",
         ),
         (
@@ -220,11 +221,11 @@ TILES = torch.tensor([0, 3]).int()
         ),
         (lambda: select_tiles(X, X, 1, always=-1), r"`always` must be at least 0, got -1"),
         (
-            lambda: add_gated(X, X[:, :1], X, TILES, TILES, size=3),
+            lambda: add_gated(X, X[:, :1], X, TILES),
             r"`gate` must be \[1, 6, 2, 4\], got \[1, 1, 2, 4\]",
         ),
         (
-            lambda: add_gated(X, X, X, TILES, TILES, size=3),
+            lambda: add_gated(X, X, X, TILES),
             r"`coarse` must be \[1, 2, 2, 4\] on cpu, got \[1, 6, 2, 4\]",
         ),
     ],

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.kernels.select.row_reference import Rule
-from multimodal_gen.kernels.select.rows import ChunkMeans, chunk_means, select_chunks
+from multimodal_gen.kernels.select.reference import Tiles
+from multimodal_gen.kernels.select.row_reference import ChunkMeans, Rule
+from multimodal_gen.kernels.select.rows import chunk_means, select_chunks
 from tests.kernels.select.naive_chunks import (
     layout,
     naive_choice,
@@ -46,7 +47,7 @@ def test_means_are_of_the_true_number_of_keys_and_not_rounded(dtype, indexed):
     starts, lengths, order = layout(LENGTHS)
     index = order if indexed else None
     key = random(2, sum(LENGTHS) + 3, 2, 16, dtype=dtype)
-    found = chunk_means(key, starts, lengths, size=9, index=index)
+    found = chunk_means(key, Tiles(starts, lengths, 9, index))
     wanted = naive_means(key, tokens_of(LENGTHS, index))
     assert found.means.dtype == torch.float32
     assert (found.means - wanted).abs().max() <= 9 * torch.finfo(
@@ -63,7 +64,7 @@ def test_masked_keys_do_not_count_and_may_be_no_numbers():
     chunks = tokens_of(LENGTHS, index)
     keep[0, chunks[2]] = False
     dirty = key.masked_fill(~keep[..., None, None], torch.nan)
-    found = chunk_means(dirty, starts, lengths, size=9, index=index, keep=keep)
+    found = chunk_means(dirty, Tiles(starts, lengths, 9, index), keep=keep)
     for b in range(2):
         kept = [[t for t in chunk if keep[b, t]] for chunk in chunks]
         assert found.counts[b].tolist() == [len(chunk) for chunk in kept]
@@ -199,7 +200,8 @@ def test_a_rule_knows_when_scores_do_not_matter(rule, chunks, everything, own):
 
 
 Q, CHUNKS = torch.zeros(1, 6, 2, 4), given_means(torch.zeros(1, 2, 3, 4))
-OWN, TILES = torch.zeros(6, dtype=torch.int32), torch.tensor([0, 3]).int()
+OWN, STARTS = torch.zeros(6, dtype=torch.int32), torch.tensor([0, 3]).int()
+TILES = Tiles(STARTS, STARTS, 3)
 
 
 @pytest.mark.parametrize(
@@ -210,17 +212,20 @@ OWN, TILES = torch.zeros(6, dtype=torch.int32), torch.tensor([0, 3]).int()
         (lambda: Rule(threshold=1.5), r"`threshold` must lie in \[0, 1\], got 1.5"),
         (lambda: Rule(threshold=math.nan), r"`threshold` must lie in \[0, 1\], got nan"),
         (
-            lambda: chunk_means(Q[0], TILES, TILES, size=3),
+            lambda: chunk_means(Q[0], TILES),
             r"`key` must be \[B, S, H, D\], got \[6, 2, 4\]",
         ),
         (
-            lambda: chunk_means(Q, TILES.long(), TILES, size=3),
+            lambda: chunk_means(Q, TILES._replace(starts=STARTS.long())),
             r"`starts` must be int32, 1-D and on cpu, got torch.int64",
         ),
-        (lambda: chunk_means(Q, TILES, TILES[:1], size=3), "`lengths` must hold one value per"),
-        (lambda: chunk_means(Q, TILES, TILES, size=0), "`size` must be at least 1, got 0"),
         (
-            lambda: chunk_means(Q, TILES, TILES, size=3, keep=torch.ones(1, 5).bool()),
+            lambda: chunk_means(Q, TILES._replace(lengths=STARTS[:1])),
+            "`lengths` must hold one value per",
+        ),
+        (lambda: chunk_means(Q, TILES._replace(size=0)), "`size` must be at least 1, got 0"),
+        (
+            lambda: chunk_means(Q, TILES, keep=torch.ones(1, 5).bool()),
             r"`keep` must be bool \[1, 6\], got torch.bool \[1, 5\]",
         ),
         (

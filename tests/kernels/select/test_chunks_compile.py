@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from multimodal_gen.kernels.select.reference import Tiles
-from multimodal_gen.kernels.select.row_reference import Rule
+from multimodal_gen.kernels.select.row_reference import ChunkMeans, Rule
 from tests.kernels.cases import with_slow
 from tests.kernels.compiling import Compiler, assert_clean, needs_triton
 
@@ -52,7 +52,8 @@ def test_the_choice_does_not_spill(
     means = torch.empty(1, 4, num_chunks, head_size)
     counts, own = torch.zeros(1, num_chunks).int(), torch.zeros(640).int()
     keep = torch.ones(1, 640).bool()
-    select_chunks(query, means, counts, own, rule, masked=True, keep=keep)
+    chunks = ChunkMeans(means=means, counts=counts, masked=True)
+    select_chunks(query, chunks, own, rule, keep)
     assert len(compiler.kernels) == 2
     # Registers are bounded, so that more programs run at once, which is worth a few spills.
     assert_clean(compiler.kernels, 32)

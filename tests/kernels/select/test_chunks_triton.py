@@ -9,6 +9,7 @@ import torch
 
 from multimodal_gen.kernels.select.reference import Tiles, pool_tiles_reference
 from multimodal_gen.kernels.select.row_reference import (
+    ChunkMeans,
     Rule,
     pack_bits,
     select_chunks_reference,
@@ -83,9 +84,9 @@ def test_the_choice_is_the_definition(dtype, num_chunks, rule):
     own = torch.randint(0, num_chunks, (70,), generator=torch.Generator().manual_seed(2)).int()
     counts = torch.arange(2 * num_chunks).view(2, num_chunks).int()
     for masked in (False, True):
-        bits, pairs = select_chunks(query, means, counts, own, rule, masked=masked)
-        real = counts > 0 if masked else None
-        chosen = select_chunks_reference(query, means, own, rule, real)
+        chunks = ChunkMeans(means=means, counts=counts, masked=masked)
+        bits, pairs = select_chunks(query, chunks, own, rule)
+        chosen = select_chunks_reference(query, chunks, own, rule)
         assert torch.equal(bits, pack_bits(chosen))
         assert int(pairs) == int((chosen.sum((1, 2)) * counts).sum())
 
@@ -100,8 +101,9 @@ def test_equal_scores_go_to_the_lowest_chunk(rule):
     means = torch.randint(-1, 2, (1, 2, 11, 16), generator=generator).float()
     own = torch.randint(0, 11, (70,), generator=generator).int()
     counts = torch.ones(1, 11, dtype=torch.int32)
-    bits, _ = select_chunks(query, means, counts, own, rule, masked=False)
-    assert torch.equal(bits, pack_bits(select_chunks_reference(query, means, own, rule, None)))
+    chunks = ChunkMeans(means=means, counts=counts, masked=False)
+    bits, _ = select_chunks(query, chunks, own, rule)
+    assert torch.equal(bits, pack_bits(select_chunks_reference(query, chunks, own, rule)))
 
 
 @pytest.mark.slow_cases("Rule(topk=None, threshold=0.7, scope='query_head')")
@@ -115,8 +117,9 @@ def test_masked_queries_choose_their_own_chunk(rule):
     counts = torch.ones(1, 6, dtype=torch.int32)
     keep = (random(2, 90, seed=2) > 0)[:, 20:]
     query = query.masked_fill(~keep[..., None, None], torch.nan)
-    bits, pairs = select_chunks(query, means, counts, own, rule, masked=False, keep=keep)
-    chosen = select_chunks_reference(query, means, own, rule, None, keep)
+    chunks = ChunkMeans(means=means, counts=counts, masked=False)
+    bits, pairs = select_chunks(query, chunks, own, rule, keep)
+    chosen = select_chunks_reference(query, chunks, own, rule, keep)
     assert torch.equal(bits, pack_bits(chosen))
     assert int(pairs) == int(chosen.sum())
 
@@ -128,5 +131,6 @@ def test_scores_that_are_no_numbers_leave_own_chunks_chosen():
     means[:, :, 3] = torch.nan
     own = (torch.arange(64) % 6).int()
     counts = torch.ones(1, 6, dtype=torch.int32)
-    bits, _ = select_chunks(query, means, counts, own, Rule(topk=2), masked=False)
+    chunks = ChunkMeans(means=means, counts=counts, masked=False)
+    bits, _ = select_chunks(query, chunks, own, Rule(topk=2))
     assert unpacked(bits, 6)[0, :, torch.arange(64), own.long()].all()

@@ -9,7 +9,7 @@ import itertools
 import pytest
 import torch
 
-from multimodal_gen.kernels.select.reference import Tiles
+from multimodal_gen.kernels.select.reference import Ranking, Tiles
 from tests.kernels.cases import with_slow
 from tests.kernels.compiling import Compiler, needs_triton
 
@@ -68,7 +68,8 @@ def test_selection_does_not_spill(
 
     query = torch.empty(1, 2, 64, head_size, dtype=dtype)
     out = torch.empty(1, 2, 64, 34, dtype=torch.int32)
-    select_tiles(query, torch.empty(1, 2, num_kv, head_size, dtype=dtype), 30, 4, out)
+    key = torch.empty(1, 2, num_kv, head_size, dtype=dtype)
+    select_tiles(Ranking(query, key, 30, 4, out))
     assert len(compiler.kernels) == 2
     compiler.assert_clean()
 
@@ -82,7 +83,7 @@ CELLS = [(128, 4, 4), (128, 8, 8), (128, 1, 4), (128, 2, 4), (64, 4, 4), (256, 4
 def test_scores_of_cells_do_not_spill(
     compiler: Compiler, head_size: int, q_cells: int, k_cells: int, capability: int
 ) -> None:
-    from multimodal_gen.kernels.select.tile_kernel import select_cells
+    from multimodal_gen.kernels.select.tile_kernel import select_tiles
 
     compiler.driver.capability = capability
     query, key = (
@@ -90,19 +91,19 @@ def test_scores_of_cells_do_not_spill(
     )
     real = tuple(torch.ones(1, 300 * n, dtype=torch.bool) for n in (q_cells, k_cells))
     out = torch.empty(1, 4, 300, 75).int()
-    given = {"cells": (q_cells, k_cells), "real": real, "scale": 0.1}
-    select_cells(query, key, 75, 0, out, **given, warpgroups=capability == 90)
+    ranking = Ranking(query, key, 75, 0, out, (q_cells, k_cells), real, 0.1)
+    select_tiles(ranking, warpgroups=capability == 90)
     assert compiler.names == {"cell_score_kernel", "select_kernel"}
     compiler.assert_clean()
 
 
 def test_a_thread_holds_all_cells_of_its_tiles(compiler: Compiler) -> None:
-    from multimodal_gen.kernels.select.tile_kernel import select_cells
+    from multimodal_gen.kernels.select.tile_kernel import select_tiles
 
     cells, real = torch.empty(1, 4, 1200, 128, dtype=torch.bfloat16), torch.ones(1, 1200).bool()
     out = torch.empty(1, 4, 300, 75).int()
-    given = {"cells": (4, 4), "real": (real, real), "scale": 0.1}
-    select_cells(cells, cells, 75, 0, out, **given, warpgroups=True)
+    ranking = Ranking(cells, cells, 75, 0, out, (4, 4), (real, real), 0.1)
+    select_tiles(ranking, warpgroups=True)
     (scores,) = (kernel for kernel in compiler.kernels if kernel.name == "cell_score_kernel")
     assert "wgmma" in scores.ptx
     assert "shfl" not in scores.ptx

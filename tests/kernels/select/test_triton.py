@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from multimodal_gen.kernels.select.reference import (
+    Ranking,
     Tiles,
     pool_tiles_reference,
     select_tiles_reference,
@@ -44,7 +45,7 @@ def selected(
     batch, heads, num_q, _ = query.shape
     plan = torch.full((batch, heads + 1, num_q + 2, count + always + 3), -7, dtype=torch.int32)
     out = plan[:, :heads, :num_q]
-    select_tiles(query, key, count, always, out, **options)
+    select_tiles(Ranking(query, key, count, always, out), **options)
     assert (out[..., count + always :] == -7).all()
     assert (plan[:, heads:] == -7).all()
     assert (plan[:, :, num_q:] == -7).all()
@@ -238,7 +239,7 @@ def test_a_map_marks_what_is_listed_and_what_is_near(alike: bool) -> None:
     if alike:  # more keys score best than are kept
         key[:, :, 4:9] = key[:, :, 4:5]
     marked = torch.empty(1, 1, 12, 12, dtype=torch.uint8)
-    select_tiles(query, key, 3, 0, marked, near=1)
+    select_tiles(Ranking(query, key, 3, 0, marked), near=1)
     place = torch.arange(12)
     wanted = ((place[:, None] - place).abs() <= 1)[None, None].clone()
     wanted.scatter_(-1, selected(query, key, 3, 0).long(), True)
@@ -282,7 +283,7 @@ def test_cells_are_pooled_together(cells: int, masked: bool) -> None:
 @pytest.mark.parametrize("cells", [(4, 4), (1, 8), (8, 2)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_tiles_are_selected_by_their_cells(dtype: torch.dtype, cells: tuple[int, int]) -> None:
-    from multimodal_gen.kernels.select.tile_kernel import select_cells
+    from multimodal_gen.kernels.select.tile_kernel import select_tiles
 
     num_q, num_kv, kept = 19, 37, 9
     q = random(2, 4, num_q * cells[0], 40, dtype=dtype)
@@ -291,10 +292,10 @@ def test_tiles_are_selected_by_their_cells(dtype: torch.dtype, cells: tuple[int,
     q_real[:, -(cells[0] // 2) or None :] = cells[0] == 1
     k_real = torch.rand(2, num_kv * cells[1], generator=torch.Generator().manual_seed(2)) < 0.8
     found, wanted = (torch.zeros(2, 4, num_q, kept + 1, dtype=torch.int32) for _ in range(2))
-    given = {"cells": cells, "real": (q_real, k_real), "scale": 0.2}
+    given = (cells, (q_real, k_real), 0.2)
     options = {"scratch_bytes": 2**14, "warpgroups": dtype == torch.float16}
-    select_cells(q, k, kept, 1, found, **given, **options)
-    select_tiles_reference(q, k, kept, 1, wanted, **given)
+    select_tiles(Ranking(q, k, kept, 1, found, *given), **options)
+    select_tiles_reference(Ranking(q, k, kept, 1, wanted, *given))
     # Scores of two tiles that differ by rounding alone may change places.
     assert (found == wanted).float().mean() >= 0.99
     assert (found[..., 1:] > found[..., :-1]).all()

@@ -175,7 +175,6 @@ def test_one_kernel_computes_what_two_do_over_lists(name: str) -> None:
     """Rows of every count, among them none, in blocks of 128 keys and of several times as many."""
     from multimodal_gen.kernels.block_sparse import gluon_backward_kernel, gluon_fused_kernel
     from multimodal_gen.kernels.block_sparse.call import Backward
-    from multimodal_gen.kernels.block_sparse.tuning import gluon_backward_tile
 
     shape = PlanShape(heads=4, num_q=5, num_kv=3, q_size=128, kv_size=256)
     plan = random_plan(PLANS.get(name, shape), seed=1, device="cuda")
@@ -184,8 +183,7 @@ def test_one_kernel_computes_what_two_do_over_lists(name: str) -> None:
         pytest.skip("needs compute capability 9.0")
     out, lse = block_sparse_attention(*inputs, plan, return_lse=True)
     call = Backward(*inputs, plan, out, lse, torch.randn_like(out), None, 0.1)
-    tiles = (gluon_backward_tile(block=plan.q.size), gluon_backward_tile(block=plan.kv.size))
-    two = gluon_backward_kernel.attend_backward(call, tiles=tiles)
+    two = gluon_backward_kernel.attend_backward(call)
     one = gluon_fused_kernel.attend_backward(call)
     for mine, other in zip(one, two, strict=True):
         norm = max(float(other.double().norm()), 1e-9)

@@ -18,6 +18,7 @@ from multimodal_gen.kernels.linear_attention.reference import (
     FEATURE_MAPS,
     KeyState,
     Projection,
+    Target,
     add_linear_reference,
     add_unselected_reference,
     key_means_reference,
@@ -121,10 +122,10 @@ def test_the_branch_over_all_tokens_is_the_definition(
     exact_state = key_state_reference(key, value, cut, feature_map)
     absolute = key_state_reference(key, value.abs(), cut, feature_map)
     double = KeyState(moments=exact_state.moments.double(), sums=exact_state.sums.double())
-    exact = add_linear_reference(out.double(), query, double, weights, rows, feature_map)
+    exact = add_linear_reference(Target(out.double(), query, weights, feature_map), double, rows)
     positive = Projection(weight=weights.weight.abs(), bias=weights.bias.abs())
     zero = torch.zeros_like(out, dtype=torch.float32)
-    size = add_linear_reference(zero, query, absolute, positive, rows, feature_map)
+    size = add_linear_reference(Target(zero, query, positive, feature_map), absolute, rows)
     assert_near(found, exact, size)
 
 
@@ -148,10 +149,14 @@ def test_the_branch_over_unselected_blocks_is_the_definition(
     plan, weights = BlockPlan.from_map(keep, rows, cut), projection(head_size)
     out = random(*query.shape, dtype=dtype, seed=6)
     found = add_unselected(out.clone(), query, key, value, plan, weights, feature_map=feature_map)
-    exact = add_unselected_reference(out.float(), query, key, value, plan, weights, feature_map)
+    exact = add_unselected_reference(
+        Target(out.float(), query, weights, feature_map), key, value, plan
+    )
     positive = Projection(weight=weights.weight.abs(), bias=weights.bias.abs())
     zero = torch.zeros_like(out, dtype=torch.float32)
-    size = add_unselected_reference(zero, query, key, value.abs(), plan, positive, feature_map)
+    size = add_unselected_reference(
+        Target(zero, query, positive, feature_map), key, value.abs(), plan
+    )
     assert_near(found, exact.double(), size, UNSELECTED_ROUNDINGS)
 
 
@@ -216,11 +221,12 @@ def test_a_layer_is_the_definition(branch: str, where: str, sizes: tuple[int, in
     q, k, v = (x.float() for x in (query, key, value))
     exact, _ = attention_reference(q, k, v, plan, scale=head_size**-0.5)
     weights = Projection(weight=linear.weight, bias=linear.bias)
+    target = Target(exact, q, weights, "softmax")
     if branch == "all":
         state = key_state_reference(k, v, blocks.keys, "softmax")
-        exact = add_linear_reference(exact, q, state, weights, layout.video, "softmax")
+        exact = add_linear_reference(target, state, layout.video)
     else:
-        exact = add_unselected_reference(exact, q, k, v, plan, weights, "softmax")
+        exact = add_unselected_reference(target, k, v, plan)
     found, wanted = out[:, layout.video].double(), exact[:, layout.video].double()
     assert (found - wanted).norm() / wanted.norm() < torch.finfo(torch.bfloat16).eps
     for rest in layout.text:

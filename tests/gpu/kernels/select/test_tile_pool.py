@@ -11,6 +11,7 @@ from multimodal_gen.kernels.select.api import (
     select_tiles,
 )
 from multimodal_gen.kernels.select.reference import (
+    Ranking,
     Tiles,
     add_gated_reference,
     pool_tiles_reference,
@@ -49,7 +50,7 @@ def test_means_are_rounded_once(
     keep = random(2, tokens, dtype=torch.float32, seed=9) > 0
     for x in tensors:
         for mask in (None, keep):
-            (mean,) = pool_tiles((x,), starts, lengths, size=64, index=index, keep=mask)
+            (mean,) = pool_tiles((x,), Tiles(starts, lengths, 64, index), keep=mask)
             wanted = pool_tiles_reference(x.double(), Tiles(starts, lengths, 64, index), mask)
             band = 64 * torch.finfo(torch.float32).eps * x.abs().max()
             assert ((mean - wanted).abs() <= torch.finfo(dtype).eps * wanted.abs() + band).all()
@@ -66,7 +67,7 @@ def test_selection_is_the_definition_where_scores_are_exact(
     key = whole_numbers(2, 2, num_kv, 64, seed=2, dtype=dtype, device="cuda")
     found = select_tiles(query, key, count, always=3)
     wanted = torch.empty_like(found)
-    select_tiles_reference(query, key, count, 3, wanted)
+    select_tiles_reference(Ranking(query, key, count, 3, wanted))
     assert torch.equal(found, wanted)
 
 
@@ -126,7 +127,7 @@ def test_the_gated_sum_is_rounded_once(dtype: torch.dtype, head_size: int, index
     coarse = random(2, 4, len(LENGTHS), head_size, dtype=dtype, seed=2)
     tiles = Tiles(starts, lengths, 64, index)
     wanted = add_gated_reference(out.double(), gate.double(), coarse.double(), tiles)
-    found = add_gated(out.clone(), gate, coarse, starts, lengths, size=64, index=index)
+    found = add_gated(out.clone(), gate, coarse, Tiles(starts, lengths, 64, index))
     band = 4 * torch.finfo(torch.float32).eps * wanted.abs().max()
     assert ((found - wanted).abs() <= torch.finfo(dtype).eps * wanted.abs() + band).all()
     assert torch.equal(found[:, -5:], out[:, -5:])
@@ -137,9 +138,9 @@ def test_nothing_waits_for_the_device() -> None:
     x = random(1, int(lengths.sum()), 4, 128, dtype=torch.bfloat16)
 
     def run() -> torch.Tensor:
-        q, k, v = pool_tiles((x, x, x), starts, lengths, size=64, index=index)
+        q, k, v = pool_tiles((x, x, x), Tiles(starts, lengths, 64, index))
         select_tiles(q, k, 24, always=1)
-        return add_gated(x.clone(), x, v, starts, lengths, size=64, index=index)
+        return add_gated(x.clone(), x, v, Tiles(starts, lengths, 64, index))
 
     run()  # compiles
     torch.cuda.set_sync_debug_mode("error")
@@ -158,10 +159,10 @@ def test_more_than_two_to_the_31_elements() -> None:
     lengths = torch.full((tokens // 64,), 64, device="cuda", dtype=torch.int32)
     starts = (lengths.cumsum(0) - lengths).int()
     index = torch.arange(tokens, device="cuda", dtype=torch.int32)
-    (mean,) = pool_tiles((x,), starts, lengths, size=64, index=index)
+    (mean,) = pool_tiles((x,), Tiles(starts, lengths, 64, index))
     assert (mean[:, :, -1] == 2.0).all()
     assert not mean[:, :, :-1].any()
-    out = add_gated(x, x, mean, starts, lengths, size=64, index=index)
+    out = add_gated(x, x, mean, Tiles(starts, lengths, 64, index))
     assert (out[:, -64:] == 6.0).all()
     assert not out[:, :-64].any()
 
@@ -171,7 +172,9 @@ def test_tiles_are_selected_by_their_cells(cells: tuple[int, int]) -> None:
     x, y = (random(2, 9000, 4, 128, dtype=torch.bfloat16, seed=seed) for seed in (1, 2))
     starts = torch.arange(0, 9000, 64, device="cuda", dtype=torch.int32)
     lengths = (9000 - starts).clamp_max(64)
-    sides = [pool_cells(t, starts, lengths, n, size=64) for t, n in zip((x, y), cells, strict=True)]
+    sides = [
+        pool_cells(t, Tiles(starts, lengths, 64), n) for t, n in zip((x, y), cells, strict=True)
+    ]
     (q, q_real), (k, k_real) = sides
     found = select_tiles(q, k, 40, cells=cells, scale=1.0, real=(q_real, k_real))
     on_cpu = (q_real.cpu(), k_real.cpu())

@@ -28,6 +28,7 @@ from multimodal_gen.kernels.engine import (
     records_gradient,
 )
 from multimodal_gen.kernels.select.api import pool_tiles
+from multimodal_gen.kernels.select.reference import Tiles
 from multimodal_gen.kernels.static_cache import static_cache
 from multimodal_gen.kernels.tile_order.api import (
     gather_tokens,
@@ -347,15 +348,9 @@ def _own(
     """Return the means of what this rank holds, as they travel: [n, B, H * D] of all, flat."""
     if mine is None or not mine.num_video:
         return tensors[0].new_empty(0, dtype=dtype)
-    means = pool_tiles(
-        tuple(tensors),
-        mine.starts,
-        mine.lengths,
-        size=mine.keys.order.largest,
-        index=mine.keys.index,
-        keep=call.keep_of(call.group.index),
-        dtype=dtype,
-    )
+    tiles = Tiles(mine.starts, mine.lengths, mine.keys.order.largest, mine.keys.index)
+    keep = call.keep_of(call.group.index)
+    means = pool_tiles(tuple(tensors), tiles, keep=keep, dtype=dtype)
     return torch.cat([x.permute(2, 0, 1, 3).flatten(2) for x in means], dim=-1).flatten()
 
 

@@ -26,6 +26,7 @@ from multimodal_gen.kernels.block_sparse.skip import Skip
 from multimodal_gen.kernels.block_sparse.tail import PooledTail
 from multimodal_gen.kernels.engine import AUTO, BLOCK_SPARSE, SelectedKernel, records_gradient
 from multimodal_gen.kernels.select.api import pool_tiles
+from multimodal_gen.kernels.select.reference import Tiles
 from multimodal_gen.kernels.static_cache import static_cache
 from multimodal_gen.kernels.tile_order.api import (
     TileOrder,
@@ -457,9 +458,8 @@ def pool_video(
         keep: bool [B, S], tokens that count; None for all.
     """
     order = video.order
-    return pool_tiles(
-        tensors, order.starts, order.lengths, size=order.largest, index=video.moved, keep=keep
-    )
+    tiles = Tiles(order.starts, order.lengths, order.largest, video.moved)
+    return pool_tiles(tensors, tiles, keep=keep)
 
 
 def kept_tokens(video: TiledSequence, keep: torch.Tensor | None) -> torch.Tensor:
@@ -480,12 +480,12 @@ def count_kept(
 ) -> torch.Tensor:
     """Return how many tokens of blocks `keep`, bool [B, S], leaves, as [B|1, N] of `dtype`.
 
-    Without one, the lengths. See `pool_tiles` for the other arguments.
+    Without one, the lengths. See `Tiles` for the other arguments.
     """
     if keep is None:
         return lengths.unsqueeze(0)
     kept = keep[..., None, None].to(dtype)
-    (share,) = pool_tiles((kept,), starts, lengths, size=size, index=index)
+    (share,) = pool_tiles((kept,), Tiles(starts, lengths, size, index))
     return (share[:, 0, :, 0] * lengths).round()
 
 

@@ -24,6 +24,7 @@ from multimodal_gen.kernels.linear_attention.api import (
 )
 from multimodal_gen.kernels.linear_attention.reference import KeyState, Projection
 from multimodal_gen.kernels.select.api import pool_tiles
+from multimodal_gen.kernels.select.reference import Tiles
 from multimodal_gen.kernels.tile_order.api import gather_tokens
 from multimodal_gen.runtime.distributed.ring import RingInputs
 from multimodal_gen.runtime.layers.attention.sparse.density import density_of_plan
@@ -137,7 +138,7 @@ def plan_of_blocks(
         query = query[:, : keep.shape[1]]
     starts, of_queries = (bound[0, 0] for bound in blocks.queries.bounds(query.device))
     size = blocks.queries.size
-    (pooled,) = pool_tiles((query.detach(),), starts, of_queries, size=size, keep=keep)
+    (pooled,) = pool_tiles((query.detach(),), Tiles(starts, of_queries, size), keep=keep)
     lengths = keys.bounds(query.device)[1][:, 0, : blocks.num_video]
     # A block whose keys are all masked has no mean, and attending to it would be for nothing.
     real = None if keys is blocks.keys else lengths > 0

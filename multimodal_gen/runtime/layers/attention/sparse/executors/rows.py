@@ -22,9 +22,14 @@ from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.slots import VisibleTiles, pooled_visible
 from multimodal_gen.kernels.block_sparse.tail import add_tail
 from multimodal_gen.kernels.block_sparse.tuning import CHOICE_ROWS
-from multimodal_gen.kernels.select.row_reference import ChunkGroups, SortedRows, pack_bits
-from multimodal_gen.kernels.select.rows import (
+from multimodal_gen.kernels.select.reference import Tiles
+from multimodal_gen.kernels.select.row_reference import (
+    ChunkGroups,
     ChunkMeans,
+    SortedRows,
+    pack_bits,
+)
+from multimodal_gen.kernels.select.rows import (
     chunk_groups,
     chunk_means,
     lse_of_parts,
@@ -160,14 +165,8 @@ def attend_by_rows(
 def row_stats(call: SparseCall, chunks: RowChunks) -> RowStats:
     """Return what the rows of a call choose by."""
     order, video = chunks.keys.order, call.layout.video
-    means = chunk_means(
-        call.key,
-        order.starts,
-        order.lengths,
-        size=order.largest,
-        index=chunks.keys.index,
-        keep=call.keep,
-    )
+    tiles = Tiles(order.starts, order.lengths, order.largest, chunks.keys.index)
+    means = chunk_means(call.key, tiles, keep=call.keep)
     # The video lies at the same positions on both sides, so its masked keys are queries, too.
     keep = None if call.keep is None else call.keep[:, video]
     return RowStats(query=call.query[:, video], chunks=means, own=chunks.own, keep=keep)
@@ -235,7 +234,7 @@ def attend_cache_by_rows(
     places = len(order.starts) if router.spans_time(settings) else None
     own = torch.repeat_interleave(tiles.itself, order.lengths, output_size=order.num_tokens)
     starts, lengths = (bound.view(-1) for bound in blocks.tensors())
-    found = chunk_means(key, starts, lengths.clamp_min(1), size=blocks.size)
+    found = chunk_means(key, Tiles(starts, lengths.clamp_min(1), blocks.size))
     seen = replace(found, counts=lengths.expand(len(query), -1).contiguous(), masked=True)
     stats = RowStats(query=query, chunks=seen, own=own)
     if places is not None:

@@ -71,7 +71,7 @@ def test_means_are_the_definition(dtype, masked):
     starts, lengths, index = (x.cuda() for x in layout([455, 1400, 1, 64] * 6))
     key = random(2, len(index) + 3, 4, 128, dtype=dtype)
     keep = random(2, key.shape[1], seed=1) > 0 if masked else None
-    found = chunk_means(key, starts, lengths, size=1400, index=index, keep=keep)
+    found = chunk_means(key, Tiles(starts, lengths, 1400, index), keep=keep)
     wanted = pool_tiles_reference(key, Tiles(starts, lengths, 1400, index), keep, torch.float32)
     torch.testing.assert_close(found.means, wanted, rtol=1e-5, atol=1e-5)
 
@@ -83,13 +83,13 @@ def test_means_are_the_definition(dtype, masked):
 def test_the_choice_is_the_definition_up_to_rounding(dtype, num_chunks, rule, masked):
     query, key = random(2, 4000, 4, 128, dtype=dtype), random(2, 10 * num_chunks, 2, 128, seed=1)
     starts = torch.arange(0, 10 * num_chunks, 10, device="cuda").int()
-    means = chunk_means(key.to(dtype), starts, torch.full_like(starts, 10), size=10)
+    means = chunk_means(key.to(dtype), Tiles(starts, torch.full_like(starts, 10), 10))
     own = torch.arange(4000, device="cuda").int() % num_chunks
     keep = random(2, 4000, seed=2) > 0 if masked else None
     if keep is not None:
         query = query.masked_fill(~keep[..., None, None], torch.nan)
     bits, pairs = select_chunks(query, means, own, rule, keep=keep)
-    wanted = select_chunks_reference(query, means.means, own, rule, None, keep)
+    wanted = select_chunks_reference(query, means, own, rule, keep)
     differ = (bits != pack_bits(wanted)).any(-1).double().mean()
     assert differ < 1e-3  # sums in another order decide close calls otherwise
     chosen = unpacked(bits, num_chunks)
