@@ -442,7 +442,7 @@ def _as_queries(value: torch.Tensor, num_heads: int) -> torch.Tensor:
 def _mask_of(padding: KeyPadding, like: torch.Tensor) -> torch.Tensor | None:
     if padding.valid is not None:
         return None
-    return padding.keep() if like.dim() == 2 else padding.keep_keys()
+    return padding.mask() if like.dim() == 2 else padding.key_mask()
 
 
 def _masks_keys_alone(mask: torch.Tensor) -> bool:

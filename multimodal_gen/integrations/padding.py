@@ -43,8 +43,8 @@ class KeyPadding:
         self._valid_first = valid_first
         self._usable = False
         self._counts: tuple[int, ...] = ()
-        self._keep: torch.Tensor | None = None
-        self._keep_keys: torch.Tensor | None = None
+        self._mask: torch.Tensor | None = None
+        self._key_mask: torch.Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -74,22 +74,22 @@ class KeyPadding:
         self._usable = self._before + self._after + min(counts) > 0
         self._counts = tuple(counts)
 
-    def keep(self) -> torch.Tensor:
+    def mask(self) -> torch.Tensor:
         """Return bool [B, Sk], True for keys to attend to; built on first use."""
-        if self._keep is None:
+        if self._mask is None:
             text = self._text
             if self._valid_first:
                 counts = torch.tensor(self._counts, device=text.device)
                 text = torch.arange(text.shape[1], device=text.device) < counts[:, None]
             before, after = (text.new_ones(text.shape[0], n) for n in (self._before, self._after))
-            self._keep = torch.cat((before, text, after), dim=1)
-        return self._keep
+            self._mask = torch.cat((before, text, after), dim=1)
+        return self._mask
 
-    def keep_keys(self) -> torch.Tensor:
-        """Return `keep` as [B, 1, 1, Sk]; the same tensor for every layer of the call."""
-        if self._keep_keys is None:
-            self._keep_keys = self.keep()[:, None, None, :]
-        return self._keep_keys
+    def key_mask(self) -> torch.Tensor:
+        """Return `mask` as [B, 1, 1, Sk]; the same tensor for every layer of the call."""
+        if self._key_mask is None:
+            self._key_mask = self.mask()[:, None, None, :]
+        return self._key_mask
 
     def describes(self, role: AttentionRole, keys: tuple[int, int], device: torch.device) -> bool:
         """Whether it tells the padding of (B, Sk) keys on a device, in modules of a role."""
@@ -103,42 +103,42 @@ class PairMask:
     """A mask in the making; it offers only the operations of the code it is made for.
 
     Args:
-        keep: [B, N], non-zero for tokens that take part.
+        mask: [B, N], non-zero for tokens that take part.
         axis: what a 4-D mask varies over: "keys", "queries" or "both"; "" for the plain padding.
     """
 
-    def __init__(self, keep: torch.Tensor, axis: str = "") -> None:
-        self.keep = keep
+    def __init__(self, mask: torch.Tensor, axis: str = "") -> None:
+        self.mask = mask
         self.axis = axis
 
     def bool(self) -> "PairMask":
         """Return the mask as bool."""
-        return PairMask(self.keep.bool(), self.axis)
+        return PairMask(self.mask.bool(), self.axis)
 
     def view(self, *shape: int) -> "PairMask":
         """Return [B, N] as [B, 1, 1, N]."""
-        batch, length = self.keep.shape
+        batch, length = self.mask.shape
         self._expect(not self.axis and shape == (batch, 1, 1, length), f"view{shape}")
-        return PairMask(self.keep, "keys")
+        return PairMask(self.mask, "keys")
 
     def repeat(self, *repeats: int) -> "PairMask":
         """Return [B, 1, 1, N] repeated to [B, 1, N, N]."""
-        wanted = (1, 1, self.keep.shape[1], 1)
+        wanted = (1, 1, self.mask.shape[1], 1)
         self._expect(self.axis == "keys" and repeats == wanted, f"repeat{repeats}")
         return self
 
     def transpose(self, first: int, second: int) -> "PairMask":
         """Return [B, 1, N, N] with its last two axes swapped."""
         self._expect(self.axis == "keys" and (first, second) == (2, 3), "transpose")
-        return PairMask(self.keep, "queries")
+        return PairMask(self.mask, "queries")
 
     def __and__(self, other: "PairMask") -> "PairMask":
         self._expect({self.axis, other.axis} == {"keys", "queries"}, "&")
-        return PairMask(self.keep, "both")
+        return PairMask(self.mask, "both")
 
     def dense(self) -> torch.Tensor:
         """Return the mask as bool [B, 1, N, N]."""
-        return self.keep[:, None, None, :] & self.keep[:, None, :, None]
+        return self.mask[:, None, None, :] & self.mask[:, None, :, None]
 
     def _expect(self, condition: Any, operation: str) -> None:
         if not condition:

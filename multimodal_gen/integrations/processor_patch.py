@@ -431,7 +431,7 @@ def dispatch(
             f"{backend.site.name}: they belong to one of diffusers' own backends"
         )
     if isinstance(attn_mask, PairMask):
-        attn_mask = attn_mask.keep
+        attn_mask = attn_mask.mask
     elif isinstance(attn_mask, torch.Tensor) and attn_mask.dim() == 2:
         # [B, Sk] to diffusers, which masks keys alone; to the layers it masks queries too.
         attn_mask = _over_keys(attn_mask)

@@ -187,11 +187,11 @@ def _clusters(device: torch.device) -> Iterator[str | None]:
     order = torch.arange(total, dtype=torch.int32, device=device).expand(1, HEADS, -1)
     starts = counts.cumsum(2, dtype=torch.int32) - counts
     side = Groups(order=order, starts=starts, counts=counts)
-    keep = torch.ones(1, HEADS, 4, 4, dtype=torch.bool, device=device).tril(1)
-    plan = cluster_plan(side, side, keep)
+    mask = torch.ones(1, HEADS, 4, 4, dtype=torch.bool, device=device).tril(1)
+    plan = cluster_plan(side, side, mask)
     q, k, v = _inputs(plan)
     pieces = cut(side, TILE_ROWS, multiple=TILE_ROWS // 3)
-    out, _ = attend(q, k, v, pieces, side, keep, scale=HEAD_SIZE**-0.5)
+    out, _ = attend(q, k, v, pieces, side, mask, scale=HEAD_SIZE**-0.5)
     yield _fault("clusters", out, (q, k, v), plan, ROUNDED)
 
 
@@ -203,8 +203,8 @@ def _means(device: torch.device) -> Iterator[str | None]:
     rows, keys = Blocks.regular(232, 64), Blocks.regular(250 * 64 + 40, 64)
     generator = torch.Generator(device).manual_seed(1)
     shape = (1, HEADS, rows.num, keys.num)
-    keep = torch.rand(shape, generator=generator, device=device) < 0.1
-    plan = BlockPlan.from_map(keep, rows, keys)
+    mask = torch.rand(shape, generator=generator, device=device) < 0.1
+    plan = BlockPlan.from_map(mask, rows, keys)
     q, k, v = _inputs(plan)
     block = torch.arange(plan.kv.total, device=device) // 64
     k, v = k[:, block], v[:, block]
@@ -225,8 +225,8 @@ def _plan(size: int, keys: int, device: torch.device, *, regular: bool = True) -
         lengths = torch.tensor([keys, keys // 2, 3, keys - 1] * kv.num, device=device)[: kv.num]
         starts = lengths.cumsum(0) - lengths
         kv = Blocks.ragged(starts.int(), lengths.int(), total=int(lengths.sum()), size=keys)
-    keep = torch.ones(1, HEADS, q.num, kv.num, dtype=torch.bool, device=device).tril(kv.num - 4)
-    return BlockPlan.from_map(keep, q, kv)
+    mask = torch.ones(1, HEADS, q.num, kv.num, dtype=torch.bool, device=device).tril(kv.num - 4)
+    return BlockPlan.from_map(mask, q, kv)
 
 
 def _inputs(

@@ -58,9 +58,9 @@ def usable_device(name: str, device: object) -> torch.device:
     return found
 
 
-def check_keep(keep: torch.Tensor | None, tokens: torch.Tensor) -> None:
+def check_mask(mask: torch.Tensor | None, tokens: torch.Tensor) -> None:
     """Raise unless a mask, where there is one, is one of tokens [B, S, ...]."""
-    if keep is not None and (keep.dtype != torch.bool or keep.shape != tokens.shape[:2]):
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != tokens.shape[:2]):
         raise UsageError(
-            f"`keep` must be bool {list(tokens.shape[:2])}, got {keep.dtype} {list(keep.shape)}"
+            f"`mask` must be bool {list(tokens.shape[:2])}, got {mask.dtype} {list(mask.shape)}"
         )

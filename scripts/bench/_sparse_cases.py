@@ -167,14 +167,14 @@ def expect(case: Case, inputs: Inputs) -> Expected:
 
 
 def attend_rows(
-    inputs: Inputs, rows: torch.Tensor, keep: torch.Tensor, scale: float
+    inputs: Inputs, rows: torch.Tensor, token_mask: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Return fp32 attention of query rows over the keys in `keep`, bool [R, H|1, S]: [R, H, D]."""
+    """Return fp32 attention of query rows over keys, by a mask [R, H|1, S]: [R, H, D]."""
     out = []
     for head in range(inputs.q.shape[2]):
         q, k, v = (x[0, :, head].float() for x in (inputs.q[:, rows], inputs.k, inputs.v))
         scores = (q @ k.T) * scale
-        kept = keep[:, head % keep.shape[1]]
+        kept = token_mask[:, head % token_mask.shape[1]]
         out.append(scores.masked_fill_(~kept, -math.inf).softmax(-1) @ v)
     return torch.stack(out, dim=1)
 
@@ -195,16 +195,16 @@ def sta_keep(case: Case, rows: torch.Tensor) -> torch.Tensor:
     """Return which tokens the rows attend to by Sliding Tile Attention: bool [R, 1, S]."""
     of_token = token_tiles(case.grid, case.sta_tile, rows.device)
     of_row = of_token[rows.clamp_max(case.video - 1)]
-    keep = torch.ones(len(rows), case.tokens, dtype=torch.bool, device=rows.device)
+    token_mask = torch.ones(len(rows), case.tokens, dtype=torch.bool, device=rows.device)
     sizes = tiles_of(case.grid, case.sta_tile)
     for axis, (size, width) in enumerate(zip(sizes, case.window, strict=True)):
         if width < size:
             half = width // 2
             centre = of_row[:, axis].clamp(half, size - 1 - half)
             near = (centre[:, None] - of_token[None, :, axis]).abs() <= half
-            keep[:, : case.video] &= near
-    keep[rows >= case.video] = True
-    return keep.unsqueeze(1)
+            token_mask[:, : case.video] &= near
+    token_mask[rows >= case.video] = True
+    return token_mask.unsqueeze(1)
 
 
 def vsa_rows(
@@ -224,11 +224,13 @@ def vsa_rows(
     clear = (gap > MARGIN * scores.std(-1)) | is_text[:, None] | (case.kept == num)
     chosen = torch.zeros_like(scores, dtype=torch.bool)
     chosen.scatter_(-1, best.indices[..., : case.kept], True)
-    keep = chosen[..., tile]
+    token_mask = chosen[..., tile]
     if case.text:
-        keep = torch.cat((keep, keep.new_ones(*keep.shape[:2], case.text)), dim=-1)
-        keep[is_text] = True
-    fine = attend_rows(inputs, rows, keep, case.scale)
+        token_mask = torch.cat(
+            (token_mask, token_mask.new_ones(*token_mask.shape[:2], case.text)), dim=-1
+        )
+        token_mask[is_text] = True
+    fine = attend_rows(inputs, rows, token_mask, case.scale)
     coarse = torch.einsum("rhn,nhd->rhd", (scores * case.scale).softmax(-1), v)
     coarse[is_text] = 0.0
     return fine, coarse, clear

@@ -191,7 +191,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def measure(case: Case, bench: Bench) -> None:
     """Measure a case, and append its rows to a CSV file."""
     options = bench.options
-    folder = Path(options.keep or tempfile.mkdtemp()) / case.name.replace(" ", "-")
+    folder = Path(options.mask or tempfile.mkdtemp()) / case.name.replace(" ", "-")
     rows = [
         {
             **machine(),

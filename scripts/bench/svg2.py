@@ -69,7 +69,7 @@ class Clustered:
     v: torch.Tensor
     queries: Clusters
     keys: Clusters
-    keep: torch.Tensor
+    token_mask: torch.Tensor
 
 
 def cluster(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: ClusterCase) -> Clustered:
@@ -78,8 +78,8 @@ def cluster(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: ClusterCase
     first = kmeans(k, initial_centroids(k, case.keys), iterations=ITERATIONS)
     keys = kmeans(k, by_similarity(first.centroids), iterations=2)
     weights = cluster_weights(queries.centroids, keys.centroids, keys.counts, scale=SCALE)
-    keep = kept_clusters(weights, top_p=TOP_P, min_count=int(MIN_RATIO * case.keys))
-    return Clustered(q=q, k=k, v=v, queries=queries, keys=keys, keep=keep)
+    token_mask = kept_clusters(weights, top_p=TOP_P, min_count=int(MIN_RATIO * case.keys))
+    return Clustered(q=q, k=k, v=v, queries=queries, keys=keys, token_mask=token_mask)
 
 
 def attention_runs(data: Clustered) -> tuple[dict[str, Run], float, Callable[[object], float]]:
@@ -89,12 +89,12 @@ def attention_runs(data: Clustered) -> tuple[dict[str, Run], float, Callable[[ob
 
     part = slice(HEADS_OF_PART)
     queries, keys = groups(data.queries).heads(part), groups(data.keys).heads(part)
-    keep = data.keep[:, part]
+    token_mask = data.mask[:, part]
     (q,) = gather_tokens((data.q[:, :, part],), queries.order)
     k, v = gather_tokens((data.k[:, :, part], data.v[:, :, part]), keys.order)
-    pieces, plan = query_pieces(queries), cluster_plan(queries, keys, keep)
-    wanted, rows = sampled_reference(q, k, v, queries, keys, keep)
-    attend = partial(kernel.attend, q, k, v, pieces, keys, keep, scale=SCALE)
+    pieces, plan = query_pieces(queries), cluster_plan(queries, keys, token_mask)
+    wanted, rows = sampled_reference(q, k, v, queries, keys, token_mask)
+    attend = partial(kernel.attend, q, k, v, pieces, keys, token_mask, scale=SCALE)
     runs: dict[str, Run] = {
         "clusters, fast": lambda: attend(tile=kernel.FAST)[0],
         "clusters, exact": lambda: attend(tile=kernel.EXACT)[0],
@@ -102,14 +102,14 @@ def attention_runs(data: Clustered) -> tuple[dict[str, Run], float, Callable[[ob
         "engine, triton": lambda: block_sparse_attention(q, k, v, plan, kernel="triton"),
     }
     if importlib.util.find_spec("flashinfer") is not None:
-        plan_again, run = flashinfer_calls(q, k, v, queries, keys, keep)
+        plan_again, run = flashinfer_calls(q, k, v, queries, keys, token_mask)
         runs |= {FLASHINFER: run, FLASHINFER_PLANNED: lambda: (plan_again(), run())[1]}
 
     def error(out: object) -> float:
         assert isinstance(out, torch.Tensor)
         return relative_error(out[0, rows, 0], wanted)
 
-    flop = 4 * HEAD_SIZE * float(kept_pairs(keep, queries.counts, keys.counts))
+    flop = 4 * HEAD_SIZE * float(kept_pairs(token_mask, queries.counts, keys.counts))
     return runs, flop, error
 
 
@@ -119,7 +119,7 @@ def flashinfer_calls(
     v: torch.Tensor,
     queries: Groups,
     keys: Groups,
-    keep: torch.Tensor,
+    token_mask: torch.Tensor,
 ) -> tuple[Run, Run]:
     """Return FlashInfer's kernel for blocks of any size: its planning, which waits, and its run.
 
@@ -131,7 +131,7 @@ def flashinfer_calls(
     wrapper = flashinfer.sparse.VariableBlockSparseAttentionWrapper(workspace, backend="auto")
     plan = partial(
         wrapper.plan,
-        block_mask_map=keep[0],
+        block_mask_map=token_mask[0],
         block_row_sz=queries.counts[0],
         block_col_sz=keys.counts[0],
         num_qo_heads=q.shape[2],
@@ -151,13 +151,13 @@ def sampled_reference(
     v: torch.Tensor,
     queries: Groups,
     keys: Groups,
-    keep: torch.Tensor,
+    token_mask: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return attention of some rows of the first head in fp32, and which rows."""
     rows = torch.arange(0, TOKENS, TOKENS // 256, device=q.device)
     sides = (queries.counts[0, 0], keys.counts[0, 0])
     of_q, of_k = (torch.repeat_interleave(torch.arange(len(n), device=q.device), n) for n in sides)
-    mask = keep[0, 0][of_q[rows]][:, of_k]
+    mask = token_mask[0, 0][of_q[rows]][:, of_k]
     scores = q[0, rows, 0].float() @ k[0, :, 0].float().T * SCALE
     return scores.masked_fill(~mask, -torch.inf).softmax(1) @ v[0, :, 0].float(), rows
 
@@ -205,7 +205,7 @@ def measure(case: ClusterCase, bench: Bench) -> None:
     wrong = [name for name, found in errors.items() if not found <= BOUND]
     if wrong:
         raise SystemExit(f"svg2 {case.name}: {', '.join(wrong)} exceed {BOUND}: {errors}")
-    pairs = float(kept_pairs(data.keep, data.queries.counts, data.keys.counts))
+    pairs = float(kept_pairs(data.mask, data.queries.counts, data.keys.counts))
     density = pairs / HEADS / TOKENS**2
     whole = {"layer": layer_run(data, case), **kmeans_runs(data)}
     attend = fa3()

@@ -53,7 +53,7 @@ class TiledCase(Case):
     """One latent grid, its tiles, and the share of them that is kept."""
 
     tile: Grid = (4, 4, 4)
-    keep: float = 0.1
+    token_mask: float = 0.1
 
     @property
     def shape(self) -> str:
@@ -108,13 +108,13 @@ def map_runs(query: torch.Tensor, key: torch.Tensor, count: int) -> tuple[Runs, 
 
 
 def cell_runs(
-    q: torch.Tensor, k: torch.Tensor, tiles: Tiles, keep: float
+    q: torch.Tensor, k: torch.Tensor, tiles: Tiles, token_mask: float
 ) -> tuple[Runs, dict[str, float]]:
     """Return the contenders of the ranking by four cells of every tile, and what is wrong."""
     num_tiles = len(tiles.starts)
     pool = partial(pool_cells, tiles=tiles, cells=4)
     (query, real), (key, _) = pool(q), pool(k)
-    count, scale = max(1, round(keep * num_tiles)), q.shape[3] ** -0.5
+    count, scale = max(1, round(token_mask * num_tiles)), q.shape[3] ** -0.5
     few = slice(0, CHECKED_HEADS)
     means = pool_tiles_reference(q[:, :, few].float(), tiles.cells(4))
     best = torch.empty((1, CHECKED_HEADS, num_tiles, count), dtype=torch.int32, device=q.device)
@@ -161,7 +161,7 @@ def measure(case: TiledCase, bench: Bench) -> None:
     tiles = Tiles(order.starts, order.lengths, order.largest, order.order)
     pooled_q, pooled_k = pool_tiles((q, k), tiles)
     num_tiles = len(order.starts)
-    count = max(1, round(case.keep * num_tiles))
+    count = max(1, round(case.mask * num_tiles))
     few = slice(0, CHECKED_HEADS)
 
     errors = {}
@@ -176,7 +176,7 @@ def measure(case: TiledCase, bench: Bench) -> None:
     selects = select_runs(pooled_q, pooled_k, count)
     errors.update(select_errors(selects, pooled_q[:, few], pooled_k[:, few], count))
     maps, wrong_maps = map_runs(pooled_q, pooled_k, count)
-    cells, wrong_cells = cell_runs(q, k, tiles, case.keep)
+    cells, wrong_cells = cell_runs(q, k, tiles, case.mask)
     errors |= wrong_maps | wrong_cells
     stages: dict[str, tuple[Runs, float]] = {
         "pool": ({"pool q, k": lambda: pool_tiles((q, k), tiles)[0]}, 0.0),

@@ -177,7 +177,7 @@ def best_blocks(
     k_blocks: _Blocks,
     kept: int,
     *,
-    keep: torch.Tensor | None = None,
+    token_mask: torch.Tensor | None = None,
     centred: bool = False,
 ) -> torch.Tensor:
     """Return the `kept` blocks of keys whose means match best the mean of each block of queries.
@@ -190,7 +190,7 @@ def best_blocks(
         q_blocks: positions of the tokens of each block of queries.
         k_blocks: the same for keys.
         kept: blocks that each block of queries keeps.
-        keep: bool [B, S], tokens that count; None for all.
+        token_mask: bool [B, S], tokens that count; None for all.
         centred: whether the mean of all keys is taken off, in fp32, before the rounding.
 
     Returns:
@@ -200,7 +200,7 @@ def best_blocks(
     group = heads // key.shape[2]
     chosen = torch.zeros(batch, heads, len(q_blocks), len(k_blocks), dtype=torch.bool)
     for b, h in product(range(batch), range(heads)):
-        kept_of = set(range(key.shape[1])) if keep is None else set(_where(keep[b]))
+        kept_of = set(range(key.shape[1])) if token_mask is None else set(_where(token_mask[b]))
         q_tokens, k_tokens = ([[t for t in x if t in kept_of] for x in y]
                               for y in (q_blocks, k_blocks))  # fmt: skip
         means_q = [query[b, tokens, h].double().mean(0).to(query.dtype) for tokens in q_tokens]
@@ -220,12 +220,12 @@ def best_blocks(
     return chosen
 
 
-def _where(keep: torch.Tensor) -> list[int]:
-    found: list[int] = keep.nonzero()[:, 0].tolist()
+def _where(token_mask: torch.Tensor) -> list[int]:
+    found: list[int] = token_mask.nonzero()[:, 0].tolist()
     return found
 
 
-def token_mask(
+def pair_mask(
     chosen: torch.Tensor, q_blocks: _Blocks, k_blocks: _Blocks, num_queries: int, num_keys: int
 ) -> torch.Tensor:
     """Return which token attends to which, bool [..., Sq, Sk], from which block does to which.
@@ -246,21 +246,21 @@ def token_mask(
 
 
 def joint_mask(
-    mask: torch.Tensor, video: Sequence[int], keep: torch.Tensor | None = None
+    mask: torch.Tensor, video: Sequence[int], token_mask: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return a mask in which text attends to everything and everything attends to text.
 
     Args:
         mask: bool [..., Sq, Sk], what the video's tokens attend to among themselves.
         video: positions of the video, on both sides; what is left is text.
-        keep: bool [B, Sk], keys that anybody attends to; None for all.
+        token_mask: bool [B, Sk], keys that anybody attends to; None for all.
     """
     mask = mask.clone()
     inside = set(video)
     queries, keys = ([t for t in range(size) if t not in inside] for size in mask.shape[-2:])
     mask[..., queries, :] = True
     mask[..., keys] = True
-    return mask if keep is None else mask & keep[:, None, None, :]
+    return mask if token_mask is None else mask & token_mask[:, None, None, :]
 
 
 def assert_same_gradients(

@@ -30,7 +30,7 @@ def pooled_attention(
     *,
     scale: float,
     rows: Sequence[int] | None = None,
-    keep: torch.Tensor | None = None,
+    token_mask: torch.Tensor | None = None,
     first_order: bool = False,
 ) -> torch.Tensor:
     """Return attention to what a mask keeps and to means of the blocks that it does not, float64.
@@ -44,7 +44,7 @@ def pooled_attention(
             entry and a head.
         scale: factor of the scores.
         rows: queries that see means; all when None.
-        keep: bool [B, Sk], keys that count; None for all.
+        token_mask: bool [B, Sk], keys that count; None for all.
         first_order: whether values follow keys inside of blocks.
     """
     out, group = torch.zeros_like(q, dtype=torch.float64), q.shape[2] // k.shape[2]
@@ -52,7 +52,7 @@ def pooled_attention(
     seeing[slice(None) if rows is None else list(rows)] = True
     for b, h in product(range(q.shape[0]), range(q.shape[2])):
         blocks = blocks_of(b, h) if callable(blocks_of) else blocks_of
-        blocks = [[t for t in x if keep is None or keep[b, t]] for x in blocks]
+        blocks = [[t for t in x if token_mask is None or token_mask[b, t]] for x in blocks]
         query = q[b, :, h].double()
         key, value = (x[b, :, h // group].double() for x in (k, v))
         mean_k, mean_v = (_token_means(x, blocks) for x in (key, value))
@@ -100,16 +100,19 @@ def naive_tail(
             mean_k, mean_v = (_token_means(x, blocks) for x in (key, value))
             pooled = torch.zeros(len(key), dtype=torch.bool, device=q.device)
             pooled[[t for tokens in blocks for t in tokens]] = True
-            keep, owned = mask[b, h], torch.zeros(len(query), 1, dtype=torch.bool, device=q.device)
+            token_mask, owned = (
+                mask[b, h],
+                torch.zeros(len(query), 1, dtype=torch.bool, device=q.device),
+            )
             for first, last in block_ranges(plan.q, b, h):
                 owned[first:last] = True
-            tail = ~keep & pooled & owned
-            scores = torch.where(keep, query @ key.T, query @ mean_k.T) * scale
-            scores = scores.masked_fill(~keep & ~tail, -torch.inf)
-            seen = (keep | tail).any(-1)
+            tail = ~token_mask & pooled & owned
+            scores = torch.where(token_mask, query @ key.T, query @ mean_k.T) * scale
+            scores = scores.masked_fill(~token_mask & ~tail, -torch.inf)
+            seen = (token_mask | tail).any(-1)
             lse[b, h] = scores.logsumexp(-1)
             weights = (scores - lse[b, h].masked_fill(~seen, 0.0)[:, None]).exp()
-            found = (weights * keep) @ value + (weights * tail) @ mean_v
+            found = (weights * token_mask) @ value + (weights * tail) @ mean_v
             if first_order:
                 slope = ((key - mean_k)[pooled].T @ value[pooled]) / pooled.sum().clamp_min(1)
                 found += (weights * tail).sum(-1, keepdim=True) * scale * (query @ slope)
@@ -117,7 +120,7 @@ def naive_tail(
             magnitude = value.abs().amax(-1)
             if first_order:
                 magnitude = magnitude + (scale * (query.abs() @ slope.abs())).max()
-            size[b, :, h, 0] = (weights * (keep | tail)) @ magnitude
+            size[b, :, h, 0] = (weights * (token_mask | tail)) @ magnitude
     return out, lse, size
 
 

@@ -191,8 +191,8 @@ class Witness:
         self.modules.pop()
 
     def group(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        def checked(router, settings, query, key, keep, context):
-            found = own(router, settings, query, key, keep, context)
+        def checked(router, settings, query, key, token_mask, context):
+            found = own(router, settings, query, key, token_mask, context)
             whole = "both" if len(query) == 2 else self.branch
             branch = "cond" if self.branch == "cond_uncond" and len(query) == 1 else whole
             site = f"{router.layer.site.component}.{router.layer.site.name}"
@@ -203,22 +203,22 @@ class Witness:
             if context.cfg_branch not in (told, None):
                 self.wrong.append(f"{truth}, {branch} was called {context.cfg_branch}")
             self.ran.update([(*truth[0].split(".", 1), truth[1])])
-            self._recompute((truth[0], branch), query, key, found, keep)
+            self._recompute((truth[0], branch), query, key, found, token_mask)
             return found
 
         return checked
 
-    def _recompute(self, place, query, key, found: tuple[Clusters, Clusters], keep) -> None:
+    def _recompute(self, place, query, key, found: tuple[Clusters, Clusters], token_mask) -> None:
         before = self.kept.get(place)
         ends = []
         for index, x in enumerate((query, key)):
             num = (SVG2["svg2_num_q_centroids"], SVG2["svg2_num_k_centroids"])[index]
             if before is None:
-                start, count = by_similarity(initial_centroids(x, num, keep=keep)), AT_FIRST
+                start, count = by_similarity(initial_centroids(x, num, mask=token_mask)), AT_FIRST
             else:
                 start = before[1 + index]
                 count = min((self.steps - before[0]) * AT_STEP, AT_FIRST)
-            again = kmeans(x, start, iterations=count, keep=keep)
+            again = kmeans(x, start, iterations=count, mask=token_mask)
             self.compared += 1
             if not torch.equal(again.centroids, found[index].centroids):
                 self.wrong.append(f"{place} at step {self.steps} began from something else")

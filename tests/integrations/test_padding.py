@@ -44,15 +44,15 @@ def test_the_valid_prefix_is_found_where_it_says_everything(rows, kwargs, valid)
 
 def test_the_mask_covers_what_is_around_the_text():
     padding = padding_of([[1, 0, 1], [1, 1, 0]], before=2, after=1)
-    assert padding.keep().int().tolist() == [[1, 1, 1, 0, 1, 1], [1, 1, 1, 1, 0, 1]]
+    assert padding.mask().int().tolist() == [[1, 1, 1, 0, 1, 1], [1, 1, 1, 1, 0, 1]]
     assert padding.shape == (2, 6)
-    assert padding.keep_keys() is padding.keep_keys()
-    assert padding.keep_keys().shape == (2, 1, 1, 6)
+    assert padding.key_mask() is padding.key_mask()
+    assert padding.key_mask().shape == (2, 1, 1, 6)
 
 
 def test_text_that_the_model_sorts_is_masked_as_sorted():
     padding = padding_of([[0, 1, 1], [0, 0, 1]], before=1, valid_first=True)
-    assert padding.keep().int().tolist() == [[1, 1, 1, 0], [1, 1, 0, 0]]
+    assert padding.mask().int().tolist() == [[1, 1, 1, 0], [1, 1, 0, 0]]
 
 
 def test_it_speaks_of_keys_of_its_role_and_size_only():
@@ -89,7 +89,7 @@ def test_attention_is_that_of_the_models_own_mask(rows):
     params = AttentionParams(num_heads=2, head_size=16, num_kv_heads=2)
     layer = ModuleAttention(site, params, torch.float32, SelectionScope(), masks_padding=True)
     padding = padding_of(rows, before=4)
-    mask = padding.keep_keys()
+    mask = padding.key_mask()
     expected = layer.attend(query, key, value, mask)
     with knowing(padding):
         out = layer.attend(query, key, value, mask)
@@ -132,7 +132,7 @@ def test_it_stands_for_the_mask_it_is_made_like():
     assert isinstance(mask, PairMask)
     assert mask.axis == "both"
     assert torch.equal(mask.dense(), spelled_out(F, TEXT))
-    assert mask.keep.shape == (2, 5)
+    assert mask.mask.shape == (2, 5)
 
 
 @pytest.mark.parametrize(

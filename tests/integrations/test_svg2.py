@@ -88,8 +88,8 @@ def caches(monkeypatch):
             super().__init__()
             made.append(self)
 
-        def keep(self, *args):
-            super().keep(*args)
+        def store(self, *args):
+            super().store(*args)
             self.most = max(self.most, len(self))
 
     monkeypatch.setattr(svg2_attn, "CentroidCache", Watched)

@@ -246,7 +246,7 @@ def test_a_seed_out_of_range_is_refused(tmp_path, seed):
 
 
 def test_a_folder_with_files_in_it_is_refused_and_kept(tmp_path):
-    (tmp_path / "mine.txt").write_text("keep")
+    (tmp_path / "mine.txt").write_text("token_mask")
     with pytest.raises(UsageError, match=r"out must be a new or empty folder, got .*files in it"):
         make_tiny_model("wan", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
@@ -254,7 +254,7 @@ def test_a_folder_with_files_in_it_is_refused_and_kept(tmp_path):
 
 @pytest.mark.parametrize("below", ["", "sub/folder"])
 def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path, below):
-    (tmp_path / "file").write_text("keep")
+    (tmp_path / "file").write_text("token_mask")
     with pytest.raises(UsageError, match=r"out must not be, or lie below, a file, got .*file"):
         make_tiny_model("wan", tmp_path / "file" / below)
 

@@ -19,7 +19,7 @@ QUERY_ROWS = 384
 def segment_plan(
     queries: Sequence[int],
     keys: Sequence[int],
-    keep: torch.Tensor,
+    mask: torch.Tensor,
     *,
     device: torch.device | str = "cpu",
     query_rows: int = QUERY_ROWS,
@@ -29,7 +29,7 @@ def segment_plan(
     Args:
         queries: tokens of each segment of the queries, in order.
         keys: tokens of each segment of the keys, in order.
-        keep: bool [segments of the queries, segments of the keys], True where one sees the other;
+        mask: bool [segments of the queries, segments of the keys], True where one sees the other;
             with [B|1, H|1] in front where samples or heads differ.
         device: where the plan is used.
         query_rows: rows of a query block at most.
@@ -38,19 +38,19 @@ def segment_plan(
         A plan whose key blocks are the segments, and whose query blocks never cross one.
 
     Raises:
-        UsageError: a segment is empty, `query_rows` below 1, or `keep` is not a bool table of the
+        UsageError: a segment is empty, `query_rows` below 1, or `mask` is not a bool table of the
             segments.
     """
     _check_lengths("queries", queries)
     _check_lengths("keys", keys)
     _check_number("query_rows", query_rows, 1)
     wanted = (len(queries), len(keys))
-    if not isinstance(keep, torch.Tensor):
-        raise UsageError(f"`keep` must be a bool tensor {list(wanted)}, got {keep!r:.60}")
-    if keep.dtype != torch.bool or keep.dim() not in (2, 4) or tuple(keep.shape[-2:]) != wanted:
+    if not isinstance(mask, torch.Tensor):
+        raise UsageError(f"`mask` must be a bool tensor {list(wanted)}, got {mask!r:.60}")
+    if mask.dtype != torch.bool or mask.dim() not in (2, 4) or tuple(mask.shape[-2:]) != wanted:
         raise UsageError(
-            f"`keep` must be bool {list(wanted)}, or have two sizes more in front, got "
-            f"{keep.dtype} {list(keep.shape)}"
+            f"`mask` must be bool {list(wanted)}, or have two sizes more in front, got "
+            f"{mask.dtype} {list(mask.shape)}"
         )
     owner, lengths = [], []
     for segment, length in enumerate(queries):
@@ -59,7 +59,7 @@ def segment_plan(
             lengths.append(min(query_rows, length - begin))
     q = _adjoining(lengths, query_rows)
     kv = _adjoining(keys, max(keys))
-    rows = keep.cpu()[..., torch.tensor(owner), :]
+    rows = mask.cpu()[..., torch.tensor(owner), :]
     rows = rows[None, None] if rows.dim() == 2 else rows
     return BlockPlan.from_map(rows, q, kv).longest_first().to(device)
 
@@ -92,8 +92,8 @@ def chunk_causal_plan(
         UsageError: a chunk is empty, `window` or `query_rows` is below 1, or `sink` below 0.
     """
     _check_lengths("chunks", chunks)
-    keep = _seen(len(chunks), window, sink)
-    return segment_plan(chunks, chunks, keep, device=device, query_rows=query_rows)
+    mask = _seen(len(chunks), window, sink)
+    return segment_plan(chunks, chunks, mask, device=device, query_rows=query_rows)
 
 
 def frame_causal_plan(
@@ -150,11 +150,11 @@ def teacher_forcing_plan(
     _check_lengths("chunks", chunks)
     clean = _seen(len(chunks), window, sink)
     own = torch.eye(len(chunks), dtype=torch.bool)
-    keep = torch.cat(
+    mask = torch.cat(
         (torch.cat((clean, own.new_zeros(own.shape)), 1), torch.cat((clean & ~own, own), 1))
     )
     both = [*chunks, *chunks]
-    return segment_plan(both, both, keep, device=device, query_rows=query_rows)
+    return segment_plan(both, both, mask, device=device, query_rows=query_rows)
 
 
 def _check_lengths(name: str, lengths: Sequence[int]) -> None:

@@ -274,12 +274,12 @@ class BlockPlan:
 
     @classmethod
     def from_map(
-        cls, keep: torch.Tensor, q: Blocks, kv: Blocks, *, max_count: int | None = None
+        cls, block_mask: torch.Tensor, q: Blocks, kv: Blocks, *, max_count: int | None = None
     ) -> "BlockPlan":
         """Build the lists from a map, without waiting for the device.
 
         Args:
-            keep: bool [B|1, H|1, Nq, Nk].
+            block_mask: bool [B|1, H|1, Nq, Nk].
             q: how the queries are cut.
             kv: how the keys are cut.
             max_count: upper bound of the blocks kept per row, which bounds the lists' memory;
@@ -289,27 +289,28 @@ class BlockPlan:
             The plan.
 
         Raises:
-            UsageError: `keep` is not a bool map of these blocks.
+            UsageError: `block_mask` is not a bool map of these blocks.
         """
-        _expect_kind("keep", keep, torch.Tensor)
-        if keep.dtype != torch.bool or keep.ndim != 4:
+        _expect_kind("block_mask", block_mask, torch.Tensor)
+        if block_mask.dtype != torch.bool or block_mask.ndim != 4:
             raise UsageError(
-                f"`keep` must be bool [B|1, H|1, Nq, Nk], got {keep.dtype} {list(keep.shape)}"
+                f"`block_mask` must be bool [B|1, H|1, Nq, Nk], got {block_mask.dtype} "
+                f"{list(block_mask.shape)}"
             )
-        if tuple(keep.shape[2:]) != (q.num, kv.num):
+        if tuple(block_mask.shape[2:]) != (q.num, kv.num):
             raise UsageError(
-                f"`keep` must map {q.num} query blocks to {kv.num} key blocks, "
-                f"got {list(keep.shape[2:])}"
+                f"`block_mask` must map {q.num} query blocks to {kv.num} key blocks, "
+                f"got {list(block_mask.shape[2:])}"
             )
         room = kv.num if max_count is None else min(max_count, kv.num)
         _expect_positive("max_count", room)
-        slot = keep.cumsum(-1, dtype=torch.int32) - 1
+        slot = block_mask.cumsum(-1, dtype=torch.int32) - 1
         # Dropped blocks, and those past the room, go to one slot that is cut off again.
-        slot = torch.where(keep & (slot < room), slot, room)
-        every = torch.arange(kv.num, dtype=torch.int32, device=keep.device)
-        indices = keep.new_zeros((*keep.shape[:3], room + 1), dtype=torch.int32)
-        indices.scatter_(-1, slot.long(), every.expand(keep.shape))
-        counts = keep.sum(-1, dtype=torch.int32).clamp_max(room)
+        slot = torch.where(block_mask & (slot < room), slot, room)
+        every = torch.arange(kv.num, dtype=torch.int32, device=block_mask.device)
+        indices = block_mask.new_zeros((*block_mask.shape[:3], room + 1), dtype=torch.int32)
+        indices.scatter_(-1, slot.long(), every.expand(block_mask.shape))
+        counts = block_mask.sum(-1, dtype=torch.int32).clamp_max(room)
         return cls(indices=indices[..., :room], counts=counts, q=q, kv=kv)
 
     @property

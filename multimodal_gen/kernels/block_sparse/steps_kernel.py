@@ -225,21 +225,22 @@ _launch_list = Launcher(_list_kernel)
 _launch_steps = Launcher(_steps_kernel)
 
 
-def make_lists(keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def make_lists(block_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the indices and the counts of a plan of a map; does not wait for the device.
 
     Args:
-        keep: bool [B, H, Nq, Nk], stride 1 along rows.
+        block_mask: bool [B, H, Nq, Nk], stride 1 along rows.
 
     Returns:
         int32 [B, H, Nq, Nk], arbitrary past the counts, and int32 [B, H, Nq].
     """
-    batch, heads, num_q, num = keep.shape
-    indices = torch.empty(keep.shape, dtype=torch.int32, device=keep.device)
-    counts = torch.empty(keep.shape[:3], dtype=torch.int32, device=keep.device)
+    batch, heads, num_q, num = block_mask.shape
+    indices = torch.empty(block_mask.shape, dtype=torch.int32, device=block_mask.device)
+    counts = torch.empty(block_mask.shape[:3], dtype=torch.int32, device=block_mask.device)
     chunk = max(next_power_of_2(num), 16) if num <= SHORT_ROW else LONG_ROW_CHUNK
     _launch_list(
-        (batch * heads * num_q,), keep.view(torch.uint8), indices, counts, keep.stride()[:3],
+        (batch * heads * num_q,),
+        block_mask.view(torch.uint8), indices, counts, block_mask.stride()[:3],
         heads, num_q, num, num, CHUNK=chunk, num_warps=1,  # threads that hold much scan little
     )  # fmt: skip
     return indices, counts

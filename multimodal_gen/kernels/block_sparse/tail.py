@@ -116,24 +116,24 @@ def kept_map(plan: BlockPlan, num: int) -> torch.Tensor:
     return plan.derive(("kept map", num), plan.block_mask, num)
 
 
-def plan_of_map(keep: torch.Tensor, q: Blocks, kv: Blocks, num: int) -> BlockPlan:
+def plan_of_map(block_mask: torch.Tensor, q: Blocks, kv: Blocks, num: int) -> BlockPlan:
     """Return the plan of a map, which knows its `kept_map` already; does not wait for the device.
 
     Args:
-        keep: bool [B, H, Nq, Nk], the blocks that are kept.
+        block_mask: bool [B, H, Nq, Nk], the blocks that are kept.
         q: how the queries are cut.
         kv: how the keys are cut.
         num: of so many of the first blocks, those that are not kept are to be pooled.
     """
-    if not torch.compiler.is_compiling() and choose_for(MAP_LISTS, keep) == "triton":
+    if not torch.compiler.is_compiling() and choose_for(MAP_LISTS, block_mask) == "triton":
         from multimodal_gen.kernels.block_sparse.steps_kernel import make_lists
 
-        indices, counts = make_lists(unit_stride(keep))
+        indices, counts = make_lists(unit_stride(block_mask))
         plan = BlockPlan(indices=indices, counts=counts, q=q, kv=kv)
     else:
-        plan = BlockPlan.from_map(keep, q, kv)
+        plan = BlockPlan.from_map(block_mask, q, kv)
     # Also while a CUDA graph is captured: this plan belongs to it.
-    plan.cache["kept map", num] = keep[..., :num]
+    plan.cache["kept map", num] = block_mask[..., :num]
     return plan
 
 

@@ -37,7 +37,7 @@ def cluster_attention(
     v: torch.Tensor,
     queries: Groups,
     keys: Groups,
-    keep: torch.Tensor,
+    cluster_mask: torch.Tensor,
     out: torch.Tensor,
     *,
     scale: float,
@@ -53,7 +53,7 @@ def cluster_attention(
         v: [B, Sk, Hkv, D], any strides.
         queries: clusters of queries, of H heads.
         keys: clusters of keys, of Hkv heads.
-        keep: bool [B, H, Cq, Ck], which clusters attend to which.
+        cluster_mask: bool [B, H, Cq, Ck], which clusters attend to which.
         out: [B, Sq, H, D]; rows of queries in `queries.order` are written.
         scale: factor of the scores.
         kernel: what must run of the block-sparse kernels, "auto" for the fastest that can, or what
@@ -67,7 +67,7 @@ def cluster_attention(
         UsageError: the clusters do not fit the tensors or the map.
         UnsupportedBackendError: the kernel asked for cannot serve this call; lists the reasons.
     """
-    _validate(q, k, queries, keys, keep)
+    _validate(q, k, queries, keys, cluster_mask)
     (sorted_q,) = gather_tokens((q,), queries.order)
     sorted_k, sorted_v = gather_tokens((k, v), keys.order)
     request = Request(
@@ -79,7 +79,7 @@ def cluster_attention(
         ragged=True,
         unaligned=not loadable(sorted_q, sorted_k, sorted_v),
         backward=records_gradient(q, k, v),
-        num_kv=keep.shape[3],
+        num_kv=cluster_mask.shape[3],
         device=q.device.index,
     )
     kernel = choose(BLOCK_SPARSE, kernel, request)
@@ -90,11 +90,18 @@ def cluster_attention(
 
         size, pieces = TILE_ROWS, pieces or query_pieces(queries)
         found, lse = attend(
-            sorted_q, sorted_k, sorted_v, pieces, keys, keep, scale=scale, return_lse=with_tail
+            sorted_q,
+            sorted_k,
+            sorted_v,
+            pieces,
+            keys,
+            cluster_mask,
+            scale=scale,
+            return_lse=with_tail,
         )
     else:
         size, pieces = ROWS, cut(queries, ROWS) if with_tail else None
-        plan = _plan_for(kernel, queries, keys, keep)
+        plan = _plan_for(kernel, queries, keys, cluster_mask)
         result = block_sparse_attention(
             sorted_q, sorted_k, sorted_v, plan, scale=scale, kernel=kernel, return_lse=with_tail
         )
@@ -102,7 +109,7 @@ def cluster_attention(
     if pieces is not None and lse is not None:
         rows = Blocks.ragged(pieces.starts, pieces.lengths, total=sorted_q.shape[1], size=size)
         of = pieces.cluster.long().unsqueeze(3).expand(-1, -1, -1, num_pooled)
-        kept = keep[..., :num_pooled].gather(2, of)
+        kept = cluster_mask[..., :num_pooled].gather(2, of)
         num_keys = sorted_k.shape[1]
         clusters = Blocks.ragged(keys.starts, keys.counts, total=num_keys, size=num_keys)
         pooled = pool_blocks(sorted_k, sorted_v, clusters, num_pooled)
@@ -110,15 +117,15 @@ def cluster_attention(
     scatter_tokens(found, queries.order, out)
 
 
-def _plan_for(kernel: str, queries: Groups, keys: Groups, keep: torch.Tensor) -> BlockPlan:
+def _plan_for(kernel: str, queries: Groups, keys: Groups, cluster_mask: torch.Tensor) -> BlockPlan:
     """Return the plan; for the reference of small blocks, as it computes what fills them up too."""
     if kernel != "reference":
-        return cluster_plan(queries, keys, keep)
+        return cluster_plan(queries, keys, cluster_mask)
     q_size, kv_size = (
         min(-(-2 * groups.order.shape[2] // max(groups.counts.shape[2], 1)), ROWS)
         for groups in (queries, keys)
     )
-    return cluster_plan(queries, keys, keep, q_size=max(q_size, 1), kv_size=max(kv_size, 1))
+    return cluster_plan(queries, keys, cluster_mask, q_size=max(q_size, 1), kv_size=max(kv_size, 1))
 
 
 def query_pieces(queries: Groups) -> Pieces:
@@ -127,7 +134,7 @@ def query_pieces(queries: Groups) -> Pieces:
 
 
 def _validate(
-    q: torch.Tensor, k: torch.Tensor, queries: Groups, keys: Groups, keep: torch.Tensor
+    q: torch.Tensor, k: torch.Tensor, queries: Groups, keys: Groups, cluster_mask: torch.Tensor
 ) -> None:
     for name, groups, tensor in (("queries", queries, q), ("keys", keys, k)):
         leading = (tensor.shape[0], tensor.shape[2])
@@ -137,5 +144,8 @@ def _validate(
                 f"{list(groups.counts.shape[:2])}"
             )
     wanted = (*queries.counts.shape, keys.counts.shape[2])
-    if keep.dtype != torch.bool or tuple(keep.shape) != wanted:
-        raise UsageError(f"`keep` must be bool {list(wanted)}, got {keep.dtype} {list(keep.shape)}")
+    if cluster_mask.dtype != torch.bool or tuple(cluster_mask.shape) != wanted:
+        raise UsageError(
+            f"`cluster_mask` must be bool {list(wanted)}, got {cluster_mask.dtype} "
+            f"{list(cluster_mask.shape)}"
+        )

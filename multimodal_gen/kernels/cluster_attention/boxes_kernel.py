@@ -38,10 +38,10 @@ class Boxes(NamedTuple):
 
 
 @triton.jit
-def _clusters(keep_ptr, start_ptr, count_ptr, j, num):
+def _clusters(mask_ptr, start_ptr, count_ptr, j, num):
     """First key and number of keys of clusters; 0 keys where they are not kept."""
     inside = (j >= 0) & (j < num)
-    kept = tl.load(keep_ptr + j, mask=inside, other=0) != 0
+    kept = tl.load(mask_ptr + j, mask=inside, other=0) != 0
     start = tl.load(start_ptr + j, mask=inside, other=0)
     count = tl.load(count_ptr + j, mask=inside, other=0)
     return start, tl.where(kept, count, 0)
@@ -49,8 +49,8 @@ def _clusters(keep_ptr, start_ptr, count_ptr, j, num):
 
 @triton.jit(do_not_specialize=["heads", "group", "num_q", "num_k", "whole_room", "room"])
 def _boxes_kernel(
-    keep_ptr, start_ptr, count_ptr, whole_ptr, box_ptr, length_ptr, counts_ptr,
-    keep_b, keep_h, keep_q, start_b, start_h, count_b, count_h,
+    mask_ptr, start_ptr, count_ptr, whole_ptr, box_ptr, length_ptr, counts_ptr,
+    mask_b, mask_h, mask_q, start_b, start_h, count_b, count_h,
     heads, group, num_q, num_k, whole_room, room,
     BLOCK: tl.constexpr, STEP: tl.constexpr, BOX: tl.constexpr,
 ):  # fmt: skip
@@ -58,7 +58,7 @@ def _boxes_kernel(
     row = tl.program_id(0).to(tl.int64)
     b = row // num_q // heads
     h = row // num_q % heads
-    keep_ptr += b * keep_b + h * keep_h + row % num_q * keep_q
+    mask_ptr += b * mask_b + h * mask_h + row % num_q * mask_q
     start_ptr += b * start_b + h // group * start_h
     count_ptr += b * count_b + h // group * count_h
     whole_ptr += row * whole_room
@@ -66,13 +66,13 @@ def _boxes_kernel(
     length_ptr += row * room
 
     j = tl.arange(0, BLOCK)
-    start, length = _clusters(keep_ptr, start_ptr, count_ptr, j, num_k)
+    start, length = _clusters(mask_ptr, start_ptr, count_ptr, j, num_k)
     kept = length > 0
     end = start + length
     # Where the last kept cluster before this one ends, and the next one after it begins.
-    s, n = _clusters(keep_ptr, start_ptr, count_ptr, j - 1, num_k)
+    s, n = _clusters(mask_ptr, start_ptr, count_ptr, j - 1, num_k)
     before = tl.associative_scan(tl.where(n > 0, s + n, -1), 0, maximum)
-    s, n = _clusters(keep_ptr, start_ptr, count_ptr, j + 1, num_k)
+    s, n = _clusters(mask_ptr, start_ptr, count_ptr, j + 1, num_k)
     after = tl.associative_scan(tl.where(n > 0, s, 2147483647), 0, minimum, reverse=True)
     done = tl.cumsum(length, 0)
     began = tl.associative_scan(tl.where(kept & (start != before), done - length, 0), 0, maximum)
@@ -111,14 +111,14 @@ def _boxes_kernel(
 _launch_boxes = Launcher(_boxes_kernel)
 
 
-def make_boxes(keys: Groups, keep: torch.Tensor) -> Boxes:
+def make_boxes(keys: Groups, cluster_mask: torch.Tensor) -> Boxes:
     """Cut what is kept into whole steps and boxes; does not wait for the device.
 
     Args:
         keys: clusters of keys of Hkv heads; `starts` ascend.
-        keep: bool [B, H, Cq, Ck].
+        cluster_mask: bool [B, H, Cq, Ck].
     """
-    batch, heads, num_q, num_k = keep.shape
+    batch, heads, num_q, num_k = cluster_mask.shape
     total = keys.order.shape[2]
     whole_room = max(total // STEP, 1)
     # Each run leaves 7 full boxes and a partial one at most; a step of boxes is filled up.
@@ -126,18 +126,18 @@ def make_boxes(keys: Groups, keep: torch.Tensor) -> Boxes:
     shape = (batch, heads, num_q)
     boxes = Boxes(
         *(
-            torch.empty((*shape, n), dtype=torch.int32, device=keep.device)
+            torch.empty((*shape, n), dtype=torch.int32, device=cluster_mask.device)
             for n in (whole_room, room, room, 3)
         )
     )
-    if keep.stride(3) != 1:
-        keep = keep.contiguous()
+    if cluster_mask.stride(3) != 1:
+        cluster_mask = cluster_mask.contiguous()
     begin, count = (x if x.stride(2) == 1 else x.contiguous() for x in (keys.starts, keys.counts))
     block = max(next_power_of_2(num_k), 32)
     _launch_boxes(
         (batch * heads * num_q,),
-        keep.view(torch.uint8), begin, count, *boxes,
-        *keep.stride()[:3], *begin.stride()[:2], *count.stride()[:2],
+        cluster_mask.view(torch.uint8), begin, count, *boxes,
+        *cluster_mask.stride()[:3], *begin.stride()[:2], *count.stride()[:2],
         heads, heads // count.shape[1], num_q, num_k, whole_room, room,
         BLOCK=block, STEP=STEP, BOX=BOX_KEYS, num_warps=4,
     )  # fmt: skip

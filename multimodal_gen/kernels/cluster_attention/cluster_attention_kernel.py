@@ -217,7 +217,7 @@ def attend(
     v: torch.Tensor,
     pieces: Pieces,
     keys: Groups,
-    keep: torch.Tensor,
+    cluster_mask: torch.Tensor,
     *,
     scale: float,
     tile: GluonTile | None = None,
@@ -231,7 +231,7 @@ def attend(
         v: [B, Sk, Hkv, D], as q.
         pieces: of clusters of queries, at most `TILE_ROWS` each; they cover all rows of q.
         keys: clusters of keys, whose `starts` ascend.
-        keep: bool [B, H, Cq, Ck].
+        cluster_mask: bool [B, H, Cq, Ck].
         scale: factor of the scores.
         tile: shape of a program.
         return_lse: whether to return the log-sum-exp of the scores as well.
@@ -244,7 +244,7 @@ def attend(
     batch, _, heads, channels = q.shape
     width = 64 if channels <= 64 else 128
     assert tile.consumers * 64 == TILE_ROWS, "pieces are cut for these tiles"
-    boxes = make_boxes(keys, keep)
+    boxes = make_boxes(keys, cluster_mask)
     num = pieces.starts.shape[2]
     total = batch * heads * num
     out, lse = torch.empty_like(q), None
@@ -256,7 +256,7 @@ def attend(
         *(describe_tokens(x, rows, width) for rows in (tile.keys, BOX_KEYS) for x in (k, v)),
         out, out if lse is None else lse, flags,
         *(x.contiguous() for x in pieces), *boxes,
-        num, heads, heads // k.shape[2], keep.shape[2],
+        num, heads, heads // k.shape[2], cluster_mask.shape[2],
         boxes.whole.shape[3], boxes.starts.shape[3],
         *out.stride()[:3], heads * q.shape[1], q.shape[1],
         scale / math.log(2.0),

@@ -85,7 +85,7 @@ def cut(groups: Groups, size: int, *, multiple: int | None = None) -> Pieces:
 def cluster_plan(
     queries: Groups,
     keys: Groups,
-    keep: torch.Tensor,
+    cluster_mask: torch.Tensor,
     *,
     q_size: int = ROWS,
     kv_size: int = ROWS,
@@ -95,14 +95,16 @@ def cluster_plan(
     Args:
         queries: clusters of queries of H heads.
         keys: clusters of keys of Hkv heads.
-        keep: bool [B, H, Cq, Ck], which clusters attend to which.
+        cluster_mask: bool [B, H, Cq, Ck], which clusters attend to which.
         q_size: tokens of a block of queries at most.
         kv_size: tokens of a block of keys at most.
     """
     q, kv = cut(queries, q_size), cut(keys, kv_size)
-    group = keep.shape[1] // keys.counts.shape[1]
+    group = cluster_mask.shape[1] // keys.counts.shape[1]
     kv_starts, kv_lengths, kv_cluster = (x.repeat_interleave(group, dim=1) for x in kv)
-    kept = keep.gather(2, q.cluster.long().unsqueeze(3).expand(-1, -1, -1, keep.shape[3]))
+    kept = cluster_mask.gather(
+        2, q.cluster.long().unsqueeze(3).expand(-1, -1, -1, cluster_mask.shape[3])
+    )
     pieces = kept.gather(3, kv_cluster.long().unsqueeze(2).expand(-1, -1, kept.shape[2], -1))
     pieces &= (q.lengths > 0).unsqueeze(3) & (kv_lengths > 0).unsqueeze(2)
     return BlockPlan.from_map(
@@ -159,23 +161,25 @@ def kept_clusters(weights: torch.Tensor, *, top_p: float, min_count: int) -> tor
         return torch.ones_like(weights, dtype=torch.bool)
     ranked, index = weights.sort(dim=3, descending=True, stable=True)
     before = ranked.cumsum(3) - ranked
-    keep = before <= top_p
-    keep[..., :min_count] = True
-    return torch.empty_like(keep).scatter_(3, index, keep)
+    cluster_mask = before <= top_p
+    cluster_mask[..., :min_count] = True
+    return torch.empty_like(cluster_mask).scatter_(3, index, cluster_mask)
 
 
-def kept_pairs(keep: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def kept_pairs(
+    cluster_mask: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
+) -> torch.Tensor:
     """Return how many pairs of tokens are kept; does not wait for the device.
 
     Args:
-        keep: bool [B, H, Cq, Ck].
+        cluster_mask: bool [B, H, Cq, Ck].
         queries: queries of each cluster, int32 [B, H, Cq].
         keys: keys of each cluster, int32 [B, Hkv, Ck].
 
     Returns:
         0-d float64, summed over batch and heads.
     """
-    keys = keys.repeat_interleave(keep.shape[1] // keys.shape[1], dim=1).float()
+    keys = keys.repeat_interleave(cluster_mask.shape[1] // keys.shape[1], dim=1).float()
     # Sums of whole numbers below 2^24 times few bits: exact up to 16 million keys.
-    seen = (keep.float() @ keys.unsqueeze(3)).squeeze(3)
+    seen = (cluster_mask.float() @ keys.unsqueeze(3)).squeeze(3)
     return (seen.double() * queries).sum()

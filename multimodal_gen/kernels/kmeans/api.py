@@ -12,7 +12,7 @@ from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.engine import AUTO, KMEANS, Request, choose
 from multimodal_gen.kernels.kmeans.reference import kmeans_reference
 from multimodal_gen.kernels.static_cache import static_cache
-from multimodal_gen.kernels.tensors import check_keep, place_of
+from multimodal_gen.kernels.tensors import check_mask, place_of
 
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32)
 _SEED = 0
@@ -38,23 +38,23 @@ class Clusters:
 
 
 def initial_centroids(
-    x: torch.Tensor, num: int, *, keep: torch.Tensor | None = None
+    x: torch.Tensor, num: int, *, mask: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return `num` random tokens of every head, the same ones every time.
 
     Args:
         x: [B, S, H, D].
         num: C, or more than S for all of them.
-        keep: bool [B, S], tokens to choose from first; None for all.
+        mask: bool [B, S], tokens to choose from first; None for all.
 
     Returns:
         fp32 [B, H, min(C, S), D].
     """
     tokens = _shuffled(x.shape[1], x.device)
     num = min(num, x.shape[1])
-    if keep is None:
+    if mask is None:
         return x.index_select(1, tokens[:num]).transpose(1, 2).float()
-    first = torch.argsort(~keep[:, tokens], dim=1, stable=True)[:, :num]
+    first = torch.argsort(~mask[:, tokens], dim=1, stable=True)[:, :num]
     chosen = tokens[first][:, :, None, None].expand(-1, -1, *x.shape[2:])
     return x.gather(1, chosen).transpose(1, 2).float()
 
@@ -72,7 +72,7 @@ def kmeans(
     centroids: torch.Tensor,
     *,
     iterations: int,
-    keep: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
     tolerance: float = 1e-4,
     kernel: str = AUTO,
 ) -> Clusters:
@@ -86,7 +86,7 @@ def kmeans(
         x: [B, S, H, D], any strides.
         centroids: floating [B, H, C, D] to begin with.
         iterations: at most so many updates; 0 only assigns tokens to `centroids`.
-        keep: bool [B, S], tokens to cluster; None for all.
+        mask: bool [B, S], tokens to cluster; None for all.
         tolerance: least distance that counts as a move.
         kernel: "triton", "reference", "flash_kmeans" where the package of that name is installed,
             or "auto" for the fastest.
@@ -95,22 +95,22 @@ def kmeans(
         UsageError: shapes, dtypes or devices do not fit each other, or a number is out of range.
         UnsupportedBackendError: the kernel asked for cannot serve this call.
     """
-    _validate(x, centroids, keep, iterations, tolerance)
-    request = Request(*place_of(x.device), x.dtype, x.shape[3], masked=keep is not None)
+    _validate(x, centroids, mask, iterations, tolerance)
+    request = Request(*place_of(x.device), x.dtype, x.shape[3], masked=mask is not None)
     kernel = choose(KMEANS, kernel, request)
     centroids = centroids.float()
     batch, tokens, heads, size = x.shape
     if kernel == "triton":
         from multimodal_gen.kernels.kmeans.kmeans_kernel import kmeans_triton
 
-        found = kmeans_triton(x, centroids, keep, iterations=iterations, tolerance=tolerance)
+        found = kmeans_triton(x, centroids, mask, iterations=iterations, tolerance=tolerance)
     else:
         flat = x.transpose(1, 2).reshape(batch * heads, tokens, size)
         begin = centroids.flatten(0, 1)
         if kernel == "flash_kmeans":
             found = _run_flash_kmeans(flat, begin, iterations, tolerance)
         else:
-            kept = None if keep is None else keep.repeat_interleave(heads, dim=0)
+            kept = None if mask is None else mask.repeat_interleave(heads, dim=0)
             found = kmeans_reference(flat, begin, kept, iterations=iterations, tolerance=tolerance)
     shaped = (part.view(batch, heads, *part.shape[1:]) for part in found)
     centroids, order, starts, counts = shaped
@@ -120,7 +120,7 @@ def kmeans(
 def _validate(
     x: torch.Tensor,
     centroids: torch.Tensor,
-    keep: torch.Tensor | None,
+    mask: torch.Tensor | None,
     iterations: int,
     tolerance: float,
 ) -> None:
@@ -140,7 +140,7 @@ def _validate(
         )
     if centroids.shape[2] < 1:
         raise UsageError("`centroids` must hold at least 1 cluster, got 0")
-    check_keep(keep, x)
+    check_mask(mask, x)
     if iterations < 0:
         raise UsageError(f"`iterations` must be at least 0, got {iterations}")
     if not tolerance >= 0:

@@ -40,8 +40,8 @@ WEIGHTS = MappingProxyType({torch.bfloat16: (1.0, -3.0e38), torch.float16: (256.
 
 @triton.jit(do_not_specialize=["heads", "num_tokens", "num_centroids", "num_blocks", "keep_b"])
 def _assign_kernel(
-    x_ptr, c_ptr, half_ptr, factor_ptr, keep_ptr, active_ptr, label_ptr,
-    x_b, x_s, x_h, x_d, keep_b, heads, num_tokens, num_centroids, padded, num_blocks,
+    x_ptr, c_ptr, half_ptr, factor_ptr, mask_ptr, active_ptr, label_ptr,
+    x_b, x_s, x_h, x_d, mask_b, heads, num_tokens, num_centroids, padded, num_blocks,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
     PARTS: tl.constexpr, KEEP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -87,7 +87,7 @@ def _assign_kernel(
         label = tl.min(tl.where(best == top[:, None], which + column[None, :], last), 1)
         label = tl.minimum(label, last)
         if KEEP:
-            kept = tl.load(keep_ptr + n // heads * keep_b + token, mask=real, other=0)
+            kept = tl.load(mask_ptr + n // heads * mask_b + token, mask=real, other=0)
             label = tl.where(kept != 0, label, num_centroids)
         tl.store(label_ptr + n * num_tokens + token, label, mask=real)
 
@@ -279,7 +279,7 @@ def sort_labels(labels: torch.Tensor, num: int) -> tuple[torch.Tensor, ...]:
 def kmeans_triton(
     x: torch.Tensor,
     centroids: torch.Tensor,
-    keep: torch.Tensor | None,
+    mask: torch.Tensor | None,
     *,
     iterations: int,
     tolerance: float,
@@ -289,7 +289,7 @@ def kmeans_triton(
     Args:
         x: [B, S, H, D], any strides.
         centroids: fp32 [B, H, C, D].
-        keep: bool [B, S], or None.
+        mask: bool [B, S], or None.
         iterations: at most so many updates; 0 only assigns.
         tolerance: least distance that counts as a move.
     """
@@ -298,7 +298,7 @@ def kmeans_triton(
     problems = batch * heads
     centroids = centroids.flatten(0, 1).clone(memory_format=torch.contiguous_format)
     rounded = _Rounded(centroids, x.dtype)
-    kept = keep if keep is None or keep.stride(1) == 1 else keep.contiguous()
+    kept = mask if mask is None or mask.stride(1) == 1 else mask.contiguous()
     labels = torch.empty((problems, tokens), dtype=torch.int32, device=x.device)
     shift = centroids.new_zeros((problems, num))
     with torch.cuda.device_of(x):  # once, and not for each of many launches
@@ -348,7 +348,7 @@ class _Rounded:
 
 
 def _assignment(
-    x: torch.Tensor, rounded: _Rounded, sorter: _Sorter, keep: torch.Tensor | None
+    x: torch.Tensor, rounded: _Rounded, sorter: _Sorter, mask: torch.Tensor | None
 ) -> Callable[[], None]:
     """Return what writes to the labels the centroid that is nearest to every token now."""
     batch, tokens, heads, size = x.shape
@@ -359,13 +359,13 @@ def _assignment(
     num_blocks = -(-tokens // rows)
     tensors = (
         x, rounded.points, rounded.halves, rounded.factors,
-        labels if keep is None else keep, sorter.active, labels,
+        labels if mask is None else mask, sorter.active, labels,
     )  # fmt: skip
-    keep_b = 0 if keep is None else keep.stride(0)
-    fixed = (*x.stride(), keep_b, heads, tokens, num, rounded.padded, num_blocks)
+    mask_b = 0 if mask is None else mask.stride(0)
+    fixed = (*x.stride(), mask_b, heads, tokens, num, rounded.padded, num_blocks)
     options = {
         "D": size, "DP": width, "BM": rows, "BC": columns, "PARTS": rounded.parts,
-        "KEEP": keep is not None, "UPCAST": interpreted(),
+        "KEEP": mask is not None, "UPCAST": interpreted(),
         "num_warps": 4, "num_stages": 2 if wide else 3,
     }  # fmt: skip
     return partial(Launch(_assign, (batch * heads * num_blocks,), fixed, (options,)), tensors)

@@ -48,7 +48,7 @@ def sort_reference(labels: torch.Tensor, num: int) -> tuple[torch.Tensor, ...]:
 def kmeans_reference(
     x: torch.Tensor,
     centroids: torch.Tensor,
-    keep: torch.Tensor | None,
+    mask: torch.Tensor | None,
     *,
     iterations: int,
     tolerance: float,
@@ -58,7 +58,7 @@ def kmeans_reference(
     Args:
         x: [N, S, D].
         centroids: fp32 [N, C, D] to begin with.
-        keep: bool [N, S], tokens that count; None for all.
+        mask: bool [N, S], tokens that count; None for all.
         iterations: at most so many updates; 0 only assigns.
         tolerance: least distance that counts as a move.
 
@@ -70,8 +70,8 @@ def kmeans_reference(
     active = torch.ones(x.shape[0], dtype=torch.bool, device=x.device)
     for i in range(max(iterations, 1)):
         found = assign_reference(x, centroids)
-        if keep is not None:
-            found = torch.where(keep, found, num)
+        if mask is not None:
+            found = torch.where(mask, found, num)
         labels = found if i == 0 else torch.where(active[:, None], found, labels)
         if iterations == 0:
             break

@@ -118,7 +118,7 @@ def _operand(words, C: gl.constexpr):
 
 
 @gluon.jit
-def _keep(weights):
+def _mask(weights):
     """Use weights after the wait for their product, or their registers are reused in flight.
 
     The wait itself takes no 8-bit tensors.
@@ -194,7 +194,7 @@ def _advance_e4m3(
     # the compiler would wait for P V first.
     wait_full(rings.full, step + 1, 0, C)
     part = hopper.warpgroup_mma_wait(0, deps=[o_token])
-    _keep(weights)
+    _mask(weights)
     mbarrier.arrive(rings.empty.index(slot))
     # Words of the product in flight must not be made before its wait, or it is serialised.
     words = _pack(p, C)
@@ -256,7 +256,7 @@ def _last_product(rings, state, slot, C: gl.constexpr):
         zero = gl.zeros([64, D], gl.float32, C.o_layout)
         o_token = hopper.warpgroup_mma(weights, v_tile, zero, use_acc=False, is_async=True)
         part = hopper.warpgroup_mma_wait(0, deps=[o_token])
-        _keep(weights)
+        _mask(weights)
         acc = gl.fma(acc, gl.expand_dims(state.rescale, 1), part)
     else:
         v_tile = rings.v.index(slot).reshape([BN, D])

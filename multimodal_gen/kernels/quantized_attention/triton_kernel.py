@@ -33,7 +33,7 @@ from multimodal_gen.kernels.shared_kernel import dot
 
 @triton.jit
 def _step(
-    state, given, start, real_n, keep, MASKED: tl.constexpr, E4M3: tl.constexpr, C: tl.constexpr
+    state, given, start, real_n, visible, MASKED: tl.constexpr, E4M3: tl.constexpr, C: tl.constexpr
 ):
     """One step of the online softmax: over the keys from `start` on, of which `real_n` are real.
 
@@ -61,7 +61,7 @@ def _step(
     s = dot(q, k_t, C.upcast).to(tl.float32)
     s = s * (q_scale * k_scale)[:, None]
     if MASKED:
-        s = tl.where(keep, s, float("-inf"))
+        s = tl.where(visible, s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, 1))
     reference = m_new
     if MASKED:
@@ -122,9 +122,9 @@ def _attention_kernel(
         )
 
     for step in tl.range(0, tile.num_tail, num_stages=1):
-        start, real_n, keep = partial_step(step, tile, plan, C)
+        start, real_n, visible = partial_step(step, tile, plan, C)
         acc, weight, m, v_scale = _step(
-            (acc, weight, m, v_scale), given, start, real_n, keep, True, E4M3, C
+            (acc, weight, m, v_scale), given, start, real_n, visible, True, E4M3, C
         )
 
     nothing = (weight == 0.0) | ~tile.real

@@ -24,7 +24,7 @@ from multimodal_gen.kernels.select.reference import (
     pool_tiles_reference,
     select_tiles_reference,
 )
-from multimodal_gen.kernels.tensors import check_keep, place_of
+from multimodal_gen.kernels.tensors import check_mask, place_of
 
 CELL_COUNTS = (1, 2, 4, 8)
 """How many cells a tile may be cut into for `select_tiles`."""
@@ -36,7 +36,7 @@ def pool_tiles(
     tensors: tuple[torch.Tensor, ...],
     tiles: Tiles,
     *,
-    keep: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Return the mean of every tile's tokens, summed in fp32; does not wait for the device.
@@ -44,7 +44,7 @@ def pool_tiles(
     Args:
         tensors: tensors [B, S, H, D], any strides, alike but for H.
         tiles: the tiles.
-        keep: bool [B, S], tokens that count, in the order of the tensors; None for all. The others
+        mask: bool [B, S], tokens that count, in the order of the tensors; None for all. The others
             may hold anything, NaN too.
         dtype: of the means; that of the tensors when None.
 
@@ -57,23 +57,23 @@ def pool_tiles(
     _check_pooled(tensors)
     check_tiles(tensors[0], tiles)
     for x in tensors:
-        check_keep(keep, x)
+        check_mask(mask, x)
     if not records_gradient(*tensors):
-        return _pool(tensors, tiles, keep, dtype)
-    return tuple(_Pooled.apply(x, tiles, keep, dtype) for x in tensors)  # type: ignore[no-untyped-call]
+        return _pool(tensors, tiles, mask, dtype)
+    return tuple(_Pooled.apply(x, tiles, mask, dtype) for x in tensors)  # type: ignore[no-untyped-call]
 
 
 def _pool(
     tensors: tuple[torch.Tensor, ...],
     tiles: Tiles,
-    keep: torch.Tensor | None,
+    mask: torch.Tensor | None,
     dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, ...]:
     if choose_for(TILE_MEANS, tensors[0]) != "triton":
-        return tuple([pool_tiles_reference(x, tiles, keep, dtype) for x in tensors])
+        return tuple([pool_tiles_reference(x, tiles, mask, dtype) for x in tensors])
     from multimodal_gen.kernels.select import pool_kernel
 
-    return tuple([pool_kernel.pool_tiles(x, tiles, keep, dtype) for x in tensors])
+    return tuple([pool_kernel.pool_tiles(x, tiles, mask, dtype) for x in tensors])
 
 
 class _Pooled(torch.autograd.Function):
@@ -84,32 +84,32 @@ class _Pooled(torch.autograd.Function):
         ctx: Any,
         tensor: torch.Tensor,
         tiles: Tiles,
-        keep: torch.Tensor | None,
+        mask: torch.Tensor | None,
         dtype: torch.dtype | None,
     ) -> torch.Tensor:
-        ctx.save_for_backward(keep)
+        ctx.save_for_backward(mask)
         ctx.tiles, ctx.shape, ctx.dtype = tiles, tensor.shape, tensor.dtype
-        return _pool((tensor,), tiles, keep, dtype)[0]
+        return _pool((tensor,), tiles, mask, dtype)[0]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (keep,) = ctx.saved_tensors
+        (mask,) = ctx.saved_tensors
         lengths = ctx.tiles.lengths
         tile = ctx.tiles.of_tokens(ctx.shape[1])
         counts = lengths.view(1, 1, -1, 1)
-        if keep is not None:
-            counts = torch.zeros(len(keep), len(lengths) + 1, dtype=torch.int32, device=keep.device)
-            counts = counts.index_add_(1, tile, keep.int())[:, None, :-1, None]
+        if mask is not None:
+            counts = torch.zeros(len(mask), len(lengths) + 1, dtype=torch.int32, device=mask.device)
+            counts = counts.index_add_(1, tile, mask.int())[:, None, :-1, None]
         wide = grad.to(torch.promote_types(ctx.dtype, torch.float32))
         shares = of_tokens((wide / counts.clamp_min(1)).to(ctx.dtype), tile)
-        if keep is not None:
-            shares = shares.masked_fill(~keep[..., None, None], 0.0)
+        if mask is not None:
+            shares = shares.masked_fill(~mask[..., None, None], 0.0)
         return shares, None, None, None
 
 
 def pool_cells(
-    tensor: torch.Tensor, tiles: Tiles, cells: int, *, keep: torch.Tensor | None = None
+    tensor: torch.Tensor, tiles: Tiles, cells: int, *, mask: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the means of the cells of every tile, and which cells hold tokens that count.
 
@@ -120,24 +120,24 @@ def pool_cells(
         tensor: [B, S, H, D], any strides.
         tiles: the tiles.
         cells: cells of a tile.
-        keep: see `pool_tiles`.
+        mask: see `pool_tiles`.
 
     Returns:
         [B, H, N * cells, D], zero where no token counts, and bool [B|1, N * cells].
     """
     _check_pooled((tensor,))
     check_tiles(tensor, tiles)
-    check_keep(keep, tensor)
+    check_mask(mask, tensor)
     cut, tensor = tiles.cells(cells), tensor.detach()  # what is ranked by them has no gradient
     if choose_for(TILE_MEANS, tensor) == "triton":
         from multimodal_gen.kernels.select import pool_kernel
 
-        means = pool_kernel.pool_cells(tensor, tiles, cells, keep)
+        means = pool_kernel.pool_cells(tensor, tiles, cells, mask)
     else:
-        means = pool_tiles_reference(tensor, cut, keep)
-    if keep is None:
+        means = pool_tiles_reference(tensor, cut, mask)
+    if mask is None:
         return means, (cut.lengths > 0).unsqueeze(0)
-    (share,) = _pool((keep[..., None, None].float(),), cut, None, None)
+    (share,) = _pool((mask[..., None, None].float(),), cut, None, None)
     return means, share[:, 0, :, 0] > 0
 
 

@@ -94,8 +94,8 @@ def _crossing(x, need, least, top, lowest, per_score, COUNTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens", "heads", "group", "num_chunks", "extra"])
 def _select_kernel(
-    q_ptr, m_ptr, own_ptr, count_ptr, keep_ptr, out_ptr, pairs_ptr,
-    q_b, q_s, q_h, q_d, m_t, m_b, m_h, m_n, count_b, keep_b, keep_s,
+    q_ptr, m_ptr, own_ptr, count_ptr, mask_ptr, out_ptr, pairs_ptr,
+    q_b, q_s, q_h, q_d, m_t, m_b, m_h, m_n, count_b, mask_b, mask_s,
     tokens, heads, group, num_chunks, words, extra, threshold,
     D: tl.constexpr, DP: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, NP: tl.constexpr,
     TOPK: tl.constexpr, MASKED: tl.constexpr, ROWS_MASKED: tl.constexpr, SHIFT: tl.constexpr,
@@ -130,7 +130,7 @@ def _select_kernel(
     if MASKED:
         others = others & (count > 0)[None, :]
     if ROWS_MASKED:
-        kept = tl.load(keep_ptr + b * keep_b + row.to(tl.int64) * keep_s, mask=real, other=0)
+        kept = tl.load(mask_ptr + b * mask_b + row.to(tl.int64) * mask_s, mask=real, other=0)
         others = others & (kept != 0)[:, None]
     x = tl.where(others, scores, float("-inf"))
     alone = tl.max(others.to(tl.int32), 1) == 0
@@ -206,7 +206,7 @@ def select_chunks(
     chunks: ChunkMeans,
     own: torch.Tensor,
     rule: Rule,
-    keep: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the choice in the scope `query_head`; see `rows.select_chunks`."""
     batch, tokens, heads, head_size = query.shape
@@ -227,15 +227,15 @@ def select_chunks(
     programs = batch * -(-tokens // rows) * heads
     pairs = torch.empty((programs,), dtype=torch.int64, device=query.device)
     counts = chunks.counts.expand(batch, -1)
-    rows_kept = own if keep is None else keep.view(torch.uint8)
+    rows_kept = own if mask is None else mask.view(torch.uint8)
     _launch_select(
         (programs,), query, terms, own, counts, rows_kept, out, pairs,
         *query.stride(), *terms.stride()[:4], counts.stride(0),
-        *((0, 0) if keep is None else keep.stride()),
+        *((0, 0) if mask is None else mask.stride()),
         tokens, heads, heads // kv_heads, num_chunks, words,
         (rule.topk or 1) - 1, rule.threshold,
         D=head_size, DP=width, BD=min(width, max(MEANS // padded, 16)), BM=rows, NP=padded,
-        TOPK=rule.topk is not None, MASKED=chunks.masked, ROWS_MASKED=keep is not None,
+        TOPK=rule.topk is not None, MASKED=chunks.masked, ROWS_MASKED=mask is not None,
         SHIFT=1.0 / shift, UPCAST=interpreted(),
         **_warps(padded, topk=rule.topk is not None),
     )  # fmt: skip

@@ -42,13 +42,13 @@ def _tokens(start, length, index_ptr, first, INDEXED: tl.constexpr, T: tl.conste
 
 @triton.jit
 def _add_tokens(
-    total, count, x_ptr, index_ptr, keep_ptr, x_s, x_d, keep_s, start, length, first, d,
+    total, count, x_ptr, index_ptr, mask_ptr, x_s, x_d, mask_s, start, length, first, d,
     D: tl.constexpr, T: tl.constexpr, INDEXED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add T tokens of a tile to `total`, and take those that do not count from `count`."""
     position, real = _tokens(start, length, index_ptr, first, INDEXED, T)
     if MASKED:
-        kept = tl.load(keep_ptr + position * keep_s, mask=real, other=0) != 0
+        kept = tl.load(mask_ptr + position * mask_s, mask=real, other=0) != 0
         count -= tl.sum((real & (kept == 0)).to(tl.int32), 0)
         real = real & kept
     mask = real[:, None] & (d < D)[None, :]
@@ -58,7 +58,7 @@ def _add_tokens(
 
 @triton.jit(do_not_specialize=["heads", "num_tiles"])
 def _pool_kernel(
-    x_ptr, out_ptr, start_ptr, length_ptr, index_ptr, keep_ptr, x_b, x_s, x_h, x_d, keep_b, keep_s,
+    x_ptr, out_ptr, start_ptr, length_ptr, index_ptr, mask_ptr, x_b, x_s, x_h, x_d, mask_b, mask_s,
     heads, num_tiles,
     D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, CELLS: tl.constexpr, WIDTH: tl.constexpr,
     SPAN: tl.constexpr, INDEXED: tl.constexpr, MASKED: tl.constexpr, HEADS_FIRST: tl.constexpr,
@@ -77,7 +77,7 @@ def _pool_kernel(
         length = tl.minimum(length, begin + SPAN)
     d = tl.arange(0, DP).to(tl.int64)
     x_ptr += b * x_b + h * x_h
-    keep_ptr += b * keep_b
+    mask_ptr += b * mask_b
     for cell in tl.static_range(CELLS):
         total = tl.zeros([DP], tl.float32)
         count = length
@@ -86,13 +86,13 @@ def _pool_kernel(
             count = held
             for first in tl.static_range(0, WIDTH, T):
                 total, count = _add_tokens(
-                    total, count, x_ptr, index_ptr, keep_ptr, x_s, x_d, keep_s,
+                    total, count, x_ptr, index_ptr, mask_ptr, x_s, x_d, mask_s,
                     start + cell * WIDTH, held, first, d, D, T, INDEXED, MASKED,
                 )  # fmt: skip
         else:
             for first in range(begin, length, T):
                 total, count = _add_tokens(
-                    total, count, x_ptr, index_ptr, keep_ptr, x_s, x_d, keep_s,
+                    total, count, x_ptr, index_ptr, mask_ptr, x_s, x_d, mask_s,
                     start, length, first, d, D, T, INDEXED, MASKED,
                 )  # fmt: skip
         part = ((b * heads + h) * num_tiles + tile) * CELLS + cell
@@ -139,36 +139,36 @@ _WHOLE = MappingProxyType({"CELLS": 1, "WIDTH": 0, "SPAN": 0})
 def pool_tiles(
     tensor: torch.Tensor,
     tiles: Tiles,
-    keep: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Launch the means over the tiles of one tensor, [B, H, N, D]; see `api.pool_tiles`."""
     warps = 1 if tensor.shape[1] <= FEW_TOKENS * len(tiles.starts) else 4
     at_once = _tokens_at_once(tensor, READ_BYTES * warps)
-    return _pool(tensor, tiles, keep, dtype, T=at_once, num_warps=warps)
+    return _pool(tensor, tiles, mask, dtype, T=at_once, num_warps=warps)
 
 
 def pool_cells(
-    tensor: torch.Tensor, tiles: Tiles, cells: int, keep: torch.Tensor | None = None
+    tensor: torch.Tensor, tiles: Tiles, cells: int, mask: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Launch the means of the cells of tiles, [B, H, N * cells, D]; see `api.pool_cells`."""
     width = -(-tiles.size // cells)
     at_once = min(next_power_of_2(width), _tokens_at_once(tensor, READ_BYTES))
-    return _pool(tensor, tiles, keep, CELLS=cells, WIDTH=width, T=at_once, num_warps=1)
+    return _pool(tensor, tiles, mask, CELLS=cells, WIDTH=width, T=at_once, num_warps=1)
 
 
-def sum_chunks(key: torch.Tensor, tiles: Tiles, keep: torch.Tensor | None = None) -> torch.Tensor:
+def sum_chunks(key: torch.Tensor, tiles: Tiles, mask: torch.Tensor | None = None) -> torch.Tensor:
     """Launch the sums of long tiles, fp32 [B, H, N, D]."""
     spans = -(-tiles.size // SPAN)
     options = {"SPAN": SPAN, "T": KEYS, "HEADS_FIRST": True, "num_warps": 4}
-    sums = _pool(key, tiles, keep, torch.float32, spans, **options)
+    sums = _pool(key, tiles, mask, torch.float32, spans, **options)
     return sums.unflatten(2, (-1, spans)).sum(3)
 
 
 def _pool(
     tensor: torch.Tensor,
     tiles: Tiles,
-    keep: torch.Tensor | None,
+    mask: torch.Tensor | None,
     dtype: torch.dtype | None = None,
     spans: int = 1,
     **options: int,
@@ -182,10 +182,10 @@ def _pool(
     _launch_pool(
         (batch * heads * num_tiles, spans),
         tensor, out, tiles.starts, tiles.lengths, tiles.starts if index is None else index,
-        tiles.starts if keep is None else keep.view(torch.uint8),
-        *tensor.stride(), *((0, 0) if keep is None else keep.stride()), heads, num_tiles,
+        tiles.starts if mask is None else mask.view(torch.uint8),
+        *tensor.stride(), *((0, 0) if mask is None else mask.stride()), heads, num_tiles,
         D=head_size, DP=padded_channels(head_size), INDEXED=index is not None,
-        MASKED=keep is not None, **options,
+        MASKED=mask is not None, **options,
     )  # fmt: skip
     return out
 

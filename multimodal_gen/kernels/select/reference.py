@@ -75,7 +75,7 @@ class Tiles(NamedTuple):
 def pool_tiles_reference(
     tensor: torch.Tensor,
     tiles: Tiles,
-    keep: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Return the mean over the tokens of every tile, summed in fp32 (fp64 for fp64).
@@ -83,7 +83,7 @@ def pool_tiles_reference(
     Args:
         tensor: [B, S, H, D].
         tiles: the tiles.
-        keep: bool [B, S], tokens that count, or None.
+        mask: bool [B, S], tokens that count, or None.
         dtype: of the means; that of `tensor` when None.
 
     Returns:
@@ -95,7 +95,7 @@ def pool_tiles_reference(
     counts = torch.zeros_like(tiles.lengths).unsqueeze(0)
     for position, real in tiles.positions(batch * heads * head_size):
         tokens = tensor[:, position].to(compute)
-        counted = real.unsqueeze(0) if keep is None else real & keep[:, position]
+        counted = real.unsqueeze(0) if mask is None else real & mask[:, position]
         total = total + torch.where(counted[..., None, None], tokens, 0.0).sum(1)
         counts = counts + counted.sum(1)
     mean = total / counts.clamp_min(1)[..., None, None]

@@ -115,7 +115,7 @@ def select_chunks_reference(
     chunks: ChunkMeans,
     own: torch.Tensor,
     rule: Rule,
-    keep: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return what every query chooses; see `rows.select_chunks`.
 
@@ -124,7 +124,7 @@ def select_chunks_reference(
         chunks: what they are scored against.
         own: int32 [S].
         rule: how to choose.
-        keep: bool [B, S], queries that count; None for all.
+        mask: bool [B, S], queries that count; None for all.
 
     Returns:
         bool [B, H, S, N].
@@ -135,8 +135,8 @@ def select_chunks_reference(
     usable = torch.ones_like(is_own)[None, None]
     if chunks.masked:
         usable = ((chunks.counts > 0)[:, None, None, :] | is_own).expand(-1, 1, -1, -1)
-    if keep is not None:
-        usable = usable & keep[:, None, :, None]
+    if mask is not None:
+        usable = usable & mask[:, None, :, None]
     take = _take_sorted if rule.scope == "query_head" else _take_above
     return is_own | take(_Entries(scores, is_own, usable, rule))
 

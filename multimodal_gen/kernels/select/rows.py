@@ -36,7 +36,7 @@ from multimodal_gen.kernels.select.row_reference import (
     select_chunks_reference,
     sort_rows_reference,
 )
-from multimodal_gen.kernels.tensors import check_keep
+from multimodal_gen.kernels.tensors import check_mask
 
 _MAX_BLOCK = 256
 
@@ -46,13 +46,13 @@ _ROWS_PER_PATTERN = 120
 _MIN_SIZE = 4
 
 
-def chunk_means(key: torch.Tensor, tiles: Tiles, *, keep: torch.Tensor | None = None) -> ChunkMeans:
+def chunk_means(key: torch.Tensor, tiles: Tiles, *, mask: torch.Tensor | None = None) -> ChunkMeans:
     """Return the mean of every chunk's keys, summed in fp32; does not wait for the GPU.
 
     Args:
         key: [B, S, Hkv, D], any strides.
         tiles: the chunks, of at least one key each.
-        keep: bool [B, S], keys that count, in the order of `key`; None for all.
+        mask: bool [B, S], keys that count, in the order of `key`; None for all.
 
     Returns:
         The means, and how many keys each chunk has.
@@ -63,22 +63,22 @@ def chunk_means(key: torch.Tensor, tiles: Tiles, *, keep: torch.Tensor | None = 
     if key.ndim != 4:
         raise UsageError(f"`key` must be [B, S, H, D], got {list(key.shape)}")
     check_tiles(key, tiles)
-    check_keep(keep, key)
+    check_mask(mask, key)
     starts, lengths, _, index = tiles
     counts = lengths.unsqueeze(0)
-    if keep is not None:
-        kept = keep if index is None else keep[:, index.long()]
+    if mask is not None:
+        kept = mask if index is None else mask[:, index.long()]
         before = torch.nn.functional.pad(kept.cumsum(1), (1, 0))
         counts = (before[:, (starts + lengths).long()] - before[:, starts.long()]).int()
     key = key.detach()
     if choose_for(CHUNK_MEANS, key) == "triton":
         from multimodal_gen.kernels.select import pool_kernel
 
-        means = pool_kernel.sum_chunks(key, tiles, keep) / counts.clamp_min(1)[:, None, :, None]
+        means = pool_kernel.sum_chunks(key, tiles, mask) / counts.clamp_min(1)[:, None, :, None]
     else:
         compute = torch.promote_types(key.dtype, torch.float32)
-        means = pool_tiles_reference(key, tiles, keep, compute)
-    return ChunkMeans(means=means, counts=counts, masked=keep is not None)
+        means = pool_tiles_reference(key, tiles, mask, compute)
+    return ChunkMeans(means=means, counts=counts, masked=mask is not None)
 
 
 def select_chunks(
@@ -87,7 +87,7 @@ def select_chunks(
     own: torch.Tensor,
     rule: Rule,
     *,
-    keep: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the chunks that every query selects; does not wait for the GPU.
 
@@ -99,7 +99,7 @@ def select_chunks(
         chunks: what they are scored against.
         own: int32 [S], the chunk that each query lies in.
         rule: how to choose.
-        keep: bool [B, S], queries that count; None for all. The others choose their own chunk,
+        mask: bool [B, S], queries that count; None for all. The others choose their own chunk,
             compete with none, and may hold anything, NaN too.
 
     Returns:
@@ -110,14 +110,14 @@ def select_chunks(
         UsageError: shapes, dtypes or devices do not fit each other.
     """
     _check_query(query, chunks.means, own)
-    check_keep(keep, query)
+    check_mask(mask, query)
     query = query.detach()  # a choice has no gradient
     together = rule.scope != "query_head"
     if choose_for(CHUNK_CHOICE, query, num_kv=chunks.means.shape[2], together=together) == "triton":
         from multimodal_gen.kernels.select import chunk_kernel
 
-        return chunk_kernel.select_chunks(query, chunks, own, rule, keep)
-    chosen = select_chunks_reference(query, chunks, own, rule, keep)
+        return chunk_kernel.select_chunks(query, chunks, own, rule, mask)
+    chosen = select_chunks_reference(query, chunks, own, rule, mask)
     return pack_bits(chosen), (chosen.sum((1, 2)) * chunks.counts).sum()
 
 

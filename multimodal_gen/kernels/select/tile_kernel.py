@@ -192,19 +192,19 @@ def _select_kernel(
         for first in range(0, num_kv, CHUNK):
             j = first + tl.arange(0, CHUNK)
             key = tl.load(key_ptr + j, mask=j < num_kv, other=-0x80000000)
-            keep = (key >= smallest) & (j < num_kv)
+            chosen = (key >= smallest) & (j < num_kv)
             if not hit:  # of equal ones the first
                 is_tie = (key == smallest) & (j < num_kv)
                 rank = equal + tl.cumsum(is_tie.to(tl.int32), 0)
-                keep &= (key > smallest) | (rank <= count - above)
+                chosen &= (key > smallest) | (rank <= count - above)
                 equal += tl.sum(is_tie.to(tl.int32), 0)
             if MAP:
-                keep |= tl.abs(j - row) <= near
-                tl.store(out_ptr + j, keep.to(tl.uint8), mask=j < num_kv)
+                chosen |= tl.abs(j - row) <= near
+                tl.store(out_ptr + j, chosen.to(tl.uint8), mask=j < num_kv)
             else:
-                slot = listed + tl.cumsum(keep.to(tl.int32), 0) - 1
-                tl.store(out_ptr + slot, j, mask=keep)
-                listed += tl.sum(keep.to(tl.int32), 0)
+                slot = listed + tl.cumsum(chosen.to(tl.int32), 0) - 1
+                tl.store(out_ptr + slot, j, mask=chosen)
+                listed += tl.sum(chosen.to(tl.int32), 0)
         for first in range(0, 0 if MAP else always, CHUNK):
             j = first + tl.arange(0, CHUNK)
             tl.store(out_ptr + count + j, num_kv + j, mask=j < always)

@@ -39,14 +39,14 @@ class KeyPart:
         key: [B, Sk, Hkv, D].
         value: [B, Sk, Hkv, Dv].
         causal: query i sees key j <= i + Sk - Sq.
-        keep: bool [B, Sk], False for padding; None where there is none.
+        mask: bool [B, Sk], False for padding; None where there is none.
         owner: whose tokens they are in a ring; None for those that all ranks hold.
     """
 
     key: torch.Tensor
     value: torch.Tensor
     causal: bool = False
-    keep: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
     owner: int | None = None
 
 
@@ -122,7 +122,7 @@ def part_attention(
         scale: factor on q k^T.
     """
     outs, stats = [], []
-    value = _masked(part.value, part.keep)
+    value = _masked(part.value, part.mask)
     for _, scores in _scores(query, part, scale):
         lse = scores.logsumexp(-1)
         weights = _weight(scores, lse[..., None])
@@ -150,7 +150,7 @@ def part_attention_backward(
         lse: of the merged parts, [B, H, Sq].
     """
     dtype = lse.dtype
-    key, value = (_masked(x, part.keep).to(dtype) for x in (part.key, part.value))
+    key, value = (_masked(x, part.mask).to(dtype) for x in (part.key, part.value))
     groups = (key.shape[2], query.shape[2] // key.shape[2])
     grad_query = torch.empty_like(query, dtype=dtype)
     grad_key, grad_value = torch.zeros_like(key), torch.zeros_like(value)
@@ -176,7 +176,7 @@ def _scores(
     num_keys, kv_heads = part.key.shape[1:3]
     dtype = torch.promote_types(query.dtype, torch.float32)
     groups = (kv_heads, heads // kv_heads)
-    key = _masked(part.key, part.keep).to(dtype)
+    key = _masked(part.key, part.mask).to(dtype)
     tile = max(1, _MAX_SCORES // max(1, batch * heads * num_keys))
     columns = torch.arange(num_keys, device=query.device)
     for start in range(0, num_queries, tile):
@@ -187,8 +187,8 @@ def _scores(
             last = torch.arange(rows.start, rows.stop, device=query.device)
             seen = columns <= (last + num_keys - num_queries)[:, None]
             scores = scores.masked_fill(~seen, -math.inf)
-        if part.keep is not None:
-            scores = scores.masked_fill(~part.keep[:, None, None, None], -math.inf)
+        if part.mask is not None:
+            scores = scores.masked_fill(~part.mask[:, None, None, None], -math.inf)
         yield rows, scores
 
 
@@ -197,9 +197,9 @@ def _weight(exponent: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     return (exponent - total.masked_fill(total == -math.inf, 0.0)).exp()
 
 
-def _masked(x: torch.Tensor, keep: torch.Tensor | None) -> torch.Tensor:
+def _masked(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """Return [B, S, H, D] with zeros where it is padding: a weight of 0 times NaN is NaN."""
-    return x if keep is None else torch.where(keep[:, :, None, None], x, 0.0)
+    return x if mask is None else torch.where(mask[:, :, None, None], x, 0.0)
 
 
 AttendPart = Callable[[torch.Tensor, KeyPart], tuple[torch.Tensor, torch.Tensor]]
@@ -218,7 +218,7 @@ class RingCall:
         causal: mask out keys after the query.
         prefix: rows of q in front of a rank's tokens that all ranks hold.
         suffix: such rows after them.
-        keep: bool [B, sum S], False for padding among the tokens of all ranks.
+        mask: bool [B, sum S], False for padding among the tokens of all ranks.
         shared_keep: bool [B, P], the same for keys that all ranks hold.
     """
 
@@ -229,15 +229,15 @@ class RingCall:
     causal: bool = False
     prefix: int = 0
     suffix: int = 0
-    keep: torch.Tensor | None = None
-    shared_keep: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    shared_mask: torch.Tensor | None = None
 
-    def keep_of(self, owner: int) -> torch.Tensor | None:
+    def mask_of(self, owner: int) -> torch.Tensor | None:
         """Return the mask of the tokens of one rank."""
-        if self.keep is None:
+        if self.mask is None:
             return None
         start = sum(self.lengths[:owner])
-        return self.keep[:, start : start + self.lengths[owner]]
+        return self.mask[:, start : start + self.lengths[owner]]
 
 
 def ring_attention(
@@ -408,7 +408,7 @@ def _parts(
     Keys that all ranks hold (`owner` None) are in front of the tokens, unless all ranks hold rows
     of queries at the end: then they are those.
     """
-    me, keep = call.group.index, call.shared_keep if owner is None else call.keep_of(owner)
+    me, mask = call.group.index, call.shared_mask if owner is None else call.mask_of(owner)
     count = call.lengths[me] if call.num_queries is None else call.num_queries
     start, stop = call.prefix, call.prefix + count
     before, own, after = slice(0, start), slice(start, stop), slice(stop, stop + call.suffix)
@@ -422,7 +422,7 @@ def _parts(
         seen = [(own, True), (after, False)] if owner == me else [(after, False)]
     for rows, causal in seen:
         if rows.stop > rows.start and key.shape[1]:
-            yield rows, KeyPart(key=key, value=value, causal=causal, keep=keep, owner=owner)
+            yield rows, KeyPart(key=key, value=value, causal=causal, mask=mask, owner=owner)
 
 
 def _rotate(

@@ -59,7 +59,7 @@ def exact_rows(
     dtype = _exact_dtype(call.query.device)
     mask = _mask_of(layer, call)
     if isinstance(mask, KeyMask):  # what masked keys hold, even NaN, has no influence
-        values = [zero_masked_rows(value, mask.keep) for value in values]
+        values = [zero_masked_rows(value, mask.tokens) for value in values]
     found: list[list[torch.Tensor]] = [[] for _ in values]
     for heads in head_slices(call, rows, values):
         weights = exact_weights(layer, call, rows, heads)
@@ -99,7 +99,7 @@ def exact_weights(
     # Of rows that see no key, all scores are -inf; NaN stays NaN.
     weights = torch.where((scores == -torch.inf).all(-1, keepdim=True), 0.0, scores.softmax(-1))
     if isinstance(mask, KeyMask) and mask.covers_queries:
-        weights = torch.where(mask.keep[:, None, None, rows, None], weights, 0.0)
+        weights = torch.where(mask.tokens[:, None, None, rows, None], weights, 0.0)
     return weights
 
 
@@ -233,7 +233,7 @@ def _masked(
 ) -> torch.Tensor:
     """Return scores, [B, h, H / Hkv, R, Sk], of some rows and key heads under a mask."""
     if isinstance(mask, KeyMask):
-        return scores.masked_fill(~mask.keep[:, None, None, None, :], -torch.inf)
+        return scores.masked_fill(~mask.tokens[:, None, None, None, :], -torch.inf)
     dense = mask if mask.shape[2] == 1 else mask[:, :, rows]
     by_head = dense.unsqueeze(2)
     if dense.shape[1] > 1:

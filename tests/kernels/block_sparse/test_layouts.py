@@ -59,9 +59,9 @@ def test_what_is_no_layout_is_refused():
     keep = torch.ones(2, 1, dtype=torch.bool)
     with pytest.raises(UsageError, match=r"`keys\[0\]` must be a whole number >= 1, got 0"):
         segment_plan([3, 4], [0], keep)
-    with pytest.raises(UsageError, match=r"`keep` must be bool \[2, 1\], .* torch.int64 \[2, 1\]"):
+    with pytest.raises(UsageError, match=r"`mask` must be bool \[2, 1\], .* torch.int64 \[2, 1\]"):
         segment_plan([3, 4], [5], keep.long())
-    with pytest.raises(UsageError, match=r"`keep` must be a bool tensor \[2, 1\], got None"):
+    with pytest.raises(UsageError, match=r"`mask` must be a bool tensor \[2, 1\], got None"):
         segment_plan([3, 4], [5], None)
 
 

@@ -156,11 +156,11 @@ def test_moving_a_plan_keeps_its_values() -> None:
         (lambda: plan_of(counts=torch.zeros(1, 1, 2, dtype=torch.int32, device="meta")), "on one"),
         (
             lambda: BlockPlan.from_map(torch.ones(1, 1, 2, 3), Q, KV),
-            r"`keep` must be bool \[B\|1, H\|1, Nq, Nk\], got torch.float32",
+            r"`block_mask` must be bool \[B\|1, H\|1, Nq, Nk\], got torch.float32",
         ),
         (
             lambda: BlockPlan.from_map(torch.ones(1, 1, 3, 3, dtype=torch.bool), Q, KV),
-            "`keep` must map 2 query blocks to 3 key blocks",
+            "`block_mask` must map 2 query blocks to 3 key blocks",
         ),
     ],
 )

@@ -166,7 +166,9 @@ def test_clusters_of_other_heads_and_maps_of_other_clusters_are_refused() -> Non
     x, keep = torch.zeros(1, 20, 2, 16), torch.ones(1, 2, 2, 2, dtype=torch.bool)
     with pytest.raises(UsageError, match=r"`keys` must be clusters of 1 entries and 1 heads"):
         cluster_attention(x, x[:, :, :1], x, side, side, keep, x, scale=1.0)
-    with pytest.raises(UsageError, match=r"`keep` must be bool \[1, 2, 2, 2\], got torch.float32"):
+    with pytest.raises(
+        UsageError, match=r"`cluster_mask` must be bool \[1, 2, 2, 2\], got torch.float32"
+    ):
         cluster_attention(x, x, x, side, side, keep.float(), x, scale=1.0)
     refused = "kernel 'gluon' of block-sparse attention cannot serve this call"
     with pytest.raises(UnsupportedBackendError, match=refused):

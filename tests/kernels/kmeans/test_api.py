@@ -88,11 +88,11 @@ def test_heads_that_do_not_move_stop_and_others_go_on() -> None:
 
 
 def test_masked_tokens_are_left_out() -> None:
-    keep = torch.ones(2, 30, dtype=torch.bool)
-    keep[0, 10:14] = False
+    token_mask = torch.ones(2, 30, dtype=torch.bool)
+    token_mask[0, 10:14] = False
     x = X.clone()
     x[0, 10:14] = float("nan")
-    found = kmeans(x, initial_centroids(x, 4, keep=keep), iterations=5, keep=keep)
+    found = kmeans(x, initial_centroids(x, 4, mask=token_mask), iterations=5, mask=token_mask)
     assert members(found, 0, 1)[-1] == [10, 11, 12, 13]
     assert members(found, 1, 1)[-1] == []
     assert found.centroids.isfinite().all()
@@ -130,7 +130,10 @@ def test_any_number_of_centroids_has_an_order(num: int) -> None:
         ({"centroids": START[:1]}, r"`centroids` must be \[2, 3, C, 8\], got \[1, 3, 4, 8\]"),
         ({"centroids": START.to("meta")}, r"`centroids` must be on the device of x \(cpu\)"),
         ({"centroids": START[:, :, :0]}, r"`centroids` must hold at least 1 cluster, got 0"),
-        ({"keep": torch.ones(2, 30)}, r"`keep` must be bool \[2, 30\], got torch.float32 \[2, 30"),
+        (
+            {"token_mask": torch.ones(2, 30)},
+            r"`mask` must be bool \[2, 30\], got torch.float32 \[2, 30",
+        ),
         ({"iterations": -1}, r"`iterations` must be at least 0, got -1"),
         ({"tolerance": float("nan")}, r"`tolerance` must be at least 0, got nan"),
     ],
@@ -154,9 +157,9 @@ def test_kernels_that_cannot_run_are_refused(kernel: str, message: str) -> None:
 
 
 def test_flash_kmeans_leaves_no_tokens_out() -> None:
-    keep = torch.ones(2, 30, dtype=torch.bool)
+    token_mask = torch.ones(2, 30, dtype=torch.bool)
     with (
         machine_with({"flash-kmeans": "0.1", "triton": "3.9.0"}),
         pytest.raises(UnsupportedBackendError, match="leaves no tokens out, and some are masked"),
     ):
-        kmeans(X, START, iterations=1, keep=keep, kernel="flash_kmeans")
+        kmeans(X, START, iterations=1, mask=token_mask, kernel="flash_kmeans")

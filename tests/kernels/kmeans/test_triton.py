@@ -49,12 +49,12 @@ QUICK = [
 @pytest.mark.parametrize(("dtype", "layout", "masked"), with_slow(CASES, QUICK), ids=str)
 def test_one_iteration_is_the_definition(dtype: torch.dtype, layout: str, masked: bool) -> None:
     x = with_layout(whole_numbers(2, 140, 2, 24, dtype=dtype), layout)
-    keep = torch.rand(2, 140, generator=torch.Generator().manual_seed(1)) > 0.2
-    kept = keep if masked else None
+    token_mask = torch.rand(2, 140, generator=torch.Generator().manual_seed(1)) > 0.2
+    kept = token_mask if masked else None
     start = initial_centroids(x, 6)
     for iterations in (0, 1) if masked else (1,):
-        wanted = kmeans(x, start, iterations=iterations, keep=kept, kernel="reference")
-        found = kmeans(x, start, iterations=iterations, keep=kept, kernel="triton")
+        wanted = kmeans(x, start, iterations=iterations, mask=kept, kernel="reference")
+        found = kmeans(x, start, iterations=iterations, mask=kept, kernel="triton")
         assert torch.equal(found.order, wanted.order)
         assert torch.equal(found.starts, wanted.starts)
         assert torch.equal(found.counts, wanted.counts)

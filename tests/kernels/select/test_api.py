@@ -107,14 +107,14 @@ def test_many_heads_are_scored_in_turns(monkeypatch: pytest.MonkeyPatch) -> None
 def test_means_are_of_kept_tokens_alone_whatever_the_others_hold(indexed: bool) -> None:
     starts, lengths, order = ragged_tiles(LENGTHS)
     index = order if indexed else None
-    x, keep = random(2, 36, 3, 8), random(2, 36, seed=1) > 0
+    x, token_mask = random(2, 36, 3, 8), random(2, 36, seed=1) > 0
     tiles = (order if indexed else torch.arange(33)).split(LENGTHS)
-    keep[1, tiles[2].long()] = False
-    dirty = x.masked_fill(~keep[..., None, None], torch.nan)
-    (found,) = pool_tiles((dirty,), Tiles(starts, lengths, 8, index), keep=keep)
+    token_mask[1, tiles[2].long()] = False
+    dirty = x.masked_fill(~token_mask[..., None, None], torch.nan)
+    (found,) = pool_tiles((dirty,), Tiles(starts, lengths, 8, index), mask=token_mask)
     for b in range(2):
         for n in range(len(LENGTHS)):
-            kept = [t for t in tiles[n].tolist() if keep[b, t]]
+            kept = [t for t in tiles[n].tolist() if token_mask[b, t]]
             wanted = x[b, kept].mean(0) if kept else torch.zeros(3, 8)
             torch.testing.assert_close(found[b, :, n], wanted)
 
@@ -163,11 +163,11 @@ def test_pooling_and_the_gated_sum_are_differentiable() -> None:
 def test_gradients_of_means_reach_tokens_that_count_alone() -> None:
     starts, lengths, index = ragged_tiles([3, 2])
     x = random(2, 7, 2, 4).double().requires_grad_()
-    keep = torch.ones(2, 7, dtype=torch.bool)
-    keep[0, int(index[0])] = keep[1, index[3:].long()] = False
+    token_mask = torch.ones(2, 7, dtype=torch.bool)
+    token_mask[0, int(index[0])] = token_mask[1, index[3:].long()] = False
     upstream = random(2, 2, 2, 4, seed=2).double()
-    (found,) = pool_tiles((x,), Tiles(starts, lengths, 3, index), keep=keep)
-    wanted = pool_tiles_reference(x, Tiles(starts, lengths, 3, index), keep)
+    (found,) = pool_tiles((x,), Tiles(starts, lengths, 3, index), mask=token_mask)
+    wanted = pool_tiles_reference(x, Tiles(starts, lengths, 3, index), token_mask)
     torch.testing.assert_close(found, wanted)
     (grad,) = torch.autograd.grad(found, x, upstream)
     (expected,) = torch.autograd.grad(wanted, x, upstream)
@@ -212,8 +212,8 @@ TILES = Tiles(STARTS, STARTS, 3)
         (lambda: select_tiles(X, X, 0), r"`count` must lie in \[1, 2\], got 0"),
         (lambda: select_tiles(X, X, 3), r"`count` must lie in \[1, 2\], got 3"),
         (
-            lambda: pool_tiles((X,), TILES, keep=torch.ones(1, 5).bool()),
-            r"`keep` must be bool \[1, 6\], got torch.bool \[1, 5\]",
+            lambda: pool_tiles((X,), TILES, mask=torch.ones(1, 5).bool()),
+            r"`mask` must be bool \[1, 6\], got torch.bool \[1, 5\]",
         ),
         (
             lambda: select_tiles(X, X, 1, real=(None, torch.ones(1, 3).bool())),

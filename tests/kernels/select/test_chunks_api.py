@@ -60,13 +60,13 @@ def test_means_are_of_the_true_number_of_keys_and_not_rounded(dtype, indexed):
 def test_masked_keys_do_not_count_and_may_be_no_numbers():
     starts, lengths, index = layout(LENGTHS)
     key = random(2, sum(LENGTHS), 2, 16)
-    keep = random(2, sum(LENGTHS), seed=1) > 0
+    token_mask = random(2, sum(LENGTHS), seed=1) > 0
     chunks = tokens_of(LENGTHS, index)
-    keep[0, chunks[2]] = False
-    dirty = key.masked_fill(~keep[..., None, None], torch.nan)
-    found = chunk_means(dirty, Tiles(starts, lengths, 9, index), keep=keep)
+    token_mask[0, chunks[2]] = False
+    dirty = key.masked_fill(~token_mask[..., None, None], torch.nan)
+    found = chunk_means(dirty, Tiles(starts, lengths, 9, index), mask=token_mask)
     for b in range(2):
-        kept = [[t for t in chunk if keep[b, t]] for chunk in chunks]
+        kept = [[t for t in chunk if token_mask[b, t]] for chunk in chunks]
         assert found.counts[b].tolist() == [len(chunk) for chunk in kept]
         for n, chunk in enumerate(kept):
             wanted = key[b, chunk].double().mean(0) if chunk else torch.zeros(2, 16).double()
@@ -128,24 +128,24 @@ def test_samples_of_a_batch_do_not_compete():
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_masked_queries_choose_their_own_chunk_and_compete_with_none(rule):
     query, means = random(2, 24, 4, 8), random(2, 2, 7, 8, seed=1)
-    own, keep = own_chunks(24, 7), random(2, 24, seed=2) > -0.5
+    own, token_mask = own_chunks(24, 7), random(2, 24, seed=2) > -0.5
     for value in (torch.nan, torch.inf, 1e4):
-        dirty = query.masked_fill(~keep[..., None, None], value)
-        bits, _ = select_chunks(dirty, given_means(means), own, rule, keep=keep)
+        dirty = query.masked_fill(~token_mask[..., None, None], value)
+        bits, _ = select_chunks(dirty, given_means(means), own, rule, mask=token_mask)
         chosen = unpacked(bits, 7)
         for b in range(2):
-            kept = keep[b].nonzero().flatten()
+            kept = token_mask[b].nonzero().flatten()
             wanted = naive_choice(query[b, None, kept], means[b, None], own[kept].tolist(), rule)
             assert torch.equal(chosen[b, :, kept], wanted[0])
-            alone = torch.nn.functional.one_hot(own[~keep[b]].long(), 7).bool()
-            assert torch.equal(chosen[b, :, ~keep[b]], alone.expand(4, -1, -1))
+            alone = torch.nn.functional.one_hot(own[~token_mask[b]].long(), 7).bool()
+            assert torch.equal(chosen[b, :, ~token_mask[b]], alone.expand(4, -1, -1))
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_a_sample_without_a_query_that_counts_chooses_own_chunks(rule):
     query, means, own = torch.full((1, 12, 2, 8), torch.nan), random(1, 2, 4, 8), own_chunks(12, 4)
     bits, _ = select_chunks(
-        query, given_means(means), own, rule, keep=torch.zeros(1, 12, dtype=torch.bool)
+        query, given_means(means), own, rule, mask=torch.zeros(1, 12, dtype=torch.bool)
     )
     assert (unpacked(bits, 4).sum(-1) == 1).all()
 
@@ -225,8 +225,8 @@ TILES = Tiles(STARTS, STARTS, 3)
         ),
         (lambda: chunk_means(Q, TILES._replace(size=0)), "`size` must be at least 1, got 0"),
         (
-            lambda: chunk_means(Q, TILES, keep=torch.ones(1, 5).bool()),
-            r"`keep` must be bool \[1, 6\], got torch.bool \[1, 5\]",
+            lambda: chunk_means(Q, TILES, mask=torch.ones(1, 5).bool()),
+            r"`mask` must be bool \[1, 6\], got torch.bool \[1, 5\]",
         ),
         (
             lambda: select_chunks(Q[0], CHUNKS, OWN, Rule(topk=1)),
@@ -241,8 +241,8 @@ TILES = Tiles(STARTS, STARTS, 3)
             r"`own` must be int32 \[6\] on cpu, got torch.int32 \[5\]",
         ),
         (
-            lambda: select_chunks(Q, CHUNKS, OWN, Rule(topk=1), keep=torch.ones(1, 6)),
-            r"`keep` must be bool \[1, 6\], got torch.float32 \[1, 6\]",
+            lambda: select_chunks(Q, CHUNKS, OWN, Rule(topk=1), mask=torch.ones(1, 6)),
+            r"`mask` must be bool \[1, 6\], got torch.float32 \[1, 6\]",
         ),
     ],
 )

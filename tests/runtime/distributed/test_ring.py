@@ -31,10 +31,10 @@ def double(*shape, **options):
     return make_qkv(*shape, dtype=torch.float64, **options)
 
 
-def mask_of(causal, keep, num_queries, num_keys):
+def mask_of(causal, token_mask, num_queries, num_keys):
     mask = torch.ones(num_queries, num_keys, dtype=torch.bool)
     mask = mask.tril(num_keys - num_queries) if causal else mask
-    return mask if keep is None else mask & keep[:, None, None]
+    return mask if token_mask is None else mask & token_mask[:, None, None]
 
 
 @pytest.mark.usefixtures("tiles")
@@ -43,11 +43,11 @@ def mask_of(causal, keep, num_queries, num_keys):
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_a_part_is_attention_by_its_definition(causal, masked, kv_heads):
     q, k, v = double(2, 5, 4, 8, num_keys=7, num_kv_heads=kv_heads)
-    keep = torch.arange(7).expand(2, 7) % 3 != 1 if masked else None
+    token_mask = torch.arange(7).expand(2, 7) % 3 != 1 if masked else None
     if masked:
-        k, v = (x.masked_fill(~keep[:, :, None, None], math.nan) for x in (k, v))
-    part = KeyPart(key=k, value=v, causal=causal, keep=keep)
-    mask = mask_of(causal, keep, 5, 7)
+        k, v = (x.masked_fill(~token_mask[:, :, None, None], math.nan) for x in (k, v))
+    part = KeyPart(key=k, value=v, causal=causal, mask=token_mask)
+    mask = mask_of(causal, token_mask, 5, 7)
     want, want_lse = reference_attention(
         q, k.nan_to_num(), v.nan_to_num(), scale=PART_SCALE, mask=mask
     )
@@ -62,12 +62,14 @@ def test_a_part_is_attention_by_its_definition(causal, masked, kv_heads):
 @pytest.mark.parametrize("kv_heads", [1, 4])
 def test_the_gradients_of_a_part_are_autograds(causal, masked, kv_heads):
     leaves = double(2, 5, 4, 8, num_keys=7, num_kv_heads=kv_heads, requires_grad=True)
-    keep = torch.arange(7).expand(2, 7) % 3 != 1 if masked else None
-    out, lse = reference_attention(*leaves, scale=PART_SCALE, mask=mask_of(causal, keep, 5, 7))
+    token_mask = torch.arange(7).expand(2, 7) % 3 != 1 if masked else None
+    out, lse = reference_attention(
+        *leaves, scale=PART_SCALE, mask=mask_of(causal, token_mask, 5, 7)
+    )
     grad = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(3))
     want = torch.autograd.grad(out, leaves, grad)
     q, k, v = (x.detach() for x in leaves)
-    part = KeyPart(key=k, value=v, causal=causal, keep=keep)
+    part = KeyPart(key=k, value=v, causal=causal, mask=token_mask)
     delta = (grad * out.detach()).sum(-1).transpose(1, 2)
     got = part_attention_backward(q, part, PART_SCALE, grad, delta, lse.detach())
     for mine, theirs in zip(got, want, strict=True):
@@ -90,7 +92,7 @@ def test_rows_without_keys_stay_zero_through_any_merge():
     q, k, v = double(1, 3, 2, 8, num_keys=4)
     nothing = torch.zeros(1, 4, dtype=torch.bool)
     merger = PartMerger(q, 8)
-    empty = part_attention(q, KeyPart(key=k, value=v, keep=nothing), PART_SCALE)
+    empty = part_attention(q, KeyPart(key=k, value=v, mask=nothing), PART_SCALE)
     merger.add(slice(0, 3), *empty)
     merger.add(slice(0, 2), *part_attention(q[:, :2], KeyPart(key=k, value=v), PART_SCALE))
     merger.add(slice(0, 3), *empty)
@@ -142,14 +144,14 @@ def check_ring(lengths, text, causal, masked, kv_heads):
     shared = prefix + suffix + in_front
     options = {"num_kv_heads": kv_heads, "dtype": torch.float64}
     q, k, v = make_qkv(2, prefix + total + suffix, 4, 8, num_keys=total + shared, **options)
-    keep = torch.ones(2, total + shared, dtype=torch.bool)
+    token_mask = torch.ones(2, total + shared, dtype=torch.bool)
     if masked:
-        keep = torch.arange(2 * (total + shared)).view(2, -1) % 4 != 2
-        keep[1, -total // 2 :] = False
+        token_mask = torch.arange(2 * (total + shared)).view(2, -1) % 4 != 2
+        token_mask[1, -total // 2 :] = False
     weight = torch.randn(q.shape, dtype=q.dtype, generator=torch.Generator().manual_seed(5))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     want, _ = reference_attention(
-        *leaves, scale=SCALE, causal=causal, mask=keep[:, None, None] if masked else None
+        *leaves, scale=SCALE, causal=causal, mask=token_mask[:, None, None] if masked else None
     )
     mine_first = prefix or in_front
 
@@ -170,8 +172,8 @@ def check_ring(lengths, text, causal, masked, kv_heads):
         causal=causal,
         prefix=prefix,
         suffix=suffix,
-        keep=keep[:, mine_first : mine_first + total] if masked else None,
-        shared_keep=keys_of_all(keep) if masked and shared else None,
+        mask=token_mask[:, mine_first : mine_first + total] if masked else None,
+        shared_mask=keys_of_all(token_mask) if masked and shared else None,
     )
     out = ring_attention(*inputs, attend, call)
     torch.testing.assert_close(out, rows(want))

@@ -187,9 +187,9 @@ def check_mask_meta(
         )
     if attn_mask is None:
         raise UsageError("attn_mask_meta must come with the attn_mask it packs, got no attn_mask")
-    if meta.keep.shape != k.shape[:2]:
+    if meta.mask.shape != k.shape[:2]:
         raise UsageError(
-            f"attn_mask_meta must pack [B, Sk] = {list(k.shape[:2])}, got {list(meta.keep.shape)}"
+            f"attn_mask_meta must pack [B, Sk] = {list(k.shape[:2])}, got {list(meta.mask.shape)}"
         )
 
 

@@ -51,9 +51,9 @@ def with_causal(mask: torch.Tensor, num_queries: int, num_keys: int | None = Non
     return torch.where(allowed, mask, -torch.inf)
 
 
-def zero_masked_rows(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-    """Return `x` [B, S, H, D] with the rows where `keep` [B, S] is False set to zero."""
-    return torch.where(keep[:, :, None, None], x, 0.0)
+def zero_masked_rows(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return `x` [B, S, H, D] with the rows where `mask` [B, S] is False set to zero."""
+    return torch.where(mask[:, :, None, None], x, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -61,14 +61,14 @@ class VarlenMaskMeta:
     """How a [B, S] mask packs its tokens.
 
     Attributes:
-        keep: bool [B, S].
+        mask: bool [B, S].
         indices: int64 [B * S], flat positions in packed order; masked ones at the end.
         inv_indices: int64 [B * S], packed position of each flat position.
         cu_seqlens: int32 [B + 1], where each sample's segment starts; the last is the end.
         max_seqlen: S, an upper bound of every segment.
     """
 
-    keep: torch.Tensor
+    mask: torch.Tensor
     indices: torch.Tensor
     inv_indices: torch.Tensor
     cu_seqlens: torch.Tensor
@@ -80,27 +80,27 @@ class VarlenMaskMeta:
 
     def unpack(self, x: torch.Tensor) -> torch.Tensor:
         """Return packed [B * S, H, D] as [B, S, H, D]; rows of masked tokens are zero."""
-        batch, length = self.keep.shape
+        batch, length = self.mask.shape
         rows = x.index_select(0, self.inv_indices).view(batch, length, *x.shape[1:])
-        return torch.where(self.keep[:, :, None, None], rows, 0.0)
+        return torch.where(self.mask[:, :, None, None], rows, 0.0)
 
 
 def build_varlen_mask_meta(key_mask: torch.Tensor) -> VarlenMaskMeta:
     """Return the packing of `key_mask` [B, S]; non-zero entries are kept."""
     if key_mask.dim() != 2:
         raise UsageError(f"key_mask must be [B, S], got {list(key_mask.shape)}")
-    keep = key_mask != 0 if key_mask.dtype is not torch.bool else key_mask
-    flat = keep.flatten()
+    mask = key_mask != 0 if key_mask.dtype is not torch.bool else key_mask
+    flat = mask.flatten()
     indices = torch.argsort(flat.logical_not().to(torch.uint8), stable=True)
     inverse = torch.empty_like(indices)
     inverse[indices] = torch.arange(indices.numel(), device=indices.device)
-    lengths = keep.sum(1, dtype=torch.int32)
+    lengths = mask.sum(1, dtype=torch.int32)
     return VarlenMaskMeta(
-        keep=keep,
+        mask=mask,
         indices=indices,
         inv_indices=inverse,
         cu_seqlens=torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)),
-        max_seqlen=keep.shape[1],
+        max_seqlen=mask.shape[1],
     )
 
 
@@ -127,7 +127,7 @@ def build_varlen_mask_meta_from_ranges(
     Raises:
         UsageError: a range runs backwards or leaves [0, max_seqlen].
     """
-    keep = torch.zeros(len(valid_ranges), max_seqlen, dtype=torch.bool)
+    mask = torch.zeros(len(valid_ranges), max_seqlen, dtype=torch.bool)
     for sample, ranges in enumerate(valid_ranges):
         for start, end in ranges:
             if not 0 <= start <= end <= max_seqlen:
@@ -135,5 +135,5 @@ def build_varlen_mask_meta_from_ranges(
                     f"valid_ranges must hold 0 <= start <= end <= {max_seqlen}, got "
                     f"({start}, {end}) for sample {sample}"
                 )
-            keep[sample, start:end] = True
-    return build_varlen_mask_meta(keep.to(device))
+            mask[sample, start:end] = True
+    return build_varlen_mask_meta(mask.to(device))

@@ -47,10 +47,10 @@ def test_means_are_rounded_once(
     tensors = [random(2, tokens, h, head_size, dtype=dtype, seed=h) for h in (4, 2, 2)]
     if heads_first:
         tensors = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
-    keep = random(2, tokens, dtype=torch.float32, seed=9) > 0
+    token_mask = random(2, tokens, dtype=torch.float32, seed=9) > 0
     for x in tensors:
-        for mask in (None, keep):
-            (mean,) = pool_tiles((x,), Tiles(starts, lengths, 64, index), keep=mask)
+        for mask in (None, token_mask):
+            (mean,) = pool_tiles((x,), Tiles(starts, lengths, 64, index), mask=mask)
             wanted = pool_tiles_reference(x.double(), Tiles(starts, lengths, 64, index), mask)
             band = 64 * torch.finfo(torch.float32).eps * x.abs().max()
             assert ((mean - wanted).abs() <= torch.finfo(dtype).eps * wanted.abs() + band).all()

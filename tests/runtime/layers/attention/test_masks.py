@@ -20,7 +20,7 @@ def test_a_mask_over_keys_alone_is_a_key_mask(shape, dtype):
     values = torch.arange(SK).remainder(2).expand(shape)
     mask = normalise(values.to(dtype))
     assert isinstance(mask, KeyMask)
-    assert torch.equal(mask.keep, values.bool().view(-1, SK).expand(B, SK))
+    assert torch.equal(mask.tokens, values.bool().view(-1, SK).expand(B, SK))
     assert mask.broadcastable().shape == (B, 1, 1, SK)
 
 
@@ -91,8 +91,8 @@ def test_causality_keeps_what_the_mask_hides():
 def test_zeroing_rows_removes_nan_and_keeps_the_dtype():
     x = torch.full((2, 3, 1, 4), torch.nan, dtype=torch.bfloat16)
     x[0, 0] = 2.0
-    keep = torch.zeros(2, 3, dtype=torch.bool)
-    keep[0, 0] = True
-    zeroed = zero_masked_rows(x, keep)
+    token_mask = torch.zeros(2, 3, dtype=torch.bool)
+    token_mask[0, 0] = True
+    zeroed = zero_masked_rows(x, token_mask)
     assert zeroed.dtype is torch.bfloat16
     assert (zeroed.sum().item(), zeroed[0, 0].tolist()) == (8.0, [[2.0] * 4])

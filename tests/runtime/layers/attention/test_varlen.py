@@ -34,7 +34,7 @@ def test_unpacking_restores_kept_tokens_and_zeroes_the_others():
 def test_lengths_and_ranges_describe_the_same_packing():
     by_length = build_varlen_mask_meta_from_lengths([2, 0, 4], 4, "cpu")
     by_range = build_varlen_mask_meta_from_ranges([[(0, 1), (1, 2)], [], [(0, 4)]], 4, "cpu")
-    for name in ("keep", "indices", "inv_indices", "cu_seqlens"):
+    for name in ("mask", "indices", "inv_indices", "cu_seqlens"):
         assert torch.equal(getattr(by_length, name), getattr(by_range, name))
     assert by_length.cu_seqlens.tolist() == [0, 2, 2, 6]
 

@@ -79,7 +79,7 @@ class AttentionImpl(ABC):
         takes: what else `forward` takes by name, of `AttentionCall`: `first_head` and
             `continued` where settings differ by head, `projection` where a trained projection
             weighs a branch, `gate` where a gate does.
-        masks_lse: whether `forward_lse` takes `keep`, without waiting for the device.
+        masks_lse: whether `forward_lse` takes `mask`, without waiting for the device.
         limits: what it cannot do, and why.
         is_sparse: whether it is a `SparseMethodImpl`, of which layers ask more.
         kernel: what was selected of this package's kernels, and ran in calls and backward passes;
@@ -145,7 +145,7 @@ class AttentionImpl(ABC):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        keep: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output [B, Sq, H, Dv] and the natural-log-sum-exp [B, H, Sq] in fp32.
 
@@ -155,7 +155,7 @@ class AttentionImpl(ABC):
             query: [B, Sq, H, D].
             key: [B, Sk, Hkv, D].
             value: [B, Sk, Hkv, Dv].
-            keep: bool [B, Sk], keys that count; what others hold, even NaN, has no influence. Given
+            mask: bool [B, Sk], keys that count; what others hold, even NaN, has no influence. Given
                 only where `masks_lse`, and then nothing is causal.
         """
         raise NotImplementedError(f"{type(self).__name__} declares no lse")
@@ -255,9 +255,9 @@ class DenseImpl(AttentionImpl):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        keep: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        refuse_mask(keep, self.label)
+        refuse_mask(mask, self.label)
         if not (query.numel() and key.numel()):
             return attend_to_nothing(query, value)  # torch's CPU operator divides by zero
         attend = self._attend_aligned if self.causal else self._attend

@@ -162,15 +162,15 @@ def _segments(tiles: _Tiles, query_cuts: torch.Tensor, key_cuts: torch.Tensor) -
         b.view(-1, 1, 1, 1), h.view(-1, 1, 1), query_cuts.view(-1, 1), key_cuts.view(1, -1)
     )
     partial, whole = (x[:, :, at[0]][..., at[1]] for x in (tiles.partial, tiles.whole))
-    keep = (seen & partial) | whole
-    new_row = (keep[..., 1:, :] != keep[..., :-1, :]).any(-1).any(1).any(0)
-    new_key = (keep[..., 1:] != keep[..., :-1]).any(2).any(1).any(0)
+    visible = (seen & partial) | whole
+    new_row = (visible[..., 1:, :] != visible[..., :-1, :]).any(-1).any(1).any(0)
+    new_key = (visible[..., 1:] != visible[..., :-1]).any(2).any(1).any(0)
     one = new_row.new_ones(1)
     rows, keys = (torch.cat((one, new)).nonzero().flatten() for new in (new_row, new_key))
     return segment_plan(
         _lengths(query_cuts[rows], tiles.totals[0]),
         _lengths(key_cuts[keys], tiles.totals[1]),
-        keep[:, :, rows][..., keys],
+        visible[:, :, rows][..., keys],
         device=device,
     )
 

@@ -167,7 +167,7 @@ def dense_plan(
 
 
 def drop_masked(
-    key: torch.Tensor, value: torch.Tensor, plan: BlockPlan, keep: torch.Tensor
+    key: torch.Tensor, value: torch.Tensor, plan: BlockPlan, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, BlockPlan]:
     """Move the kept keys of every sample to its front; does not wait for the device.
 
@@ -175,18 +175,18 @@ def drop_masked(
         key: [B, Sk, Hkv, D].
         value: [B, Sk, Hkv, D].
         plan: a plan of `dense_plan`, not causal.
-        keep: bool [B|1, Sk], True where a key is kept.
+        mask: bool [B|1, Sk], True where a key is kept.
 
     Returns:
         Keys and values in the new order, and the plan whose blocks end with each sample's kept
         keys.
     """
-    keep = keep.expand(key.shape[0], -1)
-    index = torch.argsort(~keep, dim=1, stable=True).int()
+    mask = mask.expand(key.shape[0], -1)
+    index = torch.argsort(~mask, dim=1, stable=True).int()
     key, value = gather_tokens((key, value), index)
     kv = plan.kv
-    starts = torch.arange(kv.num, dtype=torch.int32, device=keep.device) * kv.size
-    lengths = (keep.sum(1, dtype=torch.int32).view(-1, 1, 1) - starts).clamp(0, kv.size)
+    starts = torch.arange(kv.num, dtype=torch.int32, device=mask.device) * kv.size
+    lengths = (mask.sum(1, dtype=torch.int32).view(-1, 1, 1) - starts).clamp(0, kv.size)
     ragged = Blocks.ragged(starts.view(1, 1, -1), lengths, total=kv.total, size=kv.size)
     return key, value, replace(plan, kv=ragged)
 

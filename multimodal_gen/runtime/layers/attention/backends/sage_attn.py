@@ -82,7 +82,7 @@ def attend_spas_sage(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    keep: torch.Tensor,
+    mask: torch.Tensor,
     *,
     scale: float,
     label: str,
@@ -95,7 +95,7 @@ def attend_spas_sage(
         query: [B, L, H, D].
         key: as `query`.
         value: as `query`.
-        keep: bool [B, H, Nq, Nk] in blocks as `mask_blocks` tells, at least one in every row.
+        mask: bool [B, H, Nq, Nk] in blocks as `mask_blocks` tells, at least one in every row.
         scale: factor of the scores.
         label: the backend's name in errors.
         masked: whether keys are masked out or there is text, which the mask's blocks cannot tell.
@@ -117,7 +117,7 @@ def attend_spas_sage(
     heads_first = (x.transpose(1, 2).contiguous() for x in (query, key, value))
     out: torch.Tensor = importlib.import_module(SPAS_SAGE).block_sparse_sage2_attn_cuda(
         *heads_first,
-        mask_id=keep.to(torch.int8).contiguous(),
+        mask_id=mask.to(torch.int8).contiguous(),
         scale=scale,
         pvthreshd=_SKIP_NOTHING,
         tensor_layout="HND",
@@ -216,7 +216,7 @@ class SageAttentionImpl(DenseImpl):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        keep: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
         *,
         lse: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -224,8 +224,8 @@ class SageAttentionImpl(DenseImpl):
             return attend_to_nothing(query, value)
         sizes = 64 if query.shape[1] <= 64 else _BLOCK, _BLOCK
         plan = dense_plan(query.shape[1], key.shape[1], *sizes, self.causal, query.device)
-        if keep is not None:
-            key, value, plan = drop_masked(key, value, plan, keep)
+        if mask is not None:
+            key, value, plan = drop_masked(key, value, plan, mask)
         found = quantized_attention(
             query,
             key,
@@ -245,10 +245,10 @@ class SageAttentionImpl(DenseImpl):
         rows, keys = mask_blocks(place_of(query.device)[1])
         batch, length, heads, _ = query.shape
         shape = batch, heads, -(-length // rows), -(-key.shape[1] // keys)
-        keep = torch.ones(shape, dtype=torch.bool, device=query.device)
+        mask = torch.ones(shape, dtype=torch.bool, device=query.device)
         scale, causal = self.softmax_scale, self.causal
         return attend_spas_sage(
-            query, key, value, keep, scale=scale, label=self.label, causal=causal
+            query, key, value, mask, scale=scale, label=self.label, causal=causal
         )
 
 

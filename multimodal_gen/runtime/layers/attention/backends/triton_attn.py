@@ -62,20 +62,20 @@ class TritonAttentionImpl(DenseImpl):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        keep: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
         *,
         lse: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if not (query.numel() and key.numel()):
             return attend_to_nothing(query, value)
         batch, num_queries, heads, _ = query.shape
-        causal = self.causal and keep is None
+        causal = self.causal and mask is None
         sizes = _CAUSAL_BLOCK, _CAUSAL_BLOCK
         if not causal:
             sizes = query_block(num_queries, batch * heads, query.device), _KEY_BLOCK
         plan = dense_plan(num_queries, key.shape[1], *sizes, causal, query.device)
-        if keep is not None:
-            key, value, plan = drop_masked(key, value, plan, keep)
+        if mask is not None:
+            key, value, plan = drop_masked(key, value, plan, mask)
         if not loadable(query, key, value):
             query, key, value = (x if loadable(x) else x.contiguous() for x in (query, key, value))
         scale, kernel = self.softmax_scale, self.kernel
@@ -98,13 +98,13 @@ class TritonAttentionImpl(DenseImpl):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        keep: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if keep is None:
+        if mask is None:
             return super().forward_lse(query, key, value)
         # Kernels read masked rows with the others, and a weight of zero times NaN is NaN.
-        key, value = (zero_masked_rows(x, keep) for x in (key, value))
-        out, lse = self._attend(query, key, value, keep, lse=True)
+        key, value = (zero_masked_rows(x, mask) for x in (key, value))
+        out, lse = self._attend(query, key, value, mask, lse=True)
         assert lse is not None, "it was asked for"
         return out, lse
 

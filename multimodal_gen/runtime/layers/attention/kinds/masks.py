@@ -28,16 +28,16 @@ class KeyMask:
     """Keys that may be attended to.
 
     Attributes:
-        keep: bool [B, Sk], True for keys that are attended to.
+        tokens: bool [B, Sk], True for keys that are attended to.
         covers_queries: the same positions are the queries; rows of masked queries become zero.
     """
 
-    keep: torch.Tensor
+    tokens: torch.Tensor
     covers_queries: bool
 
     def broadcastable(self) -> torch.Tensor:
         """Return the mask as bool [B, 1, 1, Sk]."""
-        return self.keep[:, None, None, :]
+        return self.tokens[:, None, None, :]
 
 
 def normalise_mask(
@@ -82,7 +82,7 @@ def normalise_mask(
     if mask.shape[1] != 1 or mask.shape[2] != 1:
         return mask
     return KeyMask(
-        keep=mask[:, 0, 0, :].expand(batch, num_keys),
+        tokens=mask[:, 0, 0, :].expand(batch, num_keys),
         covers_queries=two_dimensional and self_attention and num_queries == num_keys,
     )
 
@@ -119,7 +119,7 @@ def as_key_mask(mask: torch.Tensor, *, self_attention: bool) -> KeyMask | None:
     # A row of low numbers is one of equal weights, unlike a row of -inf.
     if not known or not (every or (queries_too and not finite)):
         return None
-    return KeyMask(keep=common, covers_queries=not every)
+    return KeyMask(tokens=common, covers_queries=not every)
 
 
 def attend_masked(bound: Binding, call: AttentionCall) -> torch.Tensor:
@@ -142,12 +142,12 @@ def attend_masked(bound: Binding, call: AttentionCall) -> torch.Tensor:
         if packs and bound.features.issuperset((Feature.VARLEN, *training)):
             return _attend_packed(bound, call, mask)
         # A mask alone does not keep NaN in padding out: a weight of zero times NaN is NaN.
-        query, key, value = call.query, *(zero_masked_rows(x, mask.keep) for x in call[1:3])
+        query, key, value = call.query, *(zero_masked_rows(x, mask.tokens) for x in call[1:3])
         if training and mask.covers_queries:
             # The gradients of K and V sum over all queries: zero times NaN would reach every row.
-            query = zero_masked_rows(query, mask.keep)
+            query = zero_masked_rows(query, mask.tokens)
         call = call._replace(query=query, key=key, value=value)
-        kind, rows = Feature.KEY_MASK, mask.keep if mask.covers_queries else None
+        kind, rows = Feature.KEY_MASK, mask.tokens if mask.covers_queries else None
         mask = mask.broadcastable()
     if geometry.causal:
         kind, mask = Feature.DENSE_MASK, with_causal(mask, call.query.shape[1])
@@ -179,7 +179,7 @@ def _mask_for(
     if found is None:
         return mask
     batch, num_keys = call.key.shape[:2]
-    return replace(found, keep=found.keep.expand(batch, num_keys))
+    return replace(found, tokens=found.tokens.expand(batch, num_keys))
 
 
 def _attend_packed(bound: Binding, call: AttentionCall, mask: KeyMask) -> torch.Tensor:
@@ -189,7 +189,7 @@ def _attend_packed(bound: Binding, call: AttentionCall, mask: KeyMask) -> torch.
     batch, num_queries = query.shape[:2]
     # One mask may be broadcast over calls of different batch sizes.
     meta = call.mask_meta or once_per_call(
-        attn_mask, ("packing", batch), lambda: build_varlen_mask_meta(mask.keep)
+        attn_mask, ("packing", batch), lambda: build_varlen_mask_meta(mask.tokens)
     )
     if mask.covers_queries:
         packed_query, cu_seqlens_q = meta.pack(query), meta.cu_seqlens

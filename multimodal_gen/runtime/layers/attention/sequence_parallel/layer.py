@@ -250,7 +250,7 @@ class SplitCall:
         query, key, value, *gate = heads
         num_queries = query.shape[1]
         key, value = self._arranged(key, value)
-        shared_key = shared_value = keep = shared_keep = None
+        shared_key = shared_value = key_mask = shared_mask = None
         if around is not None:
             front, back = map(self._own_heads, around)
             if rows.prefix or rows.suffix:
@@ -259,8 +259,8 @@ class SplitCall:
             shared_key, shared_value = self._arranged(*(torch.cat(pair, dim=1) for pair in pairs))
         if mask is not None:
             stretches = [rows.prefix + rows.in_front, sum(self.key_lengths), rows.suffix]
-            before, keep, after = torch.split(mask.flatten(1), stretches, dim=1)
-            shared_keep = torch.cat((before, after), dim=1)
+            before, key_mask, after = torch.split(mask.flatten(1), stretches, dim=1)
+            shared_mask = torch.cat((before, after), dim=1)
         starts = range(0, len(self.key_lengths), size)
         return RingInputs(
             call=RingCall(
@@ -271,8 +271,8 @@ class SplitCall:
                 causal=geometry.causal,
                 prefix=rows.prefix,
                 suffix=rows.suffix,
-                keep=keep,
-                shared_keep=shared_keep,
+                mask=key_mask,
+                shared_mask=shared_mask,
             ),
             query=query,
             key=key,
@@ -396,19 +396,19 @@ class SequenceParallelLayer(AttentionLayer):
     def _attend_in_ring(
         self, split: SplitCall, call: AttentionCall, training: bool
     ) -> torch.Tensor:
-        keep, mask = None, split.whole_mask(call)
+        key_mask, mask = None, split.whole_mask(call)
         mask = None if mask is None else mask != 0
         same_tokens = split.lengths == split.key_lengths and not split.rows.in_front
         self_attention = self.site.role is not AttentionRole.CROSS and same_tokens
         if call.mask is not None and call.mask.dim() == 2 and self_attention:
-            keep = call.mask != 0
+            key_mask = call.mask != 0
             if training:
                 # K and V's gradients sum over all queries: zero times NaN would reach every row.
-                call = call._replace(query=zero_masked_rows(call.query, keep))
+                call = call._replace(query=zero_masked_rows(call.query, key_mask))
         heads = split.take_heads(call)
         inputs = split.ring_inputs(*heads, mask, self.geometry, call.projection)
         out = split.give_heads(ring_forward(self, inputs, mask, split.groups.sequence.size))
-        return out if keep is None else zero_masked_rows(out, keep)
+        return out if key_mask is None else zero_masked_rows(out, key_mask)
 
     def _agreed(
         self, groups: ParallelGroups, call: AttentionCall, bound: Binding, training: bool

@@ -115,27 +115,27 @@ def _attend_part(layer: AttentionLayer, full: Binding, diagonal: Binding) -> Att
     """Return what computes a part: one that is seen in full, or one on the diagonal."""
 
     def attend(query: torch.Tensor, part: KeyPart) -> tuple[torch.Tensor, torch.Tensor]:
-        if part.keep is None:
+        if part.mask is None:
             impl = (diagonal if part.causal else full).impl
             return impl.forward_lse(query, part.key, part.value)
         if part.causal:
             return part_attention(query, part, layer.geometry.softmax_scale)
         if full.impl.masks_lse:
-            return full.impl.forward_lse(query, part.key, part.value, part.keep)
-        return _attend_to_kept(full.impl, query, part, part.keep)
+            return full.impl.forward_lse(query, part.key, part.value, part.mask)
+        return _attend_to_kept(full.impl, query, part, part.mask)
 
     return attend
 
 
 def _attend_to_kept(
-    impl: AttentionImpl, query: torch.Tensor, part: KeyPart, keep: torch.Tensor
+    impl: AttentionImpl, query: torch.Tensor, part: KeyPart, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Leave padding out, sample by sample: most kernels give no log-sum-exp under a mask.
 
     For them, how much is left has to reach the host.
     """
     parts = []
-    for sample, kept in enumerate(keep):
+    for sample, kept in enumerate(mask):
         positions = kept.nonzero().flatten()
         one = slice(sample, sample + 1)
         q, k, v = (query[one], *(x[one].index_select(1, positions) for x in (part.key, part.value)))

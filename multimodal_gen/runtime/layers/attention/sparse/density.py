@@ -14,14 +14,14 @@ _PAIRS_AT_ONCE = 2**25
 
 
 def density_of_plan(
-    plan: BlockPlan, layout: SequenceLayout, keep: torch.Tensor | None = None
+    plan: BlockPlan, layout: SequenceLayout, mask: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return the density of a plan whose lists are of one length, over the blocks of the video."""
-    return density_of_pairs(plan.pairs(full=True).double().mean(), layout, keep)
+    return density_of_pairs(plan.pairs(full=True).double().mean(), layout, mask)
 
 
 def density_of_pairs(
-    pairs: torch.Tensor, layout: SequenceLayout, keep: torch.Tensor | None
+    pairs: torch.Tensor, layout: SequenceLayout, mask: torch.Tensor | None
 ) -> torch.Tensor:
     """Return the density of a call whose text attends to everything, [].
 
@@ -29,12 +29,12 @@ def density_of_pairs(
         pairs: how many pairs of queries of the video and keys are kept, fp64, the mean over batch
             and heads.
         layout: where the video lies.
-        keep: bool [B, Sk], keys that may be attended to, to which the share is; None for all.
+        mask: bool [B, Sk], keys that may be attended to, to which the share is; None for all.
     """
     others = layout.num_queries - layout.num_video
-    if keep is None:
+    if mask is None:
         return (pairs + others * layout.num_keys) / (layout.num_queries * layout.num_keys)
-    keys = keep.sum(1).double().mean()
+    keys = mask.sum(1).double().mean()
     return (pairs + others * keys) / (layout.num_queries * keys).clamp_min(1.0)
 
 
@@ -59,21 +59,23 @@ def density_of_map(
 
 
 def _pairs_of_map(
-    keep: torch.Tensor, order: TileOrder, counts: torch.Tensor | None = None
+    block_mask: torch.Tensor, order: TileOrder, counts: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return how many pairs of tokens a map of tiles keeps, the mean over batch and heads, [].
 
     Args:
-        keep: bool [B|1, H|1, N, N].
+        block_mask: bool [B|1, H|1, N, N].
         order: the tiles, of both sides.
         counts: how many tiles every row keeps, [B|1, H|1, N], where that is known.
     """
-    lengths = order.lengths.to(keep.device, torch.float32)
+    lengths = order.lengths.to(block_mask.device, torch.float32)
     if order.tiles[:2] == (1, 1):  # in one row only the last one is cut
-        missing = (order.largest - lengths[-1]) * keep[..., -1]
-        kept = order.largest * (keep.sum(-1) if counts is None else counts) - missing
+        missing = (order.largest - lengths[-1]) * block_mask[..., -1]
+        kept = order.largest * (block_mask.sum(-1) if counts is None else counts) - missing
     else:
         # Sums of lengths are whole numbers below 2^24, which are exact in fp32.
-        each, heads = keep[:, :1].numel(), keep.shape[1]
-        kept = by_heads(heads, each, _PAIRS_AT_ONCE, lambda some: keep[:, some].float() @ lengths)
+        each, heads = block_mask[:, :1].numel(), block_mask.shape[1]
+        kept = by_heads(
+            heads, each, _PAIRS_AT_ONCE, lambda some: block_mask[:, some].float() @ lengths
+        )
     return (kept.double() @ lengths.double()).mean()

@@ -232,12 +232,12 @@ class SparseMethodImpl(AttentionImpl):
         """
         if not query.shape[0] or query.is_meta:  # which has a shape and no data to choose by
             return query.new_empty((*query.shape[:3], value.shape[3]))
-        keep = None
+        mask = None
         if attn_mask is not None:
-            keep = attn_mask[:, 0, 0, :].expand(key.shape[0], -1)
+            mask = attn_mask[:, 0, 0, :].expand(key.shape[0], -1)
         if not continued:
             self.kernel.begin_call()
-        own = {"keep": keep, "gate": gate, "first_head": first_head, "projection": projection}
+        own = {"mask": mask, "gate": gate, "first_head": first_head, "projection": projection}
         call = self._call(query, key, value, context, **own)
         assert context is not None, "a layout needs a context"
         return self.attend(call, context)
@@ -358,13 +358,13 @@ class SparseMethodImpl(AttentionImpl):
             return
         video = layout_of(query.shape[1], key.shape[1], context, self.label).video
         assert context is not None, "a layout needs a context"
-        keep = None
+        mask = None
         if attn_mask is not None and tuple(attn_mask.shape) == (key.shape[0], key.shape[1]):
             # As in `normalise_mask`, the other kinds of mask promise finite tokens.
             floating = attn_mask.dtype.is_floating_point
-            keep = (attn_mask >= 0 if floating else attn_mask != 0)[:, video]
+            mask = (attn_mask >= 0 if floating else attn_mask != 0)[:, video]
         with torch.no_grad():
-            self.router.group(self.config, query[:, video], key[:, video], keep, context)
+            self.router.group(self.config, query[:, video], key[:, video], mask, context)
 
     def end_request(self, request_id: str) -> None:
         """Drop what is kept for a request that is over; others may still run.

@@ -103,7 +103,7 @@ class ShardKeys:
 
     Args:
         shard: the shard.
-        keep: bool [B, S], or None.
+        mask: bool [B, S], or None.
         is_own: whether it is the shard of the rank that attends.
 
     Attributes:
@@ -111,17 +111,17 @@ class ShardKeys:
         blocks: what its blocks hold of kept keys.
     """
 
-    def __init__(self, shard: Shard, keep: torch.Tensor | None, *, is_own: bool = False) -> None:
-        self.shard, self.keep, self.is_own = shard, keep, is_own
+    def __init__(self, shard: Shard, mask: torch.Tensor | None, *, is_own: bool = False) -> None:
+        self.shard, self.mask, self.is_own = shard, mask, is_own
         self.index, self.blocks = shard.keys.index, shard.keys.blocks
-        if keep is not None:
-            self.index, self.blocks = kept_first(self.index, self.blocks, keep)
+        if mask is not None:
+            self.index, self.blocks = kept_first(self.index, self.blocks, mask)
 
     def ordered(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the shard's keys and values as they travel."""
-        if self.keep is not None:
+        if self.mask is not None:
             # Kernels read masked rows with others, and a weight of zero times NaN is NaN.
-            key, value = (zero_masked_rows(x, self.keep) for x in (key, value))
+            key, value = (zero_masked_rows(x, self.mask) for x in (key, value))
         elif self.shard.keys.in_order:
             return key, value
         key, value = gather_tokens((key, value), self.index)
@@ -129,7 +129,7 @@ class ShardKeys:
 
     def kept(self, plan: BlockPlan) -> BlockPlan:
         """Return a plan over the shard's keys without those that are masked."""
-        return plan if self.keep is None else replace(plan, kv=self.blocks)
+        return plan if self.mask is None else replace(plan, kv=self.blocks)
 
 
 PlanOf = Callable[[Shard], BlockPlan | None]
@@ -315,7 +315,7 @@ def pool_over_ring(
     (batch, _, _, size), like = tensors[0].shape, tensors[0]
     precise = torch.promote_types(like.dtype, torch.float32)
     held = [
-        (shard, _counts(shard, call.keep_of(owner), precise))
+        (shard, _counts(shard, call.mask_of(owner), precise))
         for owner, shard in enumerate(shards)
         if shard is not None and shard.num_video
     ]
@@ -349,15 +349,15 @@ def _own(
     if mine is None or not mine.num_video:
         return tensors[0].new_empty(0, dtype=dtype)
     tiles = Tiles(mine.starts, mine.lengths, mine.keys.order.largest, mine.keys.index)
-    keep = call.keep_of(call.group.index)
-    means = pool_tiles(tuple(tensors), tiles, keep=keep, dtype=dtype)
+    mask = call.mask_of(call.group.index)
+    means = pool_tiles(tuple(tensors), tiles, mask=mask, dtype=dtype)
     return torch.cat([x.permute(2, 0, 1, 3).flatten(2) for x in means], dim=-1).flatten()
 
 
-def _counts(shard: Shard, keep: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+def _counts(shard: Shard, mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """Return how many tokens of a shard's tiles count, [1 or B, n]."""
     bounds, size, index = (shard.starts, shard.lengths), shard.keys.order.largest, shard.keys.index
-    return count_kept(keep, *bounds, size=size, index=index, dtype=dtype).to(dtype)
+    return count_kept(mask, *bounds, size=size, index=index, dtype=dtype).to(dtype)
 
 
 def sum_over_ring(own: torch.Tensor, group: Group) -> torch.Tensor:
@@ -443,7 +443,7 @@ def attend_ring_shards(
     """
     call, me = inputs.call, inputs.call.group.index
     held: dict[int | None, ShardKeys] = {
-        owner: ShardKeys(shard, call.keep_of(owner), is_own=owner == me)
+        owner: ShardKeys(shard, call.mask_of(owner), is_own=owner == me)
         for owner, shard in enumerate(shards)
         if shard is not None
     }
@@ -460,7 +460,7 @@ def attend_ring_shards(
     shared: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     if inputs.shared_key is not None and inputs.shared_value is not None:
         text = text_shard(inputs.shared_key.shape[1], query.device)
-        held[None] = ShardKeys(text, call.shared_keep)
+        held[None] = ShardKeys(text, call.shared_mask)
         shared = held[None].ordered(inputs.shared_key, inputs.shared_value)
     dense = partial(_block_sparse, scale=scale, kernel=kernel)
     parts = _Parts(attend=attend, dense=dense, held=held, video=rows)
@@ -468,7 +468,7 @@ def attend_ring_shards(
     if halo is not None and not recorded:
         out = parts.over_halo(query, key, value, call.group, halo)
     else:
-        plain = replace(call, keep=None, shared_keep=None)  # the plans leave masked keys out
+        plain = replace(call, mask=None, shared_mask=None)  # the plans leave masked keys out
         travel = recorded_ring_attention if recorded else ring_attention
         out = travel(query, key, value, *shared, parts.of, plain)
     if order is None:

@@ -110,7 +110,7 @@ class SparseCall:
         layout: where the video lies.
         scale: factor of the scores.
         kernel: what computes it.
-        keep: bool [B, Sk], keys that may be attended to; None for all.
+        mask: bool [B, Sk], keys that may be attended to; None for all.
         gate: weight of a coarse branch, as `query`; None where there is none.
         first_head: index of the first of `query`'s heads among those of the layer.
         projection: the layer's trained projection, for methods that have one; None for zero.
@@ -126,7 +126,7 @@ class SparseCall:
     layout: SequenceLayout
     scale: float
     kernel: SelectedKernel = field(default_factory=lambda: SelectedKernel(AUTO))
-    keep: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
     gate: torch.Tensor | None = None
     first_head: int = 0
     projection: nn.Linear | None = None
@@ -443,34 +443,34 @@ def tile_means(
         [B, H, N, D], [B, Hkv, N, D], and bool [B, N], the tiles of which not everything is masked;
         None for all.
     """
-    query, key = pool_video(call.sides, queries, keep=call.keep)
-    return query, key, None if call.keep is None else kept_tokens(queries, call.keep) > 0
+    query, key = pool_video(call.sides, queries, mask=call.mask)
+    return query, key, None if call.mask is None else kept_tokens(queries, call.mask) > 0
 
 
 def pool_video(
-    tensors: tuple[torch.Tensor, ...], video: TiledSequence, *, keep: torch.Tensor | None = None
+    tensors: tuple[torch.Tensor, ...], video: TiledSequence, *, mask: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, ...]:
     """Return the mean of every tile's tokens, [B, H, N, D]; see `pool_tiles`.
 
     Args:
         tensors: [B, S, H, D] in the order of the sequence, alike but for H.
         video: the tiles.
-        keep: bool [B, S], tokens that count; None for all.
+        mask: bool [B, S], tokens that count; None for all.
     """
     order = video.order
     tiles = Tiles(order.starts, order.lengths, order.largest, video.moved)
-    return pool_tiles(tensors, tiles, keep=keep)
+    return pool_tiles(tensors, tiles, mask=mask)
 
 
-def kept_tokens(video: TiledSequence, keep: torch.Tensor | None) -> torch.Tensor:
+def kept_tokens(video: TiledSequence, mask: torch.Tensor | None) -> torch.Tensor:
     """Return how many tokens of every tile count, [B|1, N]; see `count_kept`."""
     order = video.order
     bounds = order.starts, order.lengths
-    return count_kept(keep, *bounds, size=order.largest, index=video.moved)
+    return count_kept(mask, *bounds, size=order.largest, index=video.moved)
 
 
 def count_kept(
-    keep: torch.Tensor | None,
+    mask: torch.Tensor | None,
     starts: torch.Tensor,
     lengths: torch.Tensor,
     *,
@@ -478,21 +478,21 @@ def count_kept(
     index: torch.Tensor | None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Return how many tokens of blocks `keep`, bool [B, S], leaves, as [B|1, N] of `dtype`.
+    """Return how many tokens of blocks `mask`, bool [B, S], leaves, as [B|1, N] of `dtype`.
 
     Without one, the lengths. See `Tiles` for the other arguments.
     """
-    if keep is None:
+    if mask is None:
         return lengths.unsqueeze(0)
-    kept = keep[..., None, None].to(dtype)
+    kept = mask[..., None, None].to(dtype)
     (share,) = pool_tiles((kept,), Tiles(starts, lengths, size, index))
     return (share[:, 0, :, 0] * lengths).round()
 
 
 def pooled_video(call: SparseCall, video: TiledSequence) -> PooledBlocks:
     """Return the means of every tile's keys and values, and how many of its keys are not masked."""
-    keys, values = pool_video((call.key, call.value), video, keep=call.keep)
-    counts = kept_tokens(video, call.keep).int().unsqueeze(1)
+    keys, values = pool_video((call.key, call.value), video, mask=call.mask)
+    counts = kept_tokens(video, call.mask).int().unsqueeze(1)
     return PooledBlocks(keys=keys, values=values, counts=counts)
 
 
@@ -522,20 +522,20 @@ def plan_of_tiles(indices: torch.Tensor, queries: TiledSequence, keys: TiledSequ
 
 
 def kept_first(
-    index: torch.Tensor, blocks: Blocks, keep: torch.Tensor
+    index: torch.Tensor, blocks: Blocks, mask: torch.Tensor
 ) -> tuple[torch.Tensor, Blocks]:
     """Move the kept keys of every block to its front; does not wait for the device.
 
     Args:
         index: int32 [Sk], the order of the keys in which `blocks` cuts them without gaps.
         blocks: the blocks, in this order.
-        keep: bool [B, Sk], in the order of the sequence.
+        mask: bool [B, Sk], in the order of the sequence.
 
     Returns:
         The index [B, Sk] of such keys, and the blocks without the others.
     """
-    starts, lengths = (bound[0, 0].long() for bound in blocks.bounds(keep.device))
-    kept = keep[:, index.long()]
+    starts, lengths = (bound[0, 0].long() for bound in blocks.bounds(mask.device))
+    kept = mask[:, index.long()]
     # Number of kept tokens before each position, and before each block.
     before = F.pad(kept.cumsum(1), (1, 0))
     at_start = before[:, starts]
@@ -543,7 +543,7 @@ def kept_first(
     block = torch.repeat_interleave(lengths, output_size=kept.shape[1])
     block = torch.zeros_like(block).scatter_(0, starts, 1).cumsum(0) - 1
     kept_before = before[:, :-1] - at_start[:, block]
-    inside = torch.arange(kept.shape[1], device=keep.device) - starts[block]
+    inside = torch.arange(kept.shape[1], device=mask.device) - starts[block]
     slot = torch.where(kept, kept_before, counts[:, block] + inside - kept_before) + starts[block]
     moved = torch.empty_like(slot, dtype=torch.int32)
     moved.scatter_(1, slot, index.expand_as(moved))
@@ -580,16 +580,16 @@ def attend_tiled(
     Returns:
         [B, Sq, H, D] in the order of the sequence. Queries that see no key are zero.
     """
-    query, key, value, keep = call.query, call.key, call.value, call.keep
+    query, key, value, mask = call.query, call.key, call.value, call.mask
     kv_heads = key.shape[2]
     group = query.shape[2] // kv_heads
     index, masked = (
-        (keys.index, None) if keep is None else kept_first(keys.index, keys.blocks, keep)
+        (keys.index, None) if mask is None else kept_first(keys.index, keys.blocks, mask)
     )
     out = torch.empty((*query.shape[:3], value.shape[3]), dtype=query.dtype, device=query.device)
-    if queries.in_order and keys.in_order and keep is None:
+    if queries.in_order and keys.in_order and mask is None:
         return _attend_in_order(call, queries, plan_of, keys.num_tiles)
-    same = queries.index is keys.index and keep is None
+    same = queries.index is keys.index and mask is None
 
     def attend(kv_slice: slice, plan: BlockPlan | None) -> None:
         q_slice = slice(kv_slice.start * group, kv_slice.stop * group)
@@ -622,7 +622,7 @@ def attend_tiled(
         plan = plan_of(slice(part.start * group, part.stop * group)) if cached_plans else None
         now = partial(attend, part, plan)
         use = (query.shape, kv_heads, query.dtype, call.kernel.name, recorded)
-        if plan is not None and keep is None and _is_new(plan, use):
+        if plan is not None and mask is None and _is_new(plan, use):
             now()
         else:
             calls.append(now)
@@ -661,7 +661,7 @@ def _is_new(plan: BlockPlan, use: Hashable) -> bool:
 def attend_rows(call: SparseCall, rows: torch.Tensor) -> torch.Tensor:
     """Return attention of a few queries to all keys of a call."""
     q, k, v = (x.transpose(1, 2) for x in (rows, call.key, call.value))
-    mask = None if call.keep is None else call.keep[:, None, None, :]
+    mask = None if call.mask is None else call.mask[:, None, None, :]
     grouped = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, mask, scale=call.scale, enable_gqa=grouped)
     if mask is not None:
@@ -678,7 +678,7 @@ def attend_text(call: SparseCall, out: torch.Tensor) -> None:
 def attend_densely(call: SparseCall) -> torch.Tensor:
     """Return dense attention, [B, Sq, H, D]; by the block-sparse engine where no key is masked."""
     query, key, value = call.query, call.key, call.value
-    if call.keep is not None:
+    if call.mask is not None:
         return attend_rows(call, query)
     sizes = (query.shape[1], key.shape[1], _DENSE_BLOCK, _DENSE_BLOCK)
     return call.attend(dense_plan(*sizes, False, query.device), query, key, value)

@@ -44,7 +44,7 @@ def call_reasons(call: SparseCall, *, takes_text: bool = False) -> list[str]:
     layout = call.layout
     text = max(layout.num_queries, layout.num_keys) - layout.num_video
     found = [] if takes_text else text_reasons(text)
-    if call.keep is not None:
+    if call.mask is not None:
         found.append("has no key mask, and keys are masked")
     heads, head_size = call.query.shape[2:]
     kv_heads = call.key.shape[2]

@@ -43,9 +43,9 @@ from tests.helpers.sparse import (
     SparseMethod,
     assert_same_gradients,
     joint_mask,
+    pair_mask,
     run_sparse,
     text_places,
-    token_mask,
     tokens_of_tiles,
     video_tokens,
 )
@@ -131,14 +131,14 @@ def cache_size(
     )
 
 
-def definition(qkv: QKV, text=None, keep=None, grid=GRID) -> torch.Tensor:
+def definition(qkv: QKV, text=None, token_mask=None, grid=GRID) -> torch.Tensor:
     """Return the method's mask: the best tiles by their means, less what distance takes off."""
     blocks = tokens_of_tiles(grid, TILE, text)
     batch, tokens, heads, size = qkv.query.shape
     chosen = torch.zeros(batch, heads, len(blocks), len(blocks), dtype=torch.bool)
     times = [i // (len(blocks) // -(-grid[0] // TILE[0])) for i in range(len(blocks))]
     for b in range(batch):
-        real = [[t for t in block if keep is None or keep[b, t]] for block in blocks]
+        real = [[t for t in block if token_mask is None or token_mask[b, t]] for block in blocks]
         for h in range(heads):
             query, key = (
                 [x[b, tokens, h].double().mean(0) for tokens in real] for x in (qkv.query, qkv.key)
@@ -150,8 +150,8 @@ def definition(qkv: QKV, text=None, keep=None, grid=GRID) -> torch.Tensor:
                     if real[j]
                 }
                 chosen[b, h, i, sorted(scores, key=scores.__getitem__)[-TOPK:]] = True
-    mask = token_mask(chosen, blocks, blocks, tokens, tokens)
-    return joint_mask(mask, video_tokens(grid, text), keep)
+    mask = pair_mask(chosen, blocks, blocks, tokens, tokens)
+    return joint_mask(mask, video_tokens(grid, text), token_mask)
 
 
 def test_the_example_is_short() -> None:
@@ -256,26 +256,30 @@ def test_it_attends_to_the_mask_of_its_definition(method: SparseMethod, where: s
 def test_padding_has_no_influence_whatever_it_holds(method: SparseMethod) -> None:
     text = TEXTS["text last"]
     qkv = method.inputs(GRID, text=text)
-    keep = torch.ones(qkv.query.shape[:2], dtype=torch.bool)
-    keep[0, -4:] = keep[1, 20:50] = False
-    dirty = QKV(*(x.masked_fill(~keep[..., None, None], torch.nan) for x in qkv))
-    out = run_sparse(method.layer(), dirty, GRID, text=text, attn_mask=keep)
-    mask = definition(qkv, text, keep) & keep[:, None, :, None]
+    token_mask = torch.ones(qkv.query.shape[:2], dtype=torch.bool)
+    token_mask[0, -4:] = token_mask[1, 20:50] = False
+    dirty = QKV(*(x.masked_fill(~token_mask[..., None, None], torch.nan) for x in qkv))
+    out = run_sparse(method.layer(), dirty, GRID, text=text, attn_mask=token_mask)
+    mask = definition(qkv, text, token_mask) & token_mask[:, None, :, None]
     assert_within_error_budget(out, *qkv, scale=method.scale, mask=mask)
 
 
 @pytest.mark.parametrize("where", TEXTS)
 def test_a_tail_counts_other_tiles_by_their_means(method: SparseMethod, where: str) -> None:
     text = TEXTS[where]
-    qkv, keep = method.inputs(GRID, text=text), None
+    qkv, token_mask = method.inputs(GRID, text=text), None
     if text is not None:
-        keep = torch.ones(qkv.query.shape[:2], dtype=torch.bool)
-        keep[1, 20:50] = False
-    out = run_sparse(method.layer(tail="pooled"), qkv, GRID, text=text, attn_mask=keep)
-    mask, tiles = definition(qkv, text, keep), tokens_of_tiles(GRID, TILE, text)
+        token_mask = torch.ones(qkv.query.shape[:2], dtype=torch.bool)
+        token_mask[1, 20:50] = False
+    out = run_sparse(method.layer(tail="pooled"), qkv, GRID, text=text, attn_mask=token_mask)
+    mask, tiles = definition(qkv, text, token_mask), tokens_of_tiles(GRID, TILE, text)
     rows = video_tokens(GRID, text)
-    want = pooled_attention(*qkv, mask, tiles, scale=method.scale, rows=rows, keep=keep)
-    real = torch.ones_like(qkv.query[..., 0, 0], dtype=torch.bool) if keep is None else keep
+    want = pooled_attention(*qkv, mask, tiles, scale=method.scale, rows=rows, token_mask=token_mask)
+    real = (
+        torch.ones_like(qkv.query[..., 0, 0], dtype=torch.bool)
+        if token_mask is None
+        else token_mask
+    )
     torch.testing.assert_close(out[real].double(), want[real], rtol=1e-4, atol=1e-5)
 
 
@@ -334,14 +338,14 @@ def check_on_rank(
         text = TEXTS["text last"]
         qkv = method.inputs(GRID, text=text, batch=1)
         tokens = sum(lengths) + text.length
-        keep = (torch.arange(tokens) % 5 != 2).unsqueeze(0) if masked else None
-        call = {"attn_mask": keep, "num_replicated_suffix": text.length}
+        token_mask = (torch.arange(tokens) % 5 != 2).unsqueeze(0) if masked else None
+        call = {"attn_mask": token_mask, "num_replicated_suffix": text.length}
         with torch.no_grad():
             with use_parallel_groups(None):
                 want = run_sparse(method.layer(strict=True), qkv, GRID, text=text, **call)
             local = QKV(*(own(x, lengths, 0, text.length) for x in qkv))
             if masked:
-                call["attn_mask"] = own(keep, lengths, 0, text.length)
+                call["attn_mask"] = own(token_mask, lengths, 0, text.length)
             attention = method.layer(strict=True)
             out = run_sparse(attention, local, GRID, text=text, **call)
         torch.testing.assert_close(out, own(want, lengths, 0, text.length))

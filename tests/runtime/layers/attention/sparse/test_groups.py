@@ -38,11 +38,11 @@ def kind_of(x: torch.Tensor) -> torch.Tensor:
     return (x[..., 0] > 0).long() + (x[..., 1] > 0)
 
 
-def side(x: torch.Tensor, keep: torch.Tensor | None) -> Clusters:
+def side(x: torch.Tensor, token_mask: torch.Tensor | None) -> Clusters:
     x = x.transpose(1, 2)
     kind = kind_of(x)
-    if keep is not None:
-        kind = torch.where(keep[:, None], kind, KINDS)
+    if token_mask is not None:
+        kind = torch.where(token_mask[:, None], kind, KINDS)
     of_kind = (kind.unsqueeze(-1) == torch.arange(KINDS)).float()  # [B, H, S, C]
     counts = of_kind.sum(2)
     clean = torch.where((kind < KINDS).unsqueeze(-1), x, 0.0)
@@ -61,8 +61,8 @@ class SignRouter(Router[SignConfig]):
     def cut(self, settings, grid):
         return Cut.groups()
 
-    def group(self, settings, query, key, keep, context):
-        return side(query, keep), side(key, keep)
+    def group(self, settings, query, key, token_mask, context):
+        return side(query, token_mask), side(key, token_mask)
 
     def budget(self, settings, blocks, tokens):
         return Budget(settings.topk, blocks, settings.topk / blocks)
@@ -97,7 +97,7 @@ def inputs(text: TextSpan | None, kv_heads: int):
     return make_qkv(2, tokens, HEADS, SIZE, num_kv_heads=kv_heads)
 
 
-def mask_of(qkv, text, keep, kept=2):
+def mask_of(qkv, text, token_mask, kept=2):
     """Return the pairs that are kept, by definition, and the groups of every head's keys."""
     query, key, _ = qkv
     video = video_tokens(GRID, text)
@@ -107,21 +107,21 @@ def mask_of(qkv, text, keep, kept=2):
     for b, h in product(range(2), range(HEADS)):
         rows, columns = kind_of(query[b, :, h]), kind_of(key[b, :, h // group])
         mask[b, h] = rule[rows][:, columns]
-        if keep is not None:
-            mask[b, h, ~keep[b]] = True
-    mask = joint_mask(mask, video, keep)
+        if token_mask is not None:
+            mask[b, h, ~token_mask[b]] = True
+    mask = joint_mask(mask, video, token_mask)
 
     def blocks(b, h):
         kinds = kind_of(key[b, :, h // group])
-        real = [t for t in video if keep is None or keep[b, t]]
+        real = [t for t in video if token_mask is None or token_mask[b, t]]
         return [[t for t in real if kinds[t] == kind] for kind in range(KINDS)]
 
     return mask, blocks
 
 
-def run(impl, qkv, text=None, keep=None):
+def run(impl, qkv, text=None, token_mask=None):
     with set_forward_context(3, latent_grid=GRID, text_span=text) as context:
-        mask = None if keep is None else keep[:, None, None]
+        mask = None if token_mask is None else token_mask[:, None, None]
         return impl.forward(*qkv, context, attn_mask=mask)
 
 
@@ -129,18 +129,18 @@ def run(impl, qkv, text=None, keep=None):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("kv_heads", [HEADS, 2])
 def test_groups_attend_with_text_masks_and_shared_heads(where, masked, kv_heads):
-    text, keep = TEXTS[where], None
+    text, token_mask = TEXTS[where], None
     qkv = inputs(text, kv_heads)
     if masked:
-        keep = torch.ones(qkv.key.shape[:2], dtype=torch.bool)
-        keep[1, ::4] = False
+        token_mask = torch.ones(qkv.key.shape[:2], dtype=torch.bool)
+        token_mask[1, ::4] = False
     impl = impl_of(kv_heads)
-    out = run(impl, qkv, text, keep)
-    mask, _ = mask_of(qkv, text, keep)
+    out = run(impl, qkv, text, token_mask)
+    mask, _ = mask_of(qkv, text, token_mask)
     assert_within_error_budget(out, *qkv, scale=SCALE, mask=mask)
     (density,) = impl.layer.densities.by_step().values()
-    pairs = mask.sum() if keep is None else (mask & keep[:, None, None]).sum()
-    whole = mask[:, 0].numel() if keep is None else mask.shape[2] * int(keep.sum())
+    pairs = mask.sum() if token_mask is None else (mask & token_mask[:, None, None]).sum()
+    whole = mask[:, 0].numel() if token_mask is None else mask.shape[2] * int(token_mask.sum())
     assert abs(density - float(pairs) / HEADS / whole) < 1e-9
 
 

@@ -20,9 +20,9 @@ from tests.helpers.sparse import (
     best_blocks,
     block_inputs,
     joint_mask,
+    pair_mask,
     run_sparse,
     text_places,
-    token_mask,
     tokens_of_tiles,
     video_tokens,
 )
@@ -85,18 +85,20 @@ def cuts(name, text):
     return tiles, tiles
 
 
-def chosen_pairs(name, qkv, text, keep):
+def chosen_pairs(name, qkv, text, token_mask):
     """Return which token of the video attends to which, bool [B, H, S, S]."""
     queries, keys = cuts(name, text)
     tokens = qkv.query.shape[1]
     if name == "sta":
         chosen = kept_map(WINDOW, TILES).expand(2, 4, -1, -1)
-        return token_mask(chosen, queries, keys, tokens, tokens)
+        return pair_mask(chosen, queries, keys, tokens, tokens)
     if name == "vmoba":
         return own_choice(qkv, keys, text)
     kept = KEPT if name == "vsa" else int(0.6 * len(keys))
-    best = best_blocks(qkv.query, qkv.key, queries, keys, kept, keep=keep, centred=name == "sla")
-    return token_mask(best, queries, keys, tokens, tokens)
+    best = best_blocks(
+        qkv.query, qkv.key, queries, keys, kept, token_mask=token_mask, centred=name == "sla"
+    )
+    return pair_mask(best, queries, keys, tokens, tokens)
 
 
 def own_choice(qkv, chunks, text):
@@ -121,9 +123,9 @@ def inputs(method, text, **options):
 
 
 def mask_of(tokens):
-    keep = torch.arange(2 * tokens).view(2, -1) % 5 != 1
-    keep[1, 100:130] = False
-    return keep
+    token_mask = torch.arange(2 * tokens).view(2, -1) % 5 != 1
+    token_mask[1, 100:130] = False
+    return token_mask
 
 
 @pytest.mark.slow_cases("vmoba-no text", "vmoba-text first", "vmoba-text last")
@@ -144,13 +146,13 @@ def test_what_is_not_kept_counts_by_its_means(name, where):
 def test_masked_keys_are_in_no_mean(name):
     method, text = METHODS[name], TEXTS["text last"]
     qkv = inputs(method, text)
-    keep = mask_of(qkv.key.shape[1])
-    out = run_sparse(method.layer(), qkv, GRID, text=text, attn_mask=keep)
+    token_mask = mask_of(qkv.key.shape[1])
+    out = run_sparse(method.layer(), qkv, GRID, text=text, attn_mask=token_mask)
     video = video_tokens(GRID, text)
-    mask = joint_mask(chosen_pairs(name, qkv, text, keep), video, keep)
+    mask = joint_mask(chosen_pairs(name, qkv, text, token_mask), video, token_mask)
     blocks = cuts(name, text)[1]
-    want = pooled_attention(*qkv, mask, blocks, scale=SCALE, rows=video, keep=keep)
-    real = keep[:, :, None, None].expand_as(out)  # of masked queries nobody reads
+    want = pooled_attention(*qkv, mask, blocks, scale=SCALE, rows=video, token_mask=token_mask)
+    real = token_mask[:, :, None, None].expand_as(out)  # of masked queries nobody reads
     torch.testing.assert_close(out.double()[real], want[real], rtol=1e-4, atol=1e-5)
 
 
@@ -163,8 +165,8 @@ def test_clusters_that_are_not_kept_count_by_their_means(where, monkeypatch):
     monkeypatch.setattr(SVG2Router, "choose", lambda *x: found.append(choose(*x)) or found[-1])
     qkv = inputs(SVG2, text, kv_heads=2)
     out = run_sparse(SVG2.layer(kv_heads=2), qkv, GRID, text=text)
-    (queries, keys), keep = found
-    assert 0 < keep.float().mean() < 1
+    (queries, keys), token_mask = found
+    assert 0 < token_mask.float().mean() < 1
     video = video_tokens(GRID, text)
 
     def positions(clusters, b, h):
@@ -176,7 +178,7 @@ def test_clusters_that_are_not_kept_count_by_their_means(where, monkeypatch):
     mask = torch.zeros(2, 4, tokens, tokens, dtype=torch.bool)
     for b, h in product(range(2), range(4)):
         sides = positions(queries, b, h), positions(keys, b, h // 2)
-        mask[b, h] = token_mask(keep[b, h], *sides, tokens, tokens)
+        mask[b, h] = pair_mask(token_mask[b, h], *sides, tokens, tokens)
     mask = joint_mask(mask, video)
     want = pooled_attention(
         *qkv, mask, lambda b, h: positions(keys, b, h // 2), scale=SCALE, rows=video

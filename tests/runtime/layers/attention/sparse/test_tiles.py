@@ -42,7 +42,7 @@ def draw(layout: SequenceLayout, kv_heads: int = 4) -> tuple[torch.Tensor, ...]:
 def attend_densely(
     layout: SequenceLayout,
     inputs: tuple[torch.Tensor, ...],
-    keep: torch.Tensor | None = None,
+    token_mask: torch.Tensor | None = None,
     *,
     with_text: bool = False,
 ) -> torch.Tensor:
@@ -59,7 +59,7 @@ def attend_densely(
         layout=layout,
         scale=0.25,
         kernel=SelectedKernel("reference"),
-        keep=keep,
+        mask=token_mask,
     )
     return attend_tiled(call, queries, keys, lambda heads: plan)
 
@@ -91,10 +91,10 @@ def test_no_text_means_one_index_for_both_sides() -> None:
 def test_masked_keys_have_no_influence(name: str) -> None:
     layout = LAYOUTS[name]
     q, k, v = draw(layout)
-    keep = torch.rand(2, layout.num_keys, generator=torch.Generator().manual_seed(1)) < 0.6
-    keep[1, : layout.start + 8] = False  # whole tiles without a key
-    expected, _ = reference_attention(q, k, v, scale=0.25, mask=keep[:, None, None, :])
-    torch.testing.assert_close(attend_densely(layout, (q, k, v), keep), expected)
+    token_mask = torch.rand(2, layout.num_keys, generator=torch.Generator().manual_seed(1)) < 0.6
+    token_mask[1, : layout.start + 8] = False  # whole tiles without a key
+    expected, _ = reference_attention(q, k, v, scale=0.25, mask=token_mask[:, None, None, :])
+    torch.testing.assert_close(attend_densely(layout, (q, k, v), token_mask), expected)
 
 
 def test_the_tiled_order_is_every_token_once_video_first() -> None:

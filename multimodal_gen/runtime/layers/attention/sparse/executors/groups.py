@@ -41,9 +41,9 @@ def attend_groups(
     query, layer = call.query, router.layer
     with torch.no_grad():
         groups = _chosen(router, settings, call, context)
-        pairs = kept_pairs(groups.keep, groups.queries.counts, groups.keys.counts)
-        batch, heads = groups.keep.shape[:2]
-        share = density_of_pairs(pairs / (batch * heads), call.layout, call.keep)
+        pairs = kept_pairs(groups.cluster_mask, groups.queries.counts, groups.keys.counts)
+        batch, heads = groups.cluster_mask.shape[:2]
+        share = density_of_pairs(pairs / (batch * heads), call.layout, call.mask)
     if call.first_head == 0:  # the first heads of a call stand for all of it
         layer.dense_above.learn(share, 0, context)
     layer.note(context, share, heads)
@@ -59,9 +59,9 @@ def _chosen(
     router: Router[Any], settings: Any, call: SparseCall, context: ForwardContext
 ) -> GroupMap:
     """Return the router's groups of the whole sequence, and its choice among them."""
-    layout, keep = call.layout, call.keep
+    layout, mask = call.layout, call.mask
     video = layout.video
-    masked = None if keep is None else keep[:, video]
+    masked = None if mask is None else mask[:, video]
     queries, keys = router.group(
         settings, call.query[:, video], call.key[:, video], masked, context
     )
@@ -92,24 +92,24 @@ def _of_sequence(
         keys: groups of the video's keys, the same.
         chosen: bool [B, H, R, N].
     """
-    layout, keep, video = call.layout, call.keep, call.layout.num_video
+    layout, mask, video = call.layout, call.mask, call.layout.num_video
     rows, columns = (
         Groups(order=x.order + layout.start, starts=x.starts, counts=x.counts)
         for x in (queries, keys)
     )
-    if keep is not None:
+    if mask is not None:
         left = video - rows.counts.sum(2, keepdim=True, dtype=torch.int32)
         rows = _with_one_more(rows, video - left, left)
         chosen = F.pad(chosen, (0, 0, 0, 1), value=True)
     if layout.num_keys > video:
         text, count = (
             x[:, None].expand(*columns.order.shape[:2], -1)
-            for x in _text(layout, keep, columns.order.device)
+            for x in _text(layout, mask, columns.order.device)
         )
         columns = columns._replace(order=torch.cat((columns.order, text), 2))
         columns = _with_one_more(columns, torch.full_like(count, video), count)
         chosen = F.pad(chosen, (0, 1), value=True)
-    return GroupMap(queries=rows, keys=columns, keep=chosen)
+    return GroupMap(queries=rows, keys=columns, cluster_mask=chosen)
 
 
 def _with_one_more(groups: Groups, start: torch.Tensor, count: torch.Tensor) -> Groups:
@@ -119,16 +119,16 @@ def _with_one_more(groups: Groups, start: torch.Tensor, count: torch.Tensor) -> 
 
 
 def _text(
-    layout: SequenceLayout, keep: torch.Tensor | None, device: torch.device
+    layout: SequenceLayout, mask: torch.Tensor | None, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the positions of text [B|1, text], kept ones first, and how many are kept [B|1, 1]."""
     end = layout.start + layout.num_video
     before = torch.arange(layout.start, dtype=torch.int32, device=device)
     behind = torch.arange(end, layout.num_keys, dtype=torch.int32, device=device)
     text = torch.cat((before, behind))
-    if keep is None:
+    if mask is None:
         return text.unsqueeze(0), torch.full((1, 1), len(text), dtype=torch.int32, device=device)
-    text, block = kept_first(text, Blocks.regular(len(text), len(text)), keep)
+    text, block = kept_first(text, Blocks.regular(len(text), len(text)), mask)
     return text, block.bounds(device)[1][:, 0]
 
 
@@ -153,7 +153,7 @@ def _attend(call: SparseCall, groups: GroupMap, out: torch.Tensor) -> None:
             call.value[:, :, kv],
             groups.queries.heads(heads),
             groups.keys.heads(kv),
-            groups.keep[:, heads],
+            groups.cluster_mask[:, heads],
             out[:, :, heads],
             scale=call.scale,
             kernel=call.kernel,
@@ -171,7 +171,7 @@ def _record(call: SparseCall, groups: GroupMap) -> None:
     heads = call.query.shape[2]
     record_plan(
         slice(0, heads),
-        cluster_plan(groups.queries, groups.keys, groups.keep),
+        cluster_plan(groups.queries, groups.keys, groups.cluster_mask),
         (call.layout.num_queries, call.layout.num_keys),
         queries=groups.queries.order,
         keys=groups.keys.order.repeat_interleave(heads // call.key.shape[2], dim=1),

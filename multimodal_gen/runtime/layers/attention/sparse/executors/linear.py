@@ -64,9 +64,9 @@ def attend_in_place(
     if out is None:
         out, plan = _attend_both(router, settings, call, blocks, budget)
         # Blocks that are cut short, of which there are few in long sequences, or by a mask.
-        is_cut = call.keep is not None or blocks.num_video <= FEW_BLOCKS
+        is_cut = call.mask is not None or blocks.num_video <= FEW_BLOCKS
         if is_cut and budget.kept < budget.blocks:
-            density = density_of_plan(plan, layout, call.keep)
+            density = density_of_plan(plan, layout, call.mask)
     layer.note(context, density, call.query.shape[2])
     return out
 
@@ -79,8 +79,8 @@ def _attend_both(
     dtype = router.compute_dtype(settings, given)
     q, k, v = (x.to(dtype) for x in (call.query, call.key, call.value))
     keys, index = blocks.keys, None
-    if call.keep is not None:
-        index, keys = kept_first(blocks.order, blocks.ordered, call.keep)
+    if call.mask is not None:
+        index, keys = kept_first(blocks.order, blocks.ordered, call.mask)
         k, v = gather_tokens((k, v), index)
     branch = None if call.projection is None else router.linear(settings)
     state: KeyState | None = None
@@ -92,7 +92,7 @@ def _attend_both(
         plan = BlockPlan.dense(blocks.queries, keys, q.device)
     else:
         choose = partial(router.chosen, settings, budget=budget)
-        plan = plan_of_blocks(choose, q, means, keys, blocks, scale=call.scale, keep=call.keep)
+        plan = plan_of_blocks(choose, q, means, keys, blocks, scale=call.scale, mask=call.mask)
     record_plan(slice(0, q.shape[2]), plan, (q.shape[1], k.shape[1]), keys=index)
     engine = router.engine(settings)
     if engine is None:
@@ -121,7 +121,7 @@ def plan_of_blocks(
     blocks: RasterBlocks,
     *,
     scale: float = 1.0,
-    keep: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
 ) -> BlockPlan:
     """Return the plan in which blocks of queries keep what is chosen for them, and all text.
 
@@ -132,13 +132,13 @@ def plan_of_blocks(
         keys: the key blocks, which may have become shorter than those of `blocks`.
         blocks: the blocks.
         scale: factor of the scores.
-        keep: bool [B, Sk], keys that may be attended to; None for all.
+        mask: bool [B, Sk], keys that may be attended to; None for all.
     """
-    if keep is not None:  # the video lies at the same positions on both sides
-        query = query[:, : keep.shape[1]]
+    if mask is not None:  # the video lies at the same positions on both sides
+        query = query[:, : mask.shape[1]]
     starts, of_queries = (bound[0, 0] for bound in blocks.queries.bounds(query.device))
     size = blocks.queries.size
-    (pooled,) = pool_tiles((query.detach(),), Tiles(starts, of_queries, size), keep=keep)
+    (pooled,) = pool_tiles((query.detach(),), Tiles(starts, of_queries, size), mask=mask)
     lengths = keys.bounds(query.device)[1][:, 0, : blocks.num_video]
     # A block whose keys are all masked has no mean, and attending to it would be for nothing.
     real = None if keys is blocks.keys else lengths > 0
@@ -199,12 +199,12 @@ def _ring_state(inputs: RingInputs, shards: Sequence[Shard | None], feature_map:
     precise = torch.promote_types(key.dtype, torch.float32)
     own = key.new_zeros((batch, heads, size + 1, size), dtype=precise)
     if mine is not None:
-        own = _shard_state(key, inputs.value, mine, call.keep_of(call.group.index), feature_map)
+        own = _shard_state(key, inputs.value, mine, call.mask_of(call.group.index), feature_map)
     total = sum_over_ring(own, call.group)
     if inputs.shared_key is not None and inputs.shared_value is not None:
         text = text_shard(inputs.shared_key.shape[1], key.device, _TEXT_BLOCK)
         shared = inputs.shared_key, inputs.shared_value
-        total = total + _shard_state(*shared, text, call.shared_keep, feature_map)
+        total = total + _shard_state(*shared, text, call.shared_mask, feature_map)
     return KeyState(moments=total[:, :, :-1], sums=total[:, :, -1])
 
 
@@ -212,13 +212,13 @@ def _shard_state(
     key: torch.Tensor,
     value: torch.Tensor,
     shard: Shard,
-    keep: torch.Tensor | None,
+    mask: torch.Tensor | None,
     feature_map: str,
 ) -> torch.Tensor:
     """Return moments and sums of a shard as one tensor, [B, H, D + 1, D]."""
     blocks = Blocks.regular(key.shape[1], shard.keys.order.largest)
-    if keep is not None:
-        index, blocks = kept_first(shard.keys.index, shard.keys.blocks, keep)
+    if mask is not None:
+        index, blocks = kept_first(shard.keys.index, shard.keys.blocks, mask)
         key, value = gather_tokens((key, value), index)
     _, state = key_state(key, value, blocks, feature_map=feature_map)
     return torch.cat((state.moments, state.sums.unsqueeze(2)), dim=2)

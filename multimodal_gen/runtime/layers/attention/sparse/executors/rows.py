@@ -86,7 +86,7 @@ class RowChunks(NamedTuple):
 
 
 def key_blocks(
-    keys: TiledSequence, groups: ChunkGroups, heads: int, keep: torch.Tensor | None
+    keys: TiledSequence, groups: ChunkGroups, heads: int, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, Blocks]:
     """Return where every key comes from, and the key blocks of all groups of all heads.
 
@@ -94,15 +94,15 @@ def key_blocks(
         keys: see `RowChunks`.
         groups: how the chunks are grouped.
         heads: query heads.
-        keep: bool [B, Sk], keys that may be attended to; None for all.
+        mask: bool [B, Sk], keys that may be attended to; None for all.
 
     Returns:
         The index, int32 [Sk] or [B, Sk]; and for head h * G + g the chunks of group g, those it
         lacks being empty, then the keys that are not of the video, if any.
     """
     index, blocks = keys.index, keys.blocks
-    if keep is not None:
-        index, blocks = kept_first(index, blocks, keep)
+    if mask is not None:
+        index, blocks = kept_first(index, blocks, mask)
     starts, lengths = (_grouped(x, groups) for x in blocks.bounds(index.device))
     return index, Blocks.ragged(
         starts.repeat(1, heads, 1),
@@ -166,10 +166,10 @@ def row_stats(call: SparseCall, chunks: RowChunks) -> RowStats:
     """Return what the rows of a call choose by."""
     order, video = chunks.keys.order, call.layout.video
     tiles = Tiles(order.starts, order.lengths, order.largest, chunks.keys.index)
-    means = chunk_means(call.key, tiles, keep=call.keep)
+    means = chunk_means(call.key, tiles, mask=call.mask)
     # The video lies at the same positions on both sides, so its masked keys are queries, too.
-    keep = None if call.keep is None else call.keep[:, video]
-    return RowStats(query=call.query[:, video], chunks=means, own=chunks.own, keep=keep)
+    mask = None if call.mask is None else call.mask[:, video]
+    return RowStats(query=call.query[:, video], chunks=means, own=chunks.own, mask=mask)
 
 
 def choose_rows(
@@ -352,12 +352,12 @@ def _attend_bits(
     groups = groups or chunk_groups(chunks.num_tiles, layout.num_video)
     out = torch.empty((*query.shape[:3], call.value.shape[3]), dtype=query.dtype, device=key.device)
     # Rows of a query block that suit the kernel that will run.
-    copied = not chunks.in_order or call.keep is not None
+    copied = not chunks.in_order or call.mask is not None
     block = rows_for_choice(query, call.kernel, () if copied else (key, call.value))
     rows = sort_rows(bits, groups, block=block, extra=chunks.num_text_blocks > 0)
     # Kernels with such blocks write the parts over the copies of the queries.
     passes = _passes(call, groups, overwritten=block == CHOICE_ROWS, copied=copied)
-    keys = key_blocks(chunks, groups, (passes[0].stop - passes[0].start) * group, call.keep)
+    keys = key_blocks(chunks, groups, (passes[0].stop - passes[0].start) * group, call.mask)
     order = _in_order(rows.counts.numel() // len(passes), key.device)
     attend_text(call, out)
 

@@ -295,10 +295,12 @@ class SageSLARouter(_BothRouter[SageSLAConfig]):
             )
         # Every row keeps as many.
         indices = plan.indices.expand(query.shape[0], query.shape[2], -1, -1)
-        keep = lists_as_map(indices, plan.kv.num)
+        block_mask = lists_as_map(indices, plan.kv.num)
         masked = not (plan.q.is_regular and plan.kv.is_regular)
         scale, label = self.layer.scale, self.layer.label
-        return attend_spas_sage(query, key, value, keep, scale=scale, label=label, masked=masked)
+        return attend_spas_sage(
+            query, key, value, block_mask, scale=scale, label=label, masked=masked
+        )
 
 
 class SLABackend(SparseBackend):

@@ -157,7 +157,7 @@ class SpargeRouter(Router[SpargeConfig]):
     def attend_upstream(
         self, settings: SpargeConfig, call: SparseCall, keys: Any, select: Any
     ) -> torch.Tensor | None:
-        masked, label = call.keep is not None or bool(call.layout.text), self.layer.label
+        masked, label = call.mask is not None or bool(call.layout.text), self.layer.label
         parts = (call.query, call.key, call.value)
         return attend_spas_sage(*parts, select(), scale=call.scale, label=label, masked=masked)
 

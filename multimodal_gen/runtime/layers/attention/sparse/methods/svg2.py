@@ -207,7 +207,7 @@ class CentroidCache:
             return None
         return found
 
-    def keep(self, branch: _Branch | None, centroids: Centroids, num_steps: int | None) -> None:
+    def store(self, branch: _Branch | None, centroids: Centroids, num_steps: int | None) -> None:
         """Keep centroids for the next step; after the last one, drop what there is."""
         if branch is None:
             return
@@ -267,7 +267,7 @@ class SVG2Router(Router[SVG2Config]):
         settings: SVG2Config,
         query: torch.Tensor,
         key: torch.Tensor,
-        keep: torch.Tensor | None,
+        mask: torch.Tensor | None,
         context: ForwardContext,
     ) -> tuple[Clusters, Clusters]:
         """Return the clusters of both sides, from where the step before left them."""
@@ -286,7 +286,7 @@ class SVG2Router(Router[SVG2Config]):
 
         def cluster(side: str, x: torch.Tensor, num: int) -> None:
             known: torch.Tensor | None = getattr(before, side, None)
-            found[side] = self.cluster_side(settings, x, num, known, keep, age)
+            found[side] = self.cluster_side(settings, x, num, known, mask, age)
 
         sides = (
             ("query", query, settings.svg2_num_q_centroids),
@@ -301,7 +301,7 @@ class SVG2Router(Router[SVG2Config]):
         left = {side: clusters.centroids.to(query.dtype) for side, clusters in found.items()}
         if before is None:  # keys that are kept together then lie together
             left["key"] = by_similarity(left["key"])
-        self.centroids.keep(branch, Centroids(step=step, **left), context.num_steps)
+        self.centroids.store(branch, Centroids(step=step, **left), context.num_steps)
         return found["query"], found["key"]
 
     def cluster_side(
@@ -310,7 +310,7 @@ class SVG2Router(Router[SVG2Config]):
         x: torch.Tensor,
         num: int,
         known: torch.Tensor | None,
-        keep: torch.Tensor | None,
+        mask: torch.Tensor | None,
         age: int,
     ) -> Clusters:
         """Cluster the tokens of one side, [B, S, H, D]; centroids are `age` steps old."""
@@ -319,9 +319,9 @@ class SVG2Router(Router[SVG2Config]):
         step, first = settings.svg2_kmeans_iter_step, settings.svg2_kmeans_iter_init
         iterations = min(step * age, max(step, first))
         if known is None or known.shape != shape:
-            known = by_similarity(initial_centroids(x, num, keep=keep))
+            known = by_similarity(initial_centroids(x, num, mask=mask))
             iterations = first
-        return kmeans(x, known, iterations=iterations, keep=keep, kernel=settings.kmeans_kernel)
+        return kmeans(x, known, iterations=iterations, mask=mask, kernel=settings.kmeans_kernel)
 
     def _clusters_of(self, num_tokens: int, num: int) -> int:
         """Return how many clusters so many tokens get where `num` are asked for."""

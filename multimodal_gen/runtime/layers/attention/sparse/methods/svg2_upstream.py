@@ -57,7 +57,7 @@ def attend_upstream(call: SparseCall, groups: GroupMap, backend: str) -> torch.T
     k, v = gather_tokens((call.key, call.value), groups.keys.order)
     heads_first = (x.transpose(1, 2).contiguous() for x in (q, k, v))
     sizes = groups.queries.counts, groups.keys.counts
-    found = attend(*heads_first, groups.keep, *sizes, is_cpu=False)
+    found = attend(*heads_first, groups.cluster_mask, *sizes, is_cpu=False)
     out = torch.empty_like(call.query)
     scatter_tokens(found.transpose(1, 2), groups.queries.order, out)
     return out

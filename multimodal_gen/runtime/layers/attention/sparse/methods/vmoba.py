@@ -88,7 +88,7 @@ class VMoBAConfig(SparseConfig):
         spatial_layer: layers with spatial chunks in each cycle.
         st_layer: layers with spatio-temporal chunks in each cycle.
         only_own_chunk: what a call does when no query selects more than its own chunk, which is
-            when `topk` is 1: `full` attention, as the authors' kernel does, or `keep` to them.
+            when `topk` is 1: `full` attention, as the authors' kernel does, or `mask` to them.
         tail: what becomes of chunks that a query does not keep: `none` drops them, as the paper
             does; `pooled` counts each by the mean of its keys and values.
         kernel: which kernel runs; `auto` takes the fastest one supported.
@@ -219,7 +219,7 @@ class VMoBARouter(Router[VMoBAConfig]):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return each query's own chunk and those it selects."""
         rule = self._rule(settings)
-        return select_chunks(stats.query, stats.chunks, stats.own, rule, keep=stats.keep)
+        return select_chunks(stats.query, stats.chunks, stats.own, rule, mask=stats.mask)
 
     def attend_upstream(
         self, settings: VMoBAConfig, call: SparseCall, keys: Any, select: Any

@@ -68,17 +68,17 @@ def attend_upstream(
     module = importlib.import_module(call.kernel.name)
     slots = _slots(order)
     token = order.order.long()
-    keep = None if call.kernel.name == "vsa" else lists_as_map(select(), len(order.starts))
+    block_mask = None if call.kernel.name == "vsa" else lists_as_map(select(), len(order.starts))
     out = torch.empty_like(call.query)
     # One by one: some releases take one batch entry only.
     for b in range(out.shape[0]):
         parts = (call.query, call.key, call.value)
         q, k, v = (_padded(x[b, token], slots, len(order.starts)) for x in parts)
-        if keep is None:
+        if block_mask is None:
             nothing = q.new_zeros(()).expand(q.shape)
             padded = module.video_sparse_attn(q, k, v, order.lengths, kept, _TILE, nothing)
         else:
-            padded, _ = _fine_stage(module)(q, k, v, keep[b : b + 1], order.lengths)
+            padded, _ = _fine_stage(module)(q, k, v, block_mask[b : b + 1], order.lengths)
         out[b, token] = padded[0, :, slots].transpose(0, 1)
     return out
 

@@ -13,9 +13,9 @@ from tests.helpers.sparse import (
     best_blocks,
     block_inputs,
     joint_mask,
+    pair_mask,
     run_sparse,
     text_places,
-    token_mask,
     tokens_of_tiles,
     video_tokens,
 )
@@ -32,19 +32,19 @@ METHOD = SparseMethod(
 SCALE, layer = METHOD.scale, METHOD.layer
 
 
-def check(attention, text=None, *, kept, keep=None, batch=1, step=0, tail=False, known=None):
+def check(attention, text=None, *, kept, token_mask=None, batch=1, step=0, tail=False, known=None):
     blocks, video = tokens_of_tiles(GRID, CUBE, text), video_tokens(GRID, text)
     qkv = block_inputs(METHOD.inputs(GRID, text=text, batch=batch, kv_heads=1), blocks)
-    out = run_sparse(attention, qkv, GRID, text=text, attn_mask=keep, step=step, known=known)
-    chosen = best_blocks(qkv.query, qkv.key, blocks, blocks, kept, keep=keep)
+    out = run_sparse(attention, qkv, GRID, text=text, attn_mask=token_mask, step=step, known=known)
+    chosen = best_blocks(qkv.query, qkv.key, blocks, blocks, kept, token_mask=token_mask)
     chosen |= torch.eye(len(blocks), dtype=torch.bool)
     tokens = qkv.query.shape[1]
-    mask = joint_mask(token_mask(chosen, blocks, blocks, tokens, tokens), video, keep)
+    mask = joint_mask(pair_mask(chosen, blocks, blocks, tokens, tokens), video, token_mask)
     if tail:
-        want = pooled_attention(*qkv, mask, blocks, scale=SCALE, rows=video, keep=keep)
+        want = pooled_attention(*qkv, mask, blocks, scale=SCALE, rows=video, token_mask=token_mask)
     else:
         want, _ = reference_attention(*qkv, scale=SCALE, mask=mask)
-    real = slice(None) if keep is None else keep[:, :, None, None].expand_as(out)
+    real = slice(None) if token_mask is None else token_mask[:, :, None, None].expand_as(out)
     torch.testing.assert_close(out.double()[real], want[real], rtol=1e-4, atol=1e-5)
 
 
@@ -54,8 +54,14 @@ def test_the_best_cubes_and_itself_are_kept_and_text_is(where):
 
 
 def test_masked_tokens_are_in_no_mean():
-    keep = torch.arange(2 * 290).view(2, -1) % 7 != 3
-    check(layer(kv_heads=1, topk_ratio=0.2), TEXTS["text last"], kept=3, keep=keep, batch=2)
+    token_mask = torch.arange(2 * 290).view(2, -1) % 7 != 3
+    check(
+        layer(kv_heads=1, topk_ratio=0.2),
+        TEXTS["text last"],
+        kept=3,
+        token_mask=token_mask,
+        batch=2,
+    )
 
 
 def test_what_is_not_kept_may_count_by_its_means():

@@ -11,9 +11,9 @@ from tests.helpers.sparse import (
     best_blocks,
     block_inputs,
     joint_mask,
+    pair_mask,
     run_sparse,
     text_places,
-    token_mask,
     video_tokens,
 )
 from tests.helpers.tail import pooled_attention
@@ -25,18 +25,18 @@ SCALE = METHOD.scale
 layer = METHOD.layer
 
 
-def check(attention, text=None, *, kept, first_order=True, keep=None, batch=1):
+def check(attention, text=None, *, kept, first_order=True, token_mask=None, batch=1):
     video = video_tokens(GRID, text)
     blocks = [video[i : i + 64] for i in range(0, len(video), 64)]
     qkv = block_inputs(METHOD.inputs(GRID, text=text, batch=batch, kv_heads=1), blocks, values=True)
-    out = run_sparse(attention, qkv, GRID, text=text, attn_mask=keep)
-    chosen = best_blocks(qkv.query, qkv.key, blocks, blocks, kept, keep=keep)
+    out = run_sparse(attention, qkv, GRID, text=text, attn_mask=token_mask)
+    chosen = best_blocks(qkv.query, qkv.key, blocks, blocks, kept, token_mask=token_mask)
     tokens = qkv.query.shape[1]
-    mask = joint_mask(token_mask(chosen, blocks, blocks, tokens, tokens), video, keep)
+    mask = joint_mask(pair_mask(chosen, blocks, blocks, tokens, tokens), video, token_mask)
     want = pooled_attention(
-        *qkv, mask, blocks, scale=SCALE, rows=video, keep=keep, first_order=first_order
+        *qkv, mask, blocks, scale=SCALE, rows=video, token_mask=token_mask, first_order=first_order
     )
-    real = slice(None) if keep is None else keep[:, :, None, None].expand_as(out)
+    real = slice(None) if token_mask is None else token_mask[:, :, None, None].expand_as(out)
     torch.testing.assert_close(out.double()[real], want[real], rtol=1e-4, atol=1e-5)
     return qkv, out
 
@@ -54,9 +54,11 @@ def test_without_the_first_order_means_are_what_is_left():
 
 
 def test_masked_tokens_are_in_no_mean_and_in_no_slope():
-    keep = torch.arange(2 * 655).view(2, -1) % 7 != 3
-    keep[1, 200:250] = False
-    check(layer(kv_heads=1, density=0.3), TEXTS["text last"], kept=3, keep=keep, batch=2)
+    token_mask = torch.arange(2 * 655).view(2, -1) % 7 != 3
+    token_mask[1, 200:250] = False
+    check(
+        layer(kv_heads=1, density=0.3), TEXTS["text last"], kept=3, token_mask=token_mask, batch=2
+    )
 
 
 def test_with_every_block_it_is_dense_attention():

@@ -36,9 +36,9 @@ from tests.helpers.sparse import (
     best_blocks,
     block_inputs,
     joint_mask,
+    pair_mask,
     run_sparse,
     text_places,
-    token_mask,
     video_tokens,
 )
 from tests.helpers.tolerance import (
@@ -78,7 +78,7 @@ def inputs(grid, *, dtype=torch.float32, **options):
 class Definition:
     """Which token the branches attend to: by the means of blocks of raster order."""
 
-    def __init__(self, qkv, grid, q_size, kv_size, ratio, text=None, keep=None):
+    def __init__(self, qkv, grid, q_size, kv_size, ratio, text=None, token_mask=None):
         self.video = video_tokens(grid, text)
         shape = qkv.query.shape[1], qkv.key.shape[1]
         self.text = [t for t in range(shape[0]) if t not in set(self.video)]
@@ -86,14 +86,14 @@ class Definition:
             [self.video[i : i + n] for i in range(0, len(self.video), n)] for n in (q_size, kv_size)
         ]
         kept = max(1, math.floor(ratio * len(cuts[1]) + 1e-9))
-        best = best_blocks(*qkv[:2], *cuts, kept, keep=keep, centred=True)
-        self.mask = joint_mask(token_mask(best, *cuts, *shape), self.video, keep)
-        self.unselected = token_mask(~best, *cuts, *shape)
+        best = best_blocks(*qkv[:2], *cuts, kept, token_mask=token_mask, centred=True)
+        self.mask = joint_mask(pair_mask(best, *cuts, *shape), self.video, token_mask)
+        self.unselected = pair_mask(~best, *cuts, *shape)
         self.everything = torch.zeros_like(self.mask)
         self.everything[:, :, self.video] = True
-        if keep is not None:
-            self.unselected &= keep[:, None, None, :]
-            self.everything &= keep[:, None, None, :]
+        if token_mask is not None:
+            self.unselected &= token_mask[:, None, None, :]
+            self.everything &= token_mask[:, None, None, :]
 
 
 def check(qkv, out, naive, linear=None, *, feature_map="softmax", unselected=False, sparse=None):
@@ -276,19 +276,19 @@ def test_use_bf16_names_the_dtype_of_16_bit_calls(dtype, use_bf16, computed, mon
 def test_masked_text_is_in_neither_branch_and_may_hold_anything(branch):
     text = TEXTS["text last"]
     query, key, value = inputs(RAGGED, text=text)
-    keep = torch.ones(2, query.shape[1], dtype=torch.bool)
-    keep[0, -40:] = False
-    keep[1, text.start + 3 : text.start + 20] = False
-    keep[1, 100:110] = False
-    rows = keep[..., None, None]
-    naive = Definition(QKV(query, key, value), RAGGED, 128, 64, 0.3, text, keep)
-    naive.mask &= keep[:, None, :, None]
+    token_mask = torch.ones(2, query.shape[1], dtype=torch.bool)
+    token_mask[0, -40:] = False
+    token_mask[1, text.start + 3 : text.start + 20] = False
+    token_mask[1, 100:110] = False
+    rows = token_mask[..., None, None]
+    naive = Definition(QKV(query, key, value), RAGGED, 128, 64, 0.3, text, token_mask)
+    naive.mask &= token_mask[:, None, :, None]
     dirty = QKV(*(x.masked_fill(~rows, torch.nan) for x in (query, key, value)))
     options = {"topk_ratio": 0.3, "linear_branch": branch}
-    sparse = run(layer(**options), dirty, RAGGED, text=text, attn_mask=keep)
+    sparse = run(layer(**options), dirty, RAGGED, text=text, attn_mask=token_mask)
     assert_within_error_budget(sparse, query, key, value, scale=SCALE, mask=naive.mask)
     linear = projection()
-    out = run(layer(projection=linear, **options), dirty, RAGGED, text=text, attn_mask=keep)
+    out = run(layer(projection=linear, **options), dirty, RAGGED, text=text, attn_mask=token_mask)
     seen = naive.unselected if branch == "unselected" else naive.everything
     branch_out, size = naive_linear(query, key, value, seen, "softmax", linear.weight, linear.bias)
     branch_out, size = (torch.where(rows, x, 0.0)[:, naive.video] for x in (branch_out, size))
@@ -297,12 +297,12 @@ def test_masked_text_is_in_neither_branch_and_may_hold_anything(branch):
 
 def test_a_block_that_is_all_padding_takes_no_others_place():
     query, key, value = inputs(RAGGED)
-    keep = torch.ones(2, query.shape[1], dtype=torch.bool)
-    keep[:, 192:256] = False  # the fourth of eight blocks of keys
+    token_mask = torch.ones(2, query.shape[1], dtype=torch.bool)
+    token_mask[:, 192:256] = False  # the fourth of eight blocks of keys
     # Centred, a mean of zero scores above all others.
     query, key = query.abs(), -key.abs()
-    out = run(layer(topk_ratio=0.875), QKV(query, key, value), RAGGED, attn_mask=keep)
-    mask = (keep[:, None, :, None] & keep[:, None, None, :]).expand(-1, HEADS, -1, -1)
+    out = run(layer(topk_ratio=0.875), QKV(query, key, value), RAGGED, attn_mask=token_mask)
+    mask = (token_mask[:, None, :, None] & token_mask[:, None, None, :]).expand(-1, HEADS, -1, -1)
     assert_within_error_budget(out, query, key, value, scale=SCALE, mask=mask)
 
 
@@ -321,14 +321,14 @@ def test_masked_video_may_hold_anything_where_queries_are_longer():
     text = TEXTS["text last"]
     query, key, value = inputs(RAGGED, text=text)
     some = slice(0, text.start + 9)
-    keep = torch.ones(2, text.start + 9, dtype=torch.bool)
-    keep[1, 100:110] = False
+    token_mask = torch.ones(2, text.start + 9, dtype=torch.bool)
+    token_mask[1, 100:110] = False
     qkv = QKV(query, key[:, some], value[:, some])
     dirty = QKV(*(x.index_fill(1, torch.arange(100, 110), torch.nan) for x in qkv))
     attention = layer(topk_ratio=0.3)
     for x, d in zip(qkv, dirty, strict=True):
         d[0] = x[0]
-    clean, out = (run(attention, x, RAGGED, text=text, attn_mask=keep) for x in (qkv, dirty))
+    clean, out = (run(attention, x, RAGGED, text=text, attn_mask=token_mask) for x in (qkv, dirty))
     rows = torch.ones(2, query.shape[1], dtype=torch.bool)
     rows[1, 100:110] = False
     assert torch.equal(out[rows], clean[rows])

@@ -18,9 +18,9 @@ from tests.helpers.sparse import (
     assert_same_gradients,
     block_inputs,
     joint_mask,
+    pair_mask,
     run_sparse,
     text_places,
-    token_mask,
     tokens_of_tiles,
     video_tokens,
 )
@@ -50,25 +50,25 @@ def inputs(text=None, **options):
     return block_inputs(qkv, cut(text), values=True)
 
 
-def means(x, blocks, keep):
+def means(x, blocks, token_mask):
     """Return the mean of every block's kept tokens, and zero where there are none."""
     found = []
     for tokens in blocks:
-        kept = [t for t in tokens if keep is None or keep[t]]
+        kept = [t for t in tokens if token_mask is None or token_mask[t]]
         found.append(x[kept].double().mean(0) if kept else torch.zeros(x.shape[1]).double())
     return torch.stack(found).to(x.dtype).double()
 
 
-def exact_blocks(qkv, blocks, *, tau=1.0, thresh_type="diag", topk=None, keep=None):
+def exact_blocks(qkv, blocks, *, tau=1.0, thresh_type="diag", topk=None, token_mask=None):
     """Return which block attends to which, bool [B, H, N, N], one row at a time."""
     batch, _, heads, _ = qkv.query.shape
     num = len(blocks)
     chosen = torch.zeros(batch, heads, num, num, dtype=torch.bool)
     for b, h in product(range(batch), range(heads)):
-        kept = None if keep is None else keep[b]
+        kept = None if token_mask is None else token_mask[b]
         query = means(qkv.query[b, :, h], blocks, kept)
         key = means(qkv.key[b, :, h * qkv.key.shape[2] // heads], blocks, kept)
-        real = [n for n in range(num) if keep is None or kept[list(blocks[n])].any()]
+        real = [n for n in range(num) if token_mask is None or kept[list(blocks[n])].any()]
         for i in range(num):
             scores = {j: float(query[i] @ key[j]) * SCALE for j in real}
             if topk is not None:
@@ -86,13 +86,13 @@ def exact_blocks(qkv, blocks, *, tau=1.0, thresh_type="diag", topk=None, keep=No
     return chosen
 
 
-def check(attention, qkv, text=None, *, chosen, blocks, keep=None, **options):
+def check(attention, qkv, text=None, *, chosen, blocks, token_mask=None, **options):
     """Assert that a layer attends to chosen blocks exactly and to the others by their means."""
-    out = run_sparse(attention, qkv, GRID, text=text, attn_mask=keep, **options)
+    out = run_sparse(attention, qkv, GRID, text=text, attn_mask=token_mask, **options)
     video, tokens = video_tokens(GRID, text), qkv.query.shape[1]
-    mask = joint_mask(token_mask(chosen, blocks, blocks, tokens, tokens), video, keep)
-    want = pooled_attention(*qkv, mask, blocks, scale=SCALE, rows=video, keep=keep)
-    real = slice(None) if keep is None else keep[:, :, None, None].expand_as(out)
+    mask = joint_mask(pair_mask(chosen, blocks, blocks, tokens, tokens), video, token_mask)
+    want = pooled_attention(*qkv, mask, blocks, scale=SCALE, rows=video, token_mask=token_mask)
+    real = slice(None) if token_mask is None else token_mask[:, :, None, None].expand_as(out)
     torch.testing.assert_close(out.double()[real], want[real], rtol=1e-4, atol=1e-5)
     assert 0 < chosen.float().mean() < 1
     return out
@@ -128,12 +128,12 @@ def test_the_best_blocks_may_be_exact_instead():
 @pytest.mark.parametrize("thresh_type", ["diag", "exact"])
 def test_masked_keys_are_in_no_mean_and_in_no_threshold(thresh_type):
     qkv, blocks = inputs(TEXTS["text first"]), cut(TEXTS["text first"])
-    keep = torch.arange(2 * 655).view(2, -1) % 7 != 3
-    keep[1, 200:400] = False
-    chosen = exact_blocks(qkv, blocks, thresh_type=thresh_type, keep=keep)
+    token_mask = torch.arange(2 * 655).view(2, -1) % 7 != 3
+    token_mask[1, 200:400] = False
+    chosen = exact_blocks(qkv, blocks, thresh_type=thresh_type, token_mask=token_mask)
     attention = layer(thresh_type=thresh_type)
     text = TEXTS["text first"]
-    check(attention, qkv, text, chosen=chosen, blocks=blocks, keep=keep)
+    check(attention, qkv, text, chosen=chosen, blocks=blocks, token_mask=token_mask)
 
 
 def test_far_below_every_score_it_is_dense_attention():
@@ -171,7 +171,7 @@ def test_without_the_tail_what_is_not_exact_is_dropped():
     out = run_sparse(layer(tail="none"), qkv, GRID)
     tokens = qkv.query.shape[1]
     exact, _ = reference_attention(
-        *qkv, scale=SCALE, mask=token_mask(chosen, blocks, blocks, tokens, tokens)
+        *qkv, scale=SCALE, mask=pair_mask(chosen, blocks, blocks, tokens, tokens)
     )
     torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=1e-5)
 
@@ -181,14 +181,14 @@ def test_the_report_tells_the_share_of_exact_blocks():
     run_sparse(attention, qkv, GRID)
     ((step, density),) = attention.report().entries[-1].densities
     blocks, tokens = cut(None), qkv.query.shape[1]
-    share = token_mask(exact_blocks(qkv, blocks), blocks, blocks, tokens, tokens).double().mean()
+    share = pair_mask(exact_blocks(qkv, blocks), blocks, blocks, tokens, tokens).double().mean()
     assert (step, density) == (0, pytest.approx(float(share)))
 
 
 def test_gradients_are_those_of_the_definition():
     qkv, blocks = inputs(batch=1), cut(None)
     chosen, tokens = exact_blocks(qkv, blocks), qkv.query.shape[1]
-    mask, attention = token_mask(chosen, blocks, blocks, tokens, tokens), layer()
+    mask, attention = pair_mask(chosen, blocks, blocks, tokens, tokens), layer()
 
     def definition(q, k, v):
         return pooled_attention(q, k, v, mask, blocks, scale=SCALE)

@@ -17,9 +17,9 @@ from tests.helpers.sparse import (
     SparseMethod,
     block_inputs,
     joint_mask,
+    pair_mask,
     run_sparse,
     text_places,
-    token_mask,
     video_tokens,
 )
 from tests.helpers.tail import pooled_attention
@@ -46,7 +46,7 @@ def cosine(x):
     return float((unit @ unit.T).mean())
 
 
-def rule(qkv, text, *, topk=None, cdf=None, similar=-0.1, keep=None):
+def rule(qkv, text, *, topk=None, cdf=None, similar=-0.1, token_mask=None):
     """Return what the authors' rule keeps, bool [B, H, Nq, Nk], in float64, row by row."""
     q_blocks, k_blocks = cut(text, 128), cut(text, 64)
     batch, heads = qkv.query.shape[0], qkv.query.shape[2]
@@ -55,7 +55,7 @@ def rule(qkv, text, *, topk=None, cdf=None, similar=-0.1, keep=None):
         query, key = qkv.query[b, :, h].double(), qkv.key[b, :, h * qkv.key.shape[2] // heads]
         key = key.double()
         sides = [
-            [[t for t in tokens if keep is None or keep[b, t]] for tokens in blocks]
+            [[t for t in tokens if token_mask is None or token_mask[b, t]] for tokens in blocks]
             for blocks in (q_blocks, k_blocks)
         ]
         key = key - key[[t for tokens in sides[1] for t in tokens]].mean(0)
@@ -88,18 +88,20 @@ def inputs(text=None, batch=1):
     return qkv
 
 
-def check(attention, text=None, *, keep=None, batch=1, tail=False, **rules):
+def check(attention, text=None, *, token_mask=None, batch=1, tail=False, **rules):
     qkv = inputs(text, batch)
-    out = run_sparse(attention, qkv, GRID, text=text, attn_mask=keep)
-    chosen, tokens = rule(qkv, text, keep=keep, **rules), qkv.query.shape[1]
-    mask = token_mask(chosen, cut(text, 128), cut(text, 64), tokens, tokens)
-    mask = joint_mask(mask, video_tokens(GRID, text), keep)
+    out = run_sparse(attention, qkv, GRID, text=text, attn_mask=token_mask)
+    chosen, tokens = rule(qkv, text, token_mask=token_mask, **rules), qkv.query.shape[1]
+    mask = pair_mask(chosen, cut(text, 128), cut(text, 64), tokens, tokens)
+    mask = joint_mask(mask, video_tokens(GRID, text), token_mask)
     if tail:
         rows = video_tokens(GRID, text)
-        want = pooled_attention(*qkv, mask, cut(text, 64), scale=SCALE, rows=rows, keep=keep)
+        want = pooled_attention(
+            *qkv, mask, cut(text, 64), scale=SCALE, rows=rows, token_mask=token_mask
+        )
     else:
         want, _ = reference_attention(*qkv, scale=SCALE, mask=mask)
-    real = slice(None) if keep is None else keep[:, :, None, None].expand_as(out)
+    real = slice(None) if token_mask is None else token_mask[:, :, None, None].expand_as(out)
     torch.testing.assert_close(out.double()[real], want[real], rtol=1e-4, atol=1e-5)
     return chosen
 
@@ -123,9 +125,9 @@ def test_blocks_may_be_kept_by_their_mass():
 
 
 def test_masked_tokens_are_in_no_mean_and_in_no_cosine():
-    keep = torch.arange(2 * 655).view(2, -1) % 7 != 3
+    token_mask = torch.arange(2 * 655).view(2, -1) % 7 != 3
     attention = layer(kv_heads=1, topk=0.3, simthreshd1=0.7)
-    check(attention, TEXTS["text last"], topk=3, similar=0.7, keep=keep, batch=2)
+    check(attention, TEXTS["text last"], topk=3, similar=0.7, token_mask=token_mask, batch=2)
 
 
 def test_some_heads_at_a_time_choose_as_all_do(monkeypatch):

@@ -16,9 +16,9 @@ from tests.helpers.reference import reference_attention
 from tests.helpers.sparse import (
     SparseMethod,
     joint_mask,
+    pair_mask,
     run_sparse,
     text_places,
-    token_mask,
     tokens_of_tiles,
     video_tokens,
 )
@@ -117,21 +117,21 @@ def test_the_interval_follows_from_the_frames_that_the_model_was_trained_on():
         assert 1 - float(kept.double().mean()) == pytest.approx(sparsity, abs=0.006)
 
 
-def run_and_check(attention, grid, text, kept, tile, *, step=0, tail=False, keep=None):
+def run_and_check(attention, grid, text, kept, tile, *, step=0, tail=False, token_mask=None):
     qkv = METHOD.inputs(grid, text=text, batch=1, kv_heads=1)
-    out = run_sparse(attention, qkv, grid, text=text, step=step, attn_mask=keep)
+    out = run_sparse(attention, qkv, grid, text=text, step=step, attn_mask=token_mask)
     video, tokens = video_tokens(grid, text), qkv.query.shape[1]
     if tile is None:
         blocks = tokens_of_tiles(grid, (1, *grid[1:]), text)
     else:
         blocks = [video[i : i + tile] for i in range(0, len(video), tile)]
-    mask = token_mask(kept.expand(1, 2, -1, -1), blocks, blocks, tokens, tokens)
-    mask = joint_mask(mask, video, keep)
+    mask = pair_mask(kept.expand(1, 2, -1, -1), blocks, blocks, tokens, tokens)
+    mask = joint_mask(mask, video, token_mask)
     if tail:
-        want = pooled_attention(*qkv, mask, blocks, scale=SCALE, rows=video, keep=keep)
+        want = pooled_attention(*qkv, mask, blocks, scale=SCALE, rows=video, token_mask=token_mask)
     else:
         want, _ = reference_attention(*qkv, scale=SCALE, mask=mask)
-    real = slice(None) if keep is None else keep[:, :, None, None].expand_as(out)
+    real = slice(None) if token_mask is None else token_mask[:, :, None, None].expand_as(out)
     torch.testing.assert_close(out.double()[real], want[real], rtol=1e-4, atol=1e-5)
 
 
@@ -145,8 +145,8 @@ def test_layers_attend_by_radial_blocks_and_text_is_kept(monkeypatch, where):
     assert not kept.all()
     run_and_check(layer(kv_heads=1, decay_factor=0.5), grid, text, kept, 8)
     pooling = layer(kv_heads=1, decay_factor=0.5, tail="pooled")
-    keep = (torch.arange(100 + (text.length if text else 0)) % 7 != 3)[None]
-    run_and_check(pooling, grid, text, kept, 8, tail=True, keep=keep)
+    token_mask = (torch.arange(100 + (text.length if text else 0)) % 7 != 3)[None]
+    run_and_check(pooling, grid, text, kept, 8, tail=True, token_mask=token_mask)
     backend._radial.cache_clear()
 
 

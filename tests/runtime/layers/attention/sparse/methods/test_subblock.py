@@ -18,9 +18,9 @@ from tests.helpers.sparse import (
     SparseMethod,
     block_inputs,
     joint_mask,
+    pair_mask,
     run_sparse,
     text_places,
-    token_mask,
     tokens_of_tiles,
     video_tokens,
 )
@@ -59,12 +59,12 @@ def cell_means(x, blocks, cells, kept):
     return found
 
 
-def best(qkv, blocks, n_q=4, n_k=4, keep=None):
+def best(qkv, blocks, n_q=4, n_k=4, token_mask=None):
     """Return which block keeps which, bool [B, H, N, N]."""
     batch, _, heads, _ = qkv.query.shape
     chosen = torch.zeros(batch, heads, len(blocks), len(blocks), dtype=torch.bool)
     for b, h in product(range(batch), range(heads)):
-        kept = None if keep is None else keep[b]
+        kept = None if token_mask is None else token_mask[b]
         query = cell_means(qkv.query[b, :, h], blocks, n_q, kept)
         key = cell_means(qkv.key[b, :, h * qkv.key.shape[2] // heads], blocks, n_k, kept)
         for i, rows in enumerate(query):
@@ -79,15 +79,15 @@ def best(qkv, blocks, n_q=4, n_k=4, keep=None):
     return chosen
 
 
-def check(attention, qkv, text=None, *, chosen, keep=None, tail=False):
-    out = run_sparse(attention, qkv, GRID, text=text, attn_mask=keep)
+def check(attention, qkv, text=None, *, chosen, token_mask=None, tail=False):
+    out = run_sparse(attention, qkv, GRID, text=text, attn_mask=token_mask)
     video, tokens, blocks = video_tokens(GRID, text), qkv.query.shape[1], blocks_of(text)
-    mask = joint_mask(token_mask(chosen, blocks, blocks, tokens, tokens), video, keep)
+    mask = joint_mask(pair_mask(chosen, blocks, blocks, tokens, tokens), video, token_mask)
     if tail:
-        want = pooled_attention(*qkv, mask, blocks, scale=SCALE, rows=video, keep=keep)
+        want = pooled_attention(*qkv, mask, blocks, scale=SCALE, rows=video, token_mask=token_mask)
     else:
         want, _ = reference_attention(*qkv, scale=SCALE, mask=mask)
-    real = slice(None) if keep is None else keep[:, :, None, None].expand_as(out)
+    real = slice(None) if token_mask is None else token_mask[:, :, None, None].expand_as(out)
     torch.testing.assert_close(out.double()[real], want[real], rtol=1e-4, atol=1e-5)
 
 
@@ -113,10 +113,10 @@ def test_cells_may_be_of_any_number(cells):
 def test_masked_tokens_are_in_no_cell():
     text = TEXTS["text last"]
     qkv = inputs(text)
-    keep = torch.arange(2 * qkv.key.shape[1]).view(2, -1) % 7 != 3
-    keep[1, 200:420] = False
-    chosen = best(qkv, blocks_of(text), keep=keep)
-    check(layer(sparsity=0.5), qkv, text, chosen=chosen, keep=keep)
+    token_mask = torch.arange(2 * qkv.key.shape[1]).view(2, -1) % 7 != 3
+    token_mask[1, 200:420] = False
+    chosen = best(qkv, blocks_of(text), token_mask=token_mask)
+    check(layer(sparsity=0.5), qkv, text, chosen=chosen, token_mask=token_mask)
 
 
 def test_what_is_not_kept_may_count_by_its_means():
@@ -176,7 +176,7 @@ def test_cells_rank_the_tiles_of_vsa_and_the_blocks_of_sol(router_of, where):
     attention = router_of.layer(tail=tail)
     out = run_sparse(attention, qkv, GRID, text=text)
     video = video_tokens(GRID, text)
-    mask = joint_mask(token_mask(chosen, blocks, blocks, tokens, tokens), video)
+    mask = joint_mask(pair_mask(chosen, blocks, blocks, tokens, tokens), video)
     if tail == "pooled":
         want = pooled_attention(*qkv, mask, blocks, scale=SCALE, rows=video)
     else:

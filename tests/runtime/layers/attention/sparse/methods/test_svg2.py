@@ -90,12 +90,12 @@ class Definition:
     """
 
     def __init__(
-        self, qkv, *, iterations=4, top_p=0.5, min_share=0.1, text=None, keep=None, warm=None
+        self, qkv, *, iterations=4, top_p=0.5, min_share=0.1, text=None, token_mask=None, warm=None
     ):
         query, key, _ = qkv
         batch, tokens, heads, _ = query.shape
         video = video_tokens((tokens - (text.length if text else 0), 1, 1), text)
-        kept = torch.ones(batch, tokens, dtype=torch.bool) if keep is None else keep
+        kept = torch.ones(batch, tokens, dtype=torch.bool) if token_mask is None else token_mask
         self.mask = torch.zeros(batch, heads, tokens, tokens, dtype=torch.bool)
         self.centroids, self.probabilities = {}, []
         group = heads // key.shape[2]
@@ -108,7 +108,7 @@ class Definition:
             ):
                 before = warm and warm.centroids[name, b, head]
                 if before is None:
-                    begin = initial_centroids(x[:, video], num, keep=kept[:, video])[b, head]
+                    begin = initial_centroids(x[:, video], num, mask=kept[:, video])[b, head]
                     before = list(begin.double())
                 found, clusters = lloyd(x[b, :, head], valid, before, iterations)
                 self.centroids[name, b, head] = found
@@ -129,7 +129,7 @@ class Definition:
                 for row in rows:
                     self.mask[b, h, row, keys] = True
             self.mask[b, h, ~kept[b]] = True
-        self.mask = joint_mask(self.mask, video, keep)
+        self.mask = joint_mask(self.mask, video, token_mask)
 
 
 def lloyd(x, tokens, centroids, iterations):
@@ -166,14 +166,16 @@ def test_clusters_attend_to_the_clusters_that_matter(kv_heads):
 def test_text_attends_to_everything_and_everything_attends_to_text(where, masked):
     text = TEXTS[where]
     qkv = inputs(text=text)
-    keep = None
+    token_mask = None
     if masked:
-        keep = torch.ones(qkv.key.shape[:2], dtype=torch.bool)
+        token_mask = torch.ones(qkv.key.shape[:2], dtype=torch.bool)
         if text:
-            keep[0, text.start + 5 : text.stop] = False
-        keep[1, 50:55] = False
-    out = run(layer(), qkv, text=text, mask=None if keep is None else keep[:, None, None, :])
-    check(qkv, out, Definition(qkv, text=text, keep=keep))
+            token_mask[0, text.start + 5 : text.stop] = False
+        token_mask[1, 50:55] = False
+    out = run(
+        layer(), qkv, text=text, mask=None if token_mask is None else token_mask[:, None, None, :]
+    )
+    check(qkv, out, Definition(qkv, text=text, token_mask=token_mask))
 
 
 def test_half_precision_errs_within_its_budget():

@@ -43,14 +43,14 @@ def test_a_run_starts_anew_at_its_first_step(kept: int, asked: int, found: bool)
     cache = CentroidCache()
     branch = cache.branch(context(kept))
     entry = centroids(kept)
-    cache.keep(branch, entry, 9)
+    cache.store(branch, entry, 9)
     assert (cache.find(branch, asked) is entry) == found
 
 
 def test_nothing_is_kept_of_calls_whose_request_has_no_name() -> None:
     cache = CentroidCache()
     branch = cache.branch(context(1, None))
-    cache.keep(branch, centroids(1), 9)
+    cache.store(branch, centroids(1), 9)
     assert len(cache) == 0
     assert cache.find(cache.branch(context(2, None)), 2) is None
 
@@ -60,7 +60,7 @@ def test_a_request_that_ends_leaves_the_others_alone() -> None:
     known = [(request, branch) for request in ("a", "b") for branch in ("cond", None)]
     branches = [cache.branch(context(1, *names)) for names in known]
     for branch in branches:
-        cache.keep(branch, centroids(1), 9)
+        cache.store(branch, centroids(1), 9)
     cache.end("a")
     assert [cache.find(branch, 2) is not None for branch in branches] == [False, False, True, True]
     # The first call of a step again, also where the branch is unknown.
@@ -72,8 +72,8 @@ def test_a_request_that_ends_leaves_the_others_alone() -> None:
 def test_the_last_step_drops_what_there_is(num_steps: int | None, left: int) -> None:
     cache = CentroidCache()
     branch = cache.branch(context(3))
-    cache.keep(branch, centroids(3), num_steps)
-    cache.keep(branch, centroids(4), num_steps)
+    cache.store(branch, centroids(3), num_steps)
+    cache.store(branch, centroids(4), num_steps)
     assert len(cache) == left
 
 
@@ -81,8 +81,8 @@ def test_the_branch_that_was_kept_longest_ago_is_forgotten_first() -> None:
     cache = CentroidCache()
     branches = [cache.branch(context(1, str(i))) for i in range(9)]
     for branch in branches[:8]:
-        cache.keep(branch, centroids(1), 9)
-    cache.keep(branches[0], centroids(2), 9)
-    cache.keep(branches[8], centroids(1), 9)
+        cache.store(branch, centroids(1), 9)
+    cache.store(branches[0], centroids(2), 9)
+    cache.store(branches[8], centroids(1), 9)
     assert cache.find(branches[0], 3) is not None
     assert cache.find(branches[1], 3) is None

@@ -30,8 +30,10 @@ def side(counts: list[int], seed: int) -> Groups:
 
 
 def make_clusters() -> GroupMap:
-    keep = torch.tensor([[True, False, True], [False, True, True]]).expand(1, HEADS, 2, 3)
-    return GroupMap(queries=side([25, 35], 1), keys=side([10, 30, 20], 2), keep=keep)
+    cluster_mask = torch.tensor([[True, False, True], [False, True, True]]).expand(1, HEADS, 2, 3)
+    return GroupMap(
+        queries=side([25, 35], 1), keys=side([10, 30, 20], 2), cluster_mask=cluster_mask
+    )
 
 
 def make_call(query, key, value, *, scale: float = SCALE, **options) -> SparseCall:
@@ -48,8 +50,8 @@ def svg(monkeypatch: pytest.MonkeyPatch) -> None:
     def attend(q, k, v, block_mask_map, block_row_sz, block_col_sz, is_cpu=True):
         assert not is_cpu
         masks = [
-            keep.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
-            for keep, rows, columns in zip(
+            cluster_mask.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+            for cluster_mask, rows, columns in zip(
                 block_mask_map[0], block_row_sz[0], block_col_sz[0], strict=True
             )
         ]
@@ -67,7 +69,9 @@ def test_the_package_gets_tokens_in_cluster_order_and_gives_them_back(svg: None)
     call, clusters = make_call(q, k, v), make_clusters()
     wanted = torch.empty_like(q)
     found = attend_upstream(call, clusters, "a method")
-    cluster_attention(q, k, v, clusters.queries, clusters.keys, clusters.keep, wanted, scale=SCALE)
+    cluster_attention(
+        q, k, v, clusters.queries, clusters.keys, clusters.cluster_mask, wanted, scale=SCALE
+    )
     assert torch.allclose(found, wanted, atol=1e-5)
 
 
@@ -86,9 +90,9 @@ def test_calls_that_do_not_fit_the_package_are_refused(
     tokens = TOKENS + int(changes.get("text", 0))
     q = random(1, TOKENS, HEADS, SIZE)
     k = random(1, tokens, int(changes.get("kv_heads", HEADS)), SIZE)
-    keep = torch.ones(1, tokens, dtype=torch.bool) if changes.get("masked") else None
+    cluster_mask = torch.ones(1, tokens, dtype=torch.bool) if changes.get("masked") else None
     scale = float(changes.get("scale", SCALE))
-    call = make_call(q, k, k, keep=keep, scale=scale)
+    call = make_call(q, k, k, mask=cluster_mask, scale=scale)
     message = f"kernel svg of a method cannot serve this call: {reason}; use"
     with pytest.raises(UnsupportedBackendError, match=message):
         attend_upstream(call, make_clusters(), "a method")

@@ -72,7 +72,7 @@ def chunk_of(kind, grid):
     }[kind]
 
 
-def naive_mask(qkv, grid, kind, rule, *, text=None, keep=None):
+def naive_mask(qkv, grid, kind, rule, *, text=None, token_mask=None):
     """Return which token attends to which, [B, H, S, S], by going through all tokens."""
     chunks, video = tokens_of_tiles(grid, chunk_of(kind, grid), text), video_tokens(grid, text)
     own = [next(n for n, chunk in enumerate(chunks) if t in chunk) for t in video]
@@ -82,7 +82,7 @@ def naive_mask(qkv, grid, kind, rule, *, text=None, keep=None):
     mask = torch.zeros(batch, heads, tokens, tokens, dtype=torch.bool)
     rows = torch.tensor(video)
     mask[:, :, rows[:, None], rows] = chosen[..., own]
-    return joint_mask(mask, video, keep)
+    return joint_mask(mask, video, token_mask)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -334,15 +334,22 @@ def test_without_a_configuration_the_missing_sizes_are_named():
 def test_masked_keys_have_no_influence(kind):
     text = TEXTS["text last"]
     query, key, value = inputs(RAGGED, text=text)
-    keep = torch.ones(2, query.shape[1], dtype=torch.bool)
-    keep[0, -20:] = False
-    keep[1, text.start + 3 : text.start + 9] = False
+    token_mask = torch.ones(2, query.shape[1], dtype=torch.bool)
+    token_mask[0, -20:] = False
+    token_mask[1, text.start + 3 : text.start + 9] = False
     mask = naive_mask(
-        QKV(query, key, value), RAGGED, kind, Rule(topk=TOPK[f"{kind}_topk"]), text=text, keep=keep
+        QKV(query, key, value),
+        RAGGED,
+        kind,
+        Rule(topk=TOPK[f"{kind}_topk"]),
+        text=text,
+        token_mask=token_mask,
     )
-    dirty = [x.masked_fill(~keep[..., None, None], torch.nan) for x in (key, value)]
+    dirty = [x.masked_fill(~token_mask[..., None, None], torch.nan) for x in (key, value)]
     with set_forward_context(0, latent_grid=RAGGED, text_span=text):
-        out = layer(KINDS.index(kind), **TOPK)(query, *dirty, attn_mask=keep[:, None, None, :])
+        out = layer(KINDS.index(kind), **TOPK)(
+            query, *dirty, attn_mask=token_mask[:, None, None, :]
+        )
     assert_within_error_budget(out, query, key, value, scale=SCALE, mask=mask)
 
 
@@ -356,15 +363,15 @@ def test_masked_keys_have_no_influence(kind):
 )
 def test_padded_tokens_of_the_video_have_no_influence(parameters, scope):
     qkv = inputs(RAGGED)
-    keep = torch.ones(2, qkv.query.shape[1], dtype=torch.bool)
-    keep[0, -60:] = False
-    keep[1, 7::9] = False
+    token_mask = torch.ones(2, qkv.query.shape[1], dtype=torch.bool)
+    token_mask[0, -60:] = False
+    token_mask[1, 7::9] = False
     attention = layer(1, moba_threshold_type=scope, **parameters)
     found = []
     for value in (0.0, 100.0, torch.nan):
-        dirty = [x.masked_fill(~keep[..., None, None], value) for x in qkv]
+        dirty = [x.masked_fill(~token_mask[..., None, None], value) for x in qkv]
         with set_forward_context(0, latent_grid=RAGGED):
-            found.append(attention(*dirty, attn_mask=keep))
+            found.append(attention(*dirty, attn_mask=token_mask))
     assert found[0].isfinite().all()
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], rtol=0, atol=0)
@@ -376,10 +383,10 @@ def test_padding_leaves_what_the_tokens_alone_would_choose(scope):
     grid, padded = (4, 6, 8), (5, 6, 8)
     qkv = inputs(padded)
     alone = QKV(*(x[:, : math.prod(grid)] for x in qkv))
-    keep = (torch.arange(math.prod(padded)) < math.prod(grid)).expand(2, -1)
+    token_mask = (torch.arange(math.prod(padded)) < math.prod(grid)).expand(2, -1)
     attention = layer(0, moba_threshold=0.4, moba_threshold_type=scope)
     with set_forward_context(0, latent_grid=padded):
-        out = attention(*qkv, attn_mask=keep)
+        out = attention(*qkv, attn_mask=token_mask)
     wanted = run(attention, alone, grid)
     torch.testing.assert_close(out[:, : math.prod(grid)], wanted)
 
@@ -503,7 +510,7 @@ def test_calls_that_do_not_fit_the_authors_kernel_are_refused(
 def test_every_reason_against_the_authors_kernel_is_given(package):
     text = TEXTS["text last"]
     query, key, value = inputs(RAGGED, text=text, kv_heads=2)
-    keep = torch.ones(2, 1, 1, query.shape[1], dtype=torch.bool)
+    token_mask = torch.ones(2, 1, 1, query.shape[1], dtype=torch.bool)
     impl = upstream(**TOPK)
     impl.softmax_scale = 1.0
     with (
@@ -514,7 +521,7 @@ def test_every_reason_against_the_authors_kernel_is_given(package):
             r"needs as many key heads as the 4, got 2",
         ),
     ):
-        impl.forward(query, key, value, context, attn_mask=keep)
+        impl.forward(query, key, value, context, attn_mask=token_mask)
 
 
 def test_the_last_temporal_chunk_may_be_short_for_the_authors_kernel(package):

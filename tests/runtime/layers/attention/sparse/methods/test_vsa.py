@@ -26,9 +26,9 @@ from tests.helpers.sparse import (
     best_blocks,
     block_inputs,
     joint_mask,
+    pair_mask,
     run_sparse,
     text_places,
-    token_mask,
     tokens_of_tiles,
     video_tokens,
 )
@@ -62,7 +62,7 @@ class Definition:
         video, tokens = video_tokens(grid, text), query.shape[1]
         self.text = [t for t in range(tokens) if t not in set(video)]
         best = best_blocks(query, key, tiles, tiles, kept)
-        self.mask = joint_mask(token_mask(best, tiles, tiles, tokens, tokens), video)
+        self.mask = joint_mask(pair_mask(best, tiles, tiles, tokens, tokens), video)
         self.coarse = torch.zeros_like(query, dtype=torch.float64)
         group = query.shape[2] // key.shape[2]
         # Means are rounded to the inputs' dtype before they are compared.

@@ -40,7 +40,7 @@ def make_call(query=None, *, text=0, masked=False, scale=32**-0.5, kv_heads=2) -
         layout=SequenceLayout(grid=GRID, start=0, num_queries=tokens, num_keys=tokens),
         scale=scale,
         kernel=SelectedKernel("vsa"),
-        keep=torch.ones(1, tokens, dtype=torch.bool) if masked else None,
+        mask=torch.ones(1, tokens, dtype=torch.bool) if masked else None,
     )
 
 
@@ -48,13 +48,13 @@ def keys_of(tile):
     return tiled_sequence(make_call().layout, math.prod(GRID), tile, torch.device("cpu"))
 
 
-def padded_attention(q, k, v, keep, lengths):
+def padded_attention(q, k, v, token_mask, lengths):
     """What the kernels compute: [1, H, N * 64, D] tiles, keys cut to their lengths."""
     assert q.shape[0] == 1
     real = (torch.arange(64) < lengths[:, None]).flatten()
     for x in (q, k, v):
         assert not x[:, :, ~real].any()
-    mask = keep.repeat_interleave(64, -1).repeat_interleave(64, -2) & real
+    mask = token_mask.repeat_interleave(64, -1).repeat_interleave(64, -2) & real
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     return out.masked_fill(~real[:, None], torch.nan)
 
@@ -73,10 +73,10 @@ class FakeKernel:
     def video_sparse_attn(self, q, k, v, sizes, topk, block_size, compress_attn_weight):
         assert math.prod(block_size) == 64
         scores = means(q, sizes) @ means(k, sizes).mT
-        keep = torch.zeros_like(scores, dtype=torch.bool)
-        keep.scatter_(-1, scores.topk(topk, dim=-1).indices, True)
+        token_mask = torch.zeros_like(scores, dtype=torch.bool)
+        token_mask.scatter_(-1, scores.topk(topk, dim=-1).indices, True)
         coarse = means(v, sizes).mean(2, keepdim=True)  # any will do: its weight is zero
-        return padded_attention(q, k, v, keep, sizes) + coarse * compress_attn_weight
+        return padded_attention(q, k, v, token_mask, sizes) + coarse * compress_attn_weight
 
 
 @pytest.fixture(params=["vsa", "fastvideo_kernel"])

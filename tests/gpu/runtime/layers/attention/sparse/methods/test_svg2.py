@@ -53,10 +53,10 @@ def whole_numbers(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("masked", [False, True])
 def test_one_iteration_is_the_definition(dtype: torch.dtype, head_size: int, masked: bool) -> None:
     x = whole_numbers(2, 3001, 3, head_size, dtype=dtype, seed=0)
-    keep = torch.rand(2, 3001, device="cuda") > 0.1 if masked else None
+    token_mask = torch.rand(2, 3001, device="cuda") > 0.1 if masked else None
     start = initial_centroids(x, 300)
-    wanted = kmeans(x, start, iterations=1, keep=keep, kernel="reference")
-    found = kmeans(x, start, iterations=1, keep=keep, kernel="triton")
+    wanted = kmeans(x, start, iterations=1, mask=token_mask, kernel="reference")
+    found = kmeans(x, start, iterations=1, mask=token_mask, kernel="triton")
     for name in ("order", "starts", "counts", "centroids"):
         assert torch.equal(getattr(found, name), getattr(wanted, name)), name
 
@@ -118,11 +118,11 @@ def test_the_kernel_for_clusters_errs_as_the_engine_does(
         pytest.skip("needs compute capability 9.0")
     qkv, queries, keys = clustered(dtype, head_size, kv_heads)
     generator = torch.Generator("cuda").manual_seed(1)
-    keep = torch.rand(2, 4, 20, 60, device="cuda", generator=generator) < share
+    token_mask = torch.rand(2, 4, 20, 60, device="cuda", generator=generator) < share
     out = torch.full_like(qkv.query, float("nan"))
-    cluster_attention(*qkv, queries, keys, keep, out, scale=scale, kernel="gluon")
+    cluster_attention(*qkv, queries, keys, token_mask, out, scale=scale, kernel="gluon")
     again = torch.empty_like(out)
-    cluster_attention(*qkv, queries, keys, keep, again, scale=scale, kernel="gluon")
+    cluster_attention(*qkv, queries, keys, token_mask, again, scale=scale, kernel="gluon")
     assert torch.equal(out, again)
     mask = torch.zeros(2, 4, TOKENS, TOKENS, dtype=torch.bool, device="cuda")
     group = 4 // kv_heads
@@ -138,7 +138,7 @@ def test_the_kernel_for_clusters_errs_as_the_engine_does(
                 )
                 for side, head in ((queries, h), (keys, h // group))
             )
-            mask[b, h] = keep[b, h][of_q][:, of_k]
+            mask[b, h] = token_mask[b, h][of_q][:, of_k]
     assert_within_error_budget(out, *qkv, scale=scale, mask=mask)
 
 
@@ -152,11 +152,11 @@ def test_scores_that_grow_are_done_again_exactly() -> None:
     k, v = gather_tokens((qkv.key, qkv.value), keys.order)
     # The last keys score far above those that the first steps see.
     k[:, -40:] = q[:, :1] * 40
-    keep = torch.ones(2, 4, 20, 60, dtype=torch.bool, device="cuda")
+    token_mask = torch.ones(2, 4, 20, 60, dtype=torch.bool, device="cuda")
     found, found_lse = attend(
-        q, k, v, query_pieces(queries), keys, keep, scale=1.0, return_lse=True
+        q, k, v, query_pieces(queries), keys, token_mask, scale=1.0, return_lse=True
     )
-    plan = cluster_plan(queries, keys, keep)
+    plan = cluster_plan(queries, keys, token_mask)
     wanted, lse = block_sparse_attention(q, k, v, plan, scale=1.0, kernel="triton", return_lse=True)
     assert found.isfinite().all()
     torch.testing.assert_close(found_lse, lse, rtol=1e-3, atol=2e-2)
@@ -171,13 +171,13 @@ def test_clusters_that_are_not_kept_count_by_their_means(dtype, head_size) -> No
         pytest.skip("needs compute capability 9.0")
     qkv, queries, keys = clustered(dtype, head_size, 2)
     generator = torch.Generator("cuda").manual_seed(2)
-    keep = torch.rand(2, 4, 20, 60, generator=generator, device="cuda") < 0.3
-    keep[:, :, 3] = False
+    token_mask = torch.rand(2, 4, 20, 60, generator=generator, device="cuda") < 0.3
+    token_mask[:, :, 3] = False
     found = {}
     for kernel in ("gluon", "reference"):
         found[kernel] = torch.zeros_like(qkv.query)
         cluster_attention(
-            *qkv, queries, keys, keep, found[kernel], scale=0.1, kernel=kernel, num_pooled=60
+            *qkv, queries, keys, token_mask, found[kernel], scale=0.1, kernel=kernel, num_pooled=60
         )
     torch.testing.assert_close(found["gluon"], found["reference"], rtol=3e-2, atol=3e-2)
 

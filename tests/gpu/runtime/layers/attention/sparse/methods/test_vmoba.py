@@ -53,7 +53,7 @@ RULES = [
 
 def select(call: SparseCall, chunks: RowChunks, rule: Rule) -> torch.Tensor:
     stats = row_stats(call, chunks)
-    return select_chunks(stats.query, stats.chunks, stats.own, rule, keep=stats.keep)[0]
+    return select_chunks(stats.query, stats.chunks, stats.own, rule, mask=stats.mask)[0]
 
 
 def attend(call: SparseCall, chunks: RowChunks, rule: Rule) -> torch.Tensor:
@@ -70,9 +70,11 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> t
 def test_means_are_the_definition(dtype, masked):
     starts, lengths, index = (x.cuda() for x in layout([455, 1400, 1, 64] * 6))
     key = random(2, len(index) + 3, 4, 128, dtype=dtype)
-    keep = random(2, key.shape[1], seed=1) > 0 if masked else None
-    found = chunk_means(key, Tiles(starts, lengths, 1400, index), keep=keep)
-    wanted = pool_tiles_reference(key, Tiles(starts, lengths, 1400, index), keep, torch.float32)
+    token_mask = random(2, key.shape[1], seed=1) > 0 if masked else None
+    found = chunk_means(key, Tiles(starts, lengths, 1400, index), mask=token_mask)
+    wanted = pool_tiles_reference(
+        key, Tiles(starts, lengths, 1400, index), token_mask, torch.float32
+    )
     torch.testing.assert_close(found.means, wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -85,18 +87,18 @@ def test_the_choice_is_the_definition_up_to_rounding(dtype, num_chunks, rule, ma
     starts = torch.arange(0, 10 * num_chunks, 10, device="cuda").int()
     means = chunk_means(key.to(dtype), Tiles(starts, torch.full_like(starts, 10), 10))
     own = torch.arange(4000, device="cuda").int() % num_chunks
-    keep = random(2, 4000, seed=2) > 0 if masked else None
-    if keep is not None:
-        query = query.masked_fill(~keep[..., None, None], torch.nan)
-    bits, pairs = select_chunks(query, means, own, rule, keep=keep)
-    wanted = select_chunks_reference(query, means, own, rule, keep)
+    token_mask = random(2, 4000, seed=2) > 0 if masked else None
+    if token_mask is not None:
+        query = query.masked_fill(~token_mask[..., None, None], torch.nan)
+    bits, pairs = select_chunks(query, means, own, rule, mask=token_mask)
+    wanted = select_chunks_reference(query, means, own, rule, token_mask)
     differ = (bits != pack_bits(wanted)).any(-1).double().mean()
     assert differ < 1e-3  # sums in another order decide close calls otherwise
     chosen = unpacked(bits, num_chunks)
     assert chosen[:, :, torch.arange(4000), own.long()].all()
     assert int(pairs) == 10 * int(chosen.sum())
     if rule.topk is not None:
-        counted = torch.ones(2, 4000, device="cuda").bool() if keep is None else keep
+        counted = torch.ones(2, 4000, device="cuda").bool() if token_mask is None else token_mask
         kept = chosen.sum(-1).transpose(1, 2)[counted]
         assert (kept == min(rule.topk, num_chunks)).all()
 
@@ -141,7 +143,7 @@ def test_the_layer_attends_to_what_was_chosen_and_waits_for_nothing(
     video, extra = math.prod(GRID), 0 if text == "none" else 77
     query = random(2, video + extra, 4, 128, dtype=dtype)
     key, value = (random(2, video + extra, 2, 128, dtype=dtype, seed=s) for s in (1, 2))
-    keep = random(2, video + extra, seed=3) > -1 if text == "masked" else None
+    token_mask = random(2, video + extra, seed=3) > -1 if text == "masked" else None
     start = extra if text == "first" else 0
     total = video + extra
     shape = SequenceLayout(grid=GRID, start=start, num_queries=total, num_keys=total)
@@ -152,7 +154,7 @@ def test_the_layer_attends_to_what_was_chosen_and_waits_for_nothing(
         layout=shape,
         scale=128**-0.5,
         kernel=SelectedKernel(kernel, named=True),
-        keep=keep,
+        mask=token_mask,
     )
     chunks = row_chunks(shape, chunk, query.device)
     attend(call, chunks, rule)  # compiles
@@ -164,8 +166,8 @@ def test_the_layer_attends_to_what_was_chosen_and_waits_for_nothing(
     chosen = unpacked(select(call, chunks, rule), chunks.keys.num_tiles)
     mask = torch.ones(2, 4, total, total, dtype=torch.bool, device="cuda")
     mask[:, :, shape.video, shape.video] = chosen[..., chunks.own.long()]
-    if keep is not None:
-        mask &= keep[:, None, None, :]
+    if token_mask is not None:
+        mask &= token_mask[:, None, None, :]
     assert_within_error_budget(out, query, key, value, scale=128**-0.5, mask=mask)
 
 

@@ -51,7 +51,7 @@ def layer(*, heads: int = HEADS, **options):
     return METHOD.layer(geometry={"num_heads": heads}, **options)
 
 
-def token_mask(grid, tile, window, text: TextSpan | None = None) -> torch.Tensor:
+def pair_mask(grid, tile, window, text: TextSpan | None = None) -> torch.Tensor:
     """Return which token attends to which, [S, S], by going through all pairs."""
     tiles = [(length + edge - 1) // edge for length, edge in zip(grid, tile, strict=True)]
 
@@ -113,7 +113,7 @@ def test_attention_is_that_of_the_mask_of_tokens(grid, window, text) -> None:
     q, k, v = qkv(grid, text.length if text else 0, batch=2)
     with set_forward_context(0, latent_grid=grid, text_span=text):
         out = layer(window=window)(q, k, v)
-    mask = token_mask(grid, TILE, window, text)
+    mask = pair_mask(grid, TILE, window, text)
     assert_within_error_budget(out, q, k, v, scale=HEAD_SIZE**-0.5, mask=mask)
 
 
@@ -145,7 +145,7 @@ def test_grouped_heads_take_the_windows_of_their_query_heads(tmp_path) -> None:
     q, k, v = qkv(num_kv_heads=1)
     with set_forward_context(0, latent_grid=GRID):
         out = layer(mask_strategy_file_path=path, kv_heads=1)(q, k, v)
-    mask = torch.stack([token_mask(GRID, TILE, w) for w in (TILES, (1, 1, 3))])
+    mask = torch.stack([pair_mask(GRID, TILE, w) for w in (TILES, (1, 1, 3))])
     assert_within_error_budget(out, q, k, v, scale=HEAD_SIZE**-0.5, mask=mask)
 
 
@@ -156,7 +156,7 @@ def test_every_step_has_the_windows_of_its_heads(tmp_path) -> None:
     for step, windows in enumerate(steps):
         with set_forward_context(step, latent_grid=GRID, num_steps=3):
             out = attention(q, k, v)
-        mask = torch.stack([token_mask(GRID, TILE, window) for window in windows])
+        mask = torch.stack([pair_mask(GRID, TILE, window) for window in windows])
         assert_within_error_budget(out, q, k, v, scale=HEAD_SIZE**-0.5, mask=mask)
 
 
@@ -168,7 +168,7 @@ def test_every_layer_has_windows_of_its_own(tmp_path) -> None:
     for index, window in enumerate(windows):
         with set_forward_context(0, latent_grid=GRID):
             out = layer(mask_strategy_file_path=str(path), index=index)(q, k, v)
-        mask = token_mask(GRID, TILE, window)
+        mask = pair_mask(GRID, TILE, window)
         assert_within_error_budget(out, q, k, v, scale=HEAD_SIZE**-0.5, mask=mask)
 
 
@@ -178,7 +178,7 @@ def test_first_steps_run_on_a_dense_backend() -> None:
     for step in range(5):
         with set_forward_context(step, latent_grid=GRID):
             out = attention(q, k, v)
-        mask = None if step in (0, 1, 4) else token_mask(GRID, TILE, (1, 1, 1))
+        mask = None if step in (0, 1, 4) else pair_mask(GRID, TILE, (1, 1, 1))
         assert_within_error_budget(out, q, k, v, scale=HEAD_SIZE**-0.5, mask=mask)
     found = [(e.steps, str(e.selection.backend), e.calls) for e in attention.report().entries]
     assert found == [
@@ -268,7 +268,7 @@ def test_a_retargeted_strategy_is_rescaled_to_the_run(tmp_path) -> None:
     for step, windows in rescaled.items():
         with set_forward_context(step, latent_grid=RAGGED, num_steps=4):
             out = attention(q, k, v)
-        mask = torch.stack([token_mask(RAGGED, TILE, window) for window in windows])
+        mask = torch.stack([pair_mask(RAGGED, TILE, window) for window in windows])
         assert_within_error_budget(out, q, k, v, scale=HEAD_SIZE**-0.5, mask=mask)
 
 
@@ -355,7 +355,7 @@ def test_a_search_a_tuning_and_an_inference_read_each_others_files(tmp_path) -> 
         tuned, read = tuning(q, k, v), inference(q, k, v)
     assert torch.equal(tuned, read)
     windows = [best.windows[int(best.l2[:, 1, 0, head].argmin())] for head in range(HEADS)]
-    mask = torch.stack([token_mask(GRID, TILE, window) for window in windows])
+    mask = torch.stack([pair_mask(GRID, TILE, window) for window in windows])
     assert_within_error_budget(tuned, q, k, v, scale=HEAD_SIZE**-0.5, mask=mask)
 
 
@@ -401,7 +401,7 @@ def test_padded_text_is_attended_to_by_nobody() -> None:
     impl = layer(window=(1, 3, 3)).attn_impl
     with set_forward_context(0, latent_grid=GRID, text_span=text) as context:
         out = impl.forward(q, k, v, context, attn_mask=keep)
-    mask = token_mask(GRID, TILE, (1, 3, 3), text) & keep
+    mask = pair_mask(GRID, TILE, (1, 3, 3), text) & keep
     assert_within_error_budget(out, q, k, v, scale=HEAD_SIZE**-0.5, mask=mask)
 
 
@@ -411,7 +411,7 @@ def test_keys_may_have_less_text_than_queries() -> None:
     k, v = k[:, :-8], v[:, :-8]
     with set_forward_context(0, latent_grid=GRID, text_span=text):
         out = layer(window=(1, 3, 3))(q, k, v)
-    mask = token_mask(GRID, TILE, (1, 3, 3), text)[:, :-8]
+    mask = pair_mask(GRID, TILE, (1, 3, 3), text)[:, :-8]
     assert_within_error_budget(out, q, k, v, scale=HEAD_SIZE**-0.5, mask=mask)
 
 
@@ -420,7 +420,7 @@ def test_the_report_has_the_density_of_the_pairs() -> None:
     impl = layer(window=(1, 2, 1)).attn_impl
     with set_forward_context(4, latent_grid=RAGGED, text_span=text) as context:
         impl.forward(*qkv(RAGGED, 7), context)
-    mask = token_mask(RAGGED, TILE, (1, 2, 1), text)
+    mask = pair_mask(RAGGED, TILE, (1, 2, 1), text)
     assert impl.facts().densities == {4: pytest.approx(float(mask.double().mean()))}
 
 
@@ -440,5 +440,5 @@ def test_gradients_are_those_of_the_mask_of_tokens() -> None:
             layer(window=(1, 2, 3)),
             *(q, k, v),
             scale=HEAD_SIZE**-0.5,
-            mask=token_mask(RAGGED, TILE, (1, 2, 3)),
+            mask=pair_mask(RAGGED, TILE, (1, 2, 3)),
         )

@@ -38,7 +38,7 @@ def make_call(
         layout=SequenceLayout(grid=grid, start=0, num_queries=queries, num_keys=keys),
         scale=head_size**-0.5 if scale is None else scale,
         kernel=SelectedKernel("st_attn"),
-        keep=torch.empty(1, keys, dtype=torch.bool, device="meta") if masked else None,
+        mask=torch.empty(1, keys, dtype=torch.bool, device="meta") if masked else None,
     )
 
 
