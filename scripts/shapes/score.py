@@ -1,0 +1,167 @@
+"""How much of a caption a clip holds, read from its pixels without a network.
+
+`score` finds the shapes of a clip by their hue, as grounds are grey, and reads kind, motion and
+speed from the area that each covers over the frames. What it reads is compared with what the
+caption says: one fact for the number of shapes, and four for each that the caption names (its
+colour is there, kind, motion, speed). The score is the share of facts that hold.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+COLOURS = ("red", "green", "blue", "yellow", "purple", "cyan")
+_HUES = np.array([0.0, 131.0, 229.0, 53.0, 286.0, 188.0])  # degrees
+_SATURATED = 0.4  # least spread of a pixel's channels that is no grey
+_PRESENT = 0.008  # least share of a frame that is a shape
+_WHOLE = 0.85  # share of a shape's area from which on nothing hides it
+_SEEN = 0.4  # and from which on it can be followed
+
+_OBJECT = re.compile(r"an? (\w+) (ball|box|triangle|ring) (.*?)(?= and an? \w+ |  over| over)")
+
+Floats = NDArray[np.floating]
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What is seen, or said, of one shape.
+
+    Attributes:
+        colour: its name.
+        kind: "ball", "box", "triangle" or "ring".
+        motion: "moves right then up", "bounces up and down", "stands still", ...
+        speed: "slowly", "quickly", or "" where the motion has none.
+    """
+
+    colour: str
+    kind: str
+    motion: str
+    speed: str
+
+
+def score(video: Sequence[object] | Floats, prompt: str) -> float:
+    """Return the share of a caption's facts that a clip holds, in [0, 1].
+
+    Args:
+        video: [T, H, W, 3], in [0, 1] or in bytes; or frames that are arrays or pictures.
+        prompt: a caption of `clips.Scene`.
+
+    Raises:
+        ValueError: the caption names no shape.
+    """
+    said = said_by(prompt)
+    if not said:
+        raise ValueError(f"a caption must name a shape, got {prompt!r}")
+    seen = {shape.colour: shape for shape in seen_in(as_array(video))}
+    facts = [len(seen) == len(said)]
+    for shape in said:
+        found = seen.get(shape.colour)
+        facts.append(found is not None)
+        facts.append(found is not None and found.kind == shape.kind)
+        facts.append(found is not None and found.motion == shape.motion)
+        facts.append(found is not None and found.speed == shape.speed)
+    return sum(facts) / len(facts)
+
+
+def as_array(video: Sequence[object] | Floats) -> Floats:
+    """Return a clip as fp32 [T, H, W, 3] in [0, 1]."""
+    array = np.stack([np.asarray(frame) for frame in video])
+    return array.astype(np.float32) / (255 if array.dtype == np.uint8 else 1)
+
+
+def said_by(prompt: str) -> list[Read]:
+    """Return what a caption says of each shape."""
+    found = []
+    for colour, kind, motion in _OBJECT.findall(prompt):
+        speed = next((word for word in ("slowly", "quickly") if word in motion), "")
+        words = motion.replace(f"{speed} ", "") if speed else motion
+        found.append(Read(colour, kind, words, speed))
+    return found
+
+
+def seen_in(video: Floats) -> list[Read]:
+    """Return what a clip [T, H, W, 3] shows of each shape."""
+    spread = video.max(-1) - video.min(-1)
+    nearest = _nearest_hue(video)
+    found = []
+    for number, colour in enumerate(COLOURS):
+        mask = (spread > _SATURATED) & (nearest == number)
+        areas = mask.mean((1, 2))
+        if np.median(areas) >= _PRESENT:
+            motion, speed = _motion(mask, areas)
+            found.append(Read(colour, _kind(mask, areas), motion, speed))
+    return found
+
+
+def _nearest_hue(video: Floats) -> NDArray[np.integer]:
+    """Return the number of the colour whose hue is nearest, for every pixel."""
+    red, green, blue = np.moveaxis(video, -1, 0)
+    hue = np.degrees(np.arctan2(np.sqrt(3) * (green - blue), 2 * red - green - blue))
+    apart = np.abs((hue[..., None] - _HUES + 180) % 360 - 180)
+    return apart.argmin(-1)
+
+
+def _box(mask: Bools) -> tuple[float, float, float, float]:
+    """Return the first and last row and column that a shape covers more than at a point."""
+    edges: list[float] = []
+    for counts in (mask.sum(1), mask.sum(0)):
+        inside = np.flatnonzero(counts > max(1, 0.08 * counts.max()))
+        edges += [inside[0], inside[-1] + 1]
+    return edges[0], edges[1], edges[2], edges[3]
+
+
+def _kind(mask: Bools, areas: Floats) -> str:
+    """Return what a shape is, by the frames in which nothing hides it."""
+    whole = np.flatnonzero(areas >= _WHOLE * np.quantile(areas, 0.9))
+    votes: list[str] = []
+    for frame in whole:
+        top, bottom, left, right = map(int, _box(mask[frame]))
+        part = mask[frame, top:bottom, left:right]
+        height, width = part.shape
+        middle = part[2 * height // 5 : 3 * height // 5 + 1, 2 * width // 5 : 3 * width // 5 + 1]
+        upper, lower = part[: height // 2].sum(), part[(height + 1) // 2 :].sum()
+        if middle.mean() < 0.5:
+            votes.append("ring")
+        elif lower > 1.7 * upper:
+            votes.append("triangle")
+        else:
+            votes.append("box" if part.mean() > 0.89 else "ball")
+    return max(set(votes), key=votes.count)
+
+
+def _motion(mask: Bools, areas: Floats) -> tuple[str, str]:
+    """Return how a shape moves, and how fast, from the middle of what it covers."""
+    seen = np.flatnonzero(areas >= _SEEN * np.quantile(areas, 0.9))
+    height = mask.shape[1]
+    boxes = np.array([_box(mask[frame]) for frame in seen]) / height
+    middle = np.stack([boxes[:, 2:].mean(1), boxes[:, :2].mean(1)], 1)
+    frames = np.arange(len(mask))
+    path = np.stack([np.interp(frames, seen, axis) for axis in middle.T], 1)
+    ends = max(1, len(path) // 8)
+    first, last = path[:ends].mean(0), path[-ends:].mean(0)
+    half = path[len(path) // 2]
+    across = int(np.ptp(path, axis=0).argmax())
+    extent, net = float(np.ptp(path[:, across])), last - first
+    legs = np.array([half - first, last - half])
+    if extent < 0.07:
+        return "stands still", ""
+    back = np.abs(np.diff(path[:, across])).sum()
+    if back > 1.8 * extent:
+        return ("bounces left and right", "bounces up and down")[across], ""
+    lengths = np.linalg.norm(legs, axis=1)
+    turned = abs(legs[0] @ legs[1]) < 0.6 * lengths.prod()
+    if lengths.min() > 0.07 and turned:
+        speed = "quickly" if lengths.mean() > 0.24 else "slowly"
+        return f"moves {_word(legs[0])} then {_word(legs[1])}", speed
+    speed = "quickly" if float(np.linalg.norm(net)) > 0.35 else "slowly"
+    return f"moves {_word(net)}", speed
+
+
+def _word(step: Floats) -> str:
+    """Return the direction of a step."""
+    axis = int(np.abs(step).argmax())
+    return (("left", "right"), ("up", "down"))[axis][int(step[axis] > 0)]

@@ -1,0 +1,78 @@
+"""The score reads clips of shapes as their captions say, and falls with what a clip loses."""
+
+import importlib
+
+import numpy as np
+import pytest
+import torch
+
+FRAMES, SIDE, COUNT = 17, 64, 16
+
+
+@pytest.fixture(scope="module")
+def shapes():
+    """The module that draws clips, the one that scores them, and some clips with captions."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend("scripts/shapes")
+        clips, score = importlib.import_module("clips"), importlib.import_module("score")
+    scenes = clips.draw_scenes(3, COUNT, frames=FRAMES)
+    videos = clips.render(scenes, height=SIDE, width=SIDE).permute(0, 2, 3, 4, 1).numpy()
+    return clips, score, videos, [scene.caption for scene in scenes]
+
+
+def mean(shapes, change, captions=None) -> float:
+    _, score, videos, own = shapes
+    pairs = zip(videos, captions or own, strict=True)
+    return float(np.mean([score.score(change(video), caption) for video, caption in pairs]))
+
+
+def test_real_clips_hold_what_their_captions_say(shapes) -> None:
+    assert mean(shapes, lambda video: video) >= 0.98
+
+
+def test_bytes_and_numbers_are_read_alike(shapes) -> None:
+    assert mean(shapes, lambda video: np.round(255 * video).astype(np.uint8)) >= 0.98
+
+
+def test_captions_of_other_clips_hold_little(shapes) -> None:
+    captions = shapes[3]
+    assert mean(shapes, lambda video: video, captions[1:] + captions[:1]) < 0.4
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda video: np.repeat(video[:1], FRAMES, 0), id="frozen"),
+        pytest.param(lambda video: video[::-1], id="backwards"),
+        pytest.param(lambda video: video[..., [1, 2, 0]], id="recoloured"),
+        pytest.param(lambda video: blurred(video), id="blurred"),
+    ],
+)
+def test_the_score_falls_with_what_a_clip_loses(shapes, change) -> None:
+    assert mean(shapes, change) < 0.9
+
+
+def blurred(video, width: int = 13):
+    found = torch.tensor(video).permute(0, 3, 1, 2)
+    for _ in range(2):
+        found = torch.nn.functional.avg_pool2d(found, width, 1, width // 2)
+    return found.permute(0, 2, 3, 1).numpy()
+
+
+def test_a_seed_draws_the_same_scenes_and_another_draws_others(shapes) -> None:
+    clips = shapes[0]
+    drawn = [clips.draw_scenes(seed, 4, frames=5) for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_shapes_stay_inside_of_the_frame(shapes) -> None:
+    for scene in shapes[0].draw_scenes(5, 50, frames=9, aspect=1.5):
+        for shape in scene.shapes:
+            for x, y in shape.path:
+                assert shape.radius <= x <= 1.5 - shape.radius
+                assert shape.radius <= y <= 1 - shape.radius
+
+
+def test_a_caption_without_a_shape_is_refused(shapes) -> None:
+    with pytest.raises(ValueError, match="must name a shape, got 'a fox'"):
+        shapes[1].score(shapes[2][0], "a fox")
