@@ -41,7 +41,7 @@ PLANS = {
     "regular 64": PlanShape(heads=4, num_q=5, num_kv=9, q_size=64, kv_size=64),
     "regular 128, batch 3": PlanShape(batch=3, heads=4, num_q=3, num_kv=7, q_size=128, kv_size=128),
     "128x64": PlanShape(heads=4, num_q=3, num_kv=9, q_size=128, kv_size=64),
-    "tiles of 384": PlanShape(heads=1, num_q=3, num_kv=4, q_size=384, kv_size=384, token_mask=0.6),
+    "tiles of 384": PlanShape(heads=1, num_q=3, num_kv=4, q_size=384, kv_size=384, keep=0.6),
     "padded 64": PlanShape(
         heads=4, num_q=5, num_kv=9, q_size=64, kv_size=64, q_form="padded", kv_form="padded"
     ),
@@ -49,8 +49,8 @@ PLANS = {
         batch=3, heads=4, num_q=5, num_kv=60, q_size=128, kv_size=50, q_form="ragged",
         kv_form="ragged",
     ),
-    "some empty": PlanShape(heads=4, num_q=3, num_kv=5, q_size=128, kv_size=128, token_mask=0.1),
-    "empty": PlanShape(heads=4, num_q=3, num_kv=5, q_size=64, kv_size=64, token_mask=0.0),
+    "some empty": PlanShape(heads=4, num_q=3, num_kv=5, q_size=128, kv_size=128, keep=0.1),
+    "empty": PlanShape(heads=4, num_q=3, num_kv=5, q_size=64, kv_size=64, keep=0.0),
 }  # fmt: skip
 
 
@@ -163,13 +163,13 @@ def test_gradients_of_lists_with_short_last_blocks_are_right(
 ) -> None:
     blocks = Blocks.regular(tokens, 128)
     generator = torch.Generator("cuda").manual_seed(tokens)
-    token_mask = torch.rand(1, 4, blocks.num, blocks.num, device="cuda", generator=generator) < 0.4
-    token_mask[..., 0, -1] = token_mask[..., -1, 0] = True
-    token_mask[:, 1, 3], token_mask[:, 2, :, 3] = (
+    keep = torch.rand(1, 4, blocks.num, blocks.num, device="cuda", generator=generator) < 0.4
+    keep[..., 0, -1] = keep[..., -1, 0] = True
+    keep[:, 1, 3], keep[:, 2, :, 3] = (
         False,
         False,
     )  # queries without keys, keys without queries
-    plan = BlockPlan.from_map(token_mask, blocks, blocks)
+    plan = BlockPlan.from_map(keep, blocks, blocks)
     check(kernel, plan, inputs_for(plan, head_size=head_size, kv_heads=4))
 
 
@@ -209,7 +209,7 @@ def test_keys_behind_the_last_one_give_nothing() -> None:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("name", ["ragged", "padded 64"])
 def test_gradients_of_many_draws_are_right(kernel: str, name: str, seed: int) -> None:
-    shape = dataclasses.replace(PLANS[name], token_mask=(0.1, 0.5, 1.0)[seed % 3])
+    shape = dataclasses.replace(PLANS[name], keep=(0.1, 0.5, 1.0)[seed % 3])
     plan = random_plan(shape, seed=seed, device="cuda")
     check(kernel, plan, inputs_for(plan, dtype=torch.float16, kv_heads=4))
 

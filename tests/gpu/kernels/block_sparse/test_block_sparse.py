@@ -32,7 +32,7 @@ PLANS = {
         batch=3, heads=4, num_q=3, num_kv=7, q_size=128, kv_size=128
     ),
     "128x64": PlanShape(heads=4, num_q=3, num_kv=9, q_size=128, kv_size=64),
-    "tiles of 384": PlanShape(heads=1, num_q=3, num_kv=4, q_size=384, kv_size=384, token_mask=0.6),
+    "tiles of 384": PlanShape(heads=1, num_q=3, num_kv=4, q_size=384, kv_size=384, keep=0.6),
     "padded 64": PlanShape(
         heads=4, num_q=5, num_kv=9, q_size=64, kv_size=64, q_form="padded", kv_form="padded"
     ),
@@ -43,7 +43,7 @@ PLANS = {
         batch=3, heads=4, num_q=5, num_kv=60, q_size=128, kv_size=50, q_form="ragged",
         kv_form="ragged",
     ),
-    "empty": PlanShape(heads=4, num_q=3, num_kv=5, q_size=64, kv_size=64, token_mask=0.0),
+    "empty": PlanShape(heads=4, num_q=3, num_kv=5, q_size=64, kv_size=64, keep=0.0),
 }  # fmt: skip
 
 
@@ -120,7 +120,7 @@ def test_every_form_of_plan_is_right(kernel: str, name: str, dtype: torch.dtype)
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("name", ["ragged", "padded 64"])
 def test_many_draws_of_irregular_plans_are_right(kernel: str, name: str, seed: int) -> None:
-    shape = dataclasses.replace(PLANS[name], token_mask=(0.1, 0.5, 1.0)[seed % 3])
+    shape = dataclasses.replace(PLANS[name], keep=(0.1, 0.5, 1.0)[seed % 3])
     plan = random_plan(shape, seed=seed, device="cuda")
     check(kernel, plan, inputs_for(plan, dtype=torch.bfloat16, seed=seed))
 
@@ -144,7 +144,7 @@ def test_rows_that_choose_need_no_reference_among_their_keys(
     There are more blocks of 192 rows than programs that run at once, and they work on several.
     """
     shape = PlanShape(
-        heads=4, num_q=num_q, num_kv=7, q_size=q_size, kv_size=150, token_mask=1.0, row_bits=True
+        heads=4, num_q=num_q, num_kv=7, q_size=q_size, kv_size=150, keep=1.0, row_bits=True
     )
     plan = random_plan(shape, seed=4, device="cuda")
     assert plan.row_bits is not None
@@ -166,7 +166,7 @@ def test_head_sizes_are_right(kernel: str, head_size: int) -> None:
 def test_any_spread_of_the_logits_is_finite_and_right(
     kernel: str, name: str, deviation: float
 ) -> None:
-    plan = random_plan(dataclasses.replace(PLANS[name], token_mask=0.8), seed=4, device="cuda")
+    plan = random_plan(dataclasses.replace(PLANS[name], keep=0.8), seed=4, device="cuda")
     inputs = inputs_for(plan, dtype=torch.bfloat16)
     q, k, _ = inputs
     spread = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double().repeat_interleave(2, 2)).std()
@@ -207,7 +207,7 @@ def test_one_plan_serves_tensors_of_any_form(kernel: str, name: str) -> None:
 
 
 def test_a_deterministic_run_repeats_bit_by_bit(kernel: str) -> None:
-    shape = PlanShape(heads=4, num_q=40, num_kv=40, q_size=64, kv_size=64, token_mask=0.3)
+    shape = PlanShape(heads=4, num_q=40, num_kv=40, q_size=64, kv_size=64, keep=0.3)
     plan = random_plan(shape, seed=6, device="cuda")
     q, k, v = inputs_for(plan, dtype=torch.bfloat16)
     runs = [

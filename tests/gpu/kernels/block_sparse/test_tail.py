@@ -43,8 +43,8 @@ PLANS = {
         batch=2, heads=4, num_q=5, num_kv=90, q_size=128, kv_size=50, q_form="ragged",
         kv_form="ragged",
     ),
-    "nothing kept": PlanShape(heads=4, num_q=3, num_kv=5, token_mask=0.0),
-    "everything kept": PlanShape(heads=4, num_q=3, num_kv=5, token_mask=1.0),
+    "nothing kept": PlanShape(heads=4, num_q=3, num_kv=5, keep=0.0),
+    "everything kept": PlanShape(heads=4, num_q=3, num_kv=5, keep=1.0),
 }  # fmt: skip
 
 
@@ -96,23 +96,23 @@ def test_blocks_that_are_not_kept_count_by_their_means(
 
 @pytest.mark.parametrize("peak", [1.0, 40.0], ids=["even", "means outweigh what is kept"])
 def test_there_may_be_more_tiles_than_programs(kernel: str, peak: float) -> None:
-    shape = PlanShape(batch=2, heads=4, num_q=60, num_kv=70, q_size=64, kv_size=4, token_mask=0.05)
+    shape = PlanShape(batch=2, heads=4, num_q=60, num_kv=70, q_size=64, kv_size=4, keep=0.05)
     check(random_plan(shape, seed=7, device="cuda"), 128, kernel, torch.bfloat16, peak=peak)
 
 
 @pytest.mark.parametrize("head_size", [32, 40, 64, 96, 128])
 def test_every_head_size_is_right(head_size: int, kernel: str) -> None:
-    plan = random_plan(PlanShape(num_q=3, num_kv=80, token_mask=0.2), seed=2, device="cuda")
+    plan = random_plan(PlanShape(num_q=3, num_kv=80, keep=0.2), seed=2, device="cuda")
     check(plan, head_size, kernel, torch.bfloat16)
 
 
 def test_heads_of_256_channels_are_right() -> None:
-    plan = random_plan(PlanShape(num_q=3, num_kv=80, token_mask=0.2), seed=2, device="cuda")
+    plan = random_plan(PlanShape(num_q=3, num_kv=80, keep=0.2), seed=2, device="cuda")
     check(plan, 256, "triton", torch.bfloat16)
 
 
 def test_values_follow_keys_to_first_order(kernel: str) -> None:
-    plan = random_plan(PlanShape(num_q=3, num_kv=40, token_mask=0.2), seed=4, device="cuda")
+    plan = random_plan(PlanShape(num_q=3, num_kv=40, keep=0.2), seed=4, device="cuda")
     check(plan, 128, kernel, torch.bfloat16, first_order=True)
 
 
@@ -138,9 +138,7 @@ def test_rows_may_choose_by_bits() -> None:
 
 
 def test_rows_of_extreme_scores_stay_finite(kernel: str) -> None:
-    plan = random_plan(
-        PlanShape(heads=4, num_q=3, num_kv=50, token_mask=0.3), seed=5, device="cuda"
-    )
+    plan = random_plan(PlanShape(heads=4, num_q=3, num_kv=50, keep=0.3), seed=5, device="cuda")
     q, k, v = make_qkv(
         2, plan.q.total, 4, 128, num_keys=plan.kv.total, dtype=torch.bfloat16, device="cuda"
     )
@@ -150,9 +148,7 @@ def test_rows_of_extreme_scores_stay_finite(kernel: str) -> None:
 
 
 def test_nothing_waits_for_the_device(kernel: str) -> None:
-    plan = random_plan(
-        PlanShape(heads=4, num_q=3, num_kv=50, token_mask=0.3), seed=5, device="cuda"
-    )
+    plan = random_plan(PlanShape(heads=4, num_q=3, num_kv=50, keep=0.3), seed=5, device="cuda")
     q, k, v = make_qkv(
         2, plan.q.total, 4, 128, num_keys=plan.kv.total, dtype=torch.bfloat16, device="cuda"
     )

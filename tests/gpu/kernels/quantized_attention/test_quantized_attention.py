@@ -87,10 +87,10 @@ def check(plan: BlockPlan, qkv: QKV, kernel: str, values: str, *, scale: float =
 def test_every_plan_is_right(
     kernel: str, values: str, form: str, kv_size: int, q_size: int
 ) -> None:
-    for seed, token_mask in enumerate((0.0, 0.3, 0.6, 1.0)):
+    for seed, keep in enumerate((0.0, 0.3, 0.6, 1.0)):
         shape = PlanShape(
             batch=2, num_q=5, num_kv=7, q_size=q_size, kv_size=kv_size, q_form=form, kv_form=form,
-            token_mask=token_mask,
+            keep=keep,
         )  # fmt: skip
         plan = random_plan(shape, seed=seed, device="cuda")
         check(plan, inputs(plan, seed=seed), kernel, values)
