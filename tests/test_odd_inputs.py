@@ -372,7 +372,7 @@ def test_a_plan_of_something_else_is_refused_by_name(name: str) -> None:
     ("make", "name"),
     [
         (lambda: BlockPlan.dense(BLOCKS, BLOCKS, "nowhere"), "device"),
-        (lambda: BlockPlan.from_map(None, BLOCKS, BLOCKS), "token_mask"),
+        (lambda: BlockPlan.from_map(None, BLOCKS, BLOCKS), "block_mask"),
         (lambda: Blocks.regular("many", 64), "total"),
         (lambda: Blocks.regular(64, None), "size"),
         (lambda: Blocks.ragged(None, None, total=3, size=2), "starts"),

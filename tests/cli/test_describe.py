@@ -33,10 +33,7 @@ def test_ranges_defaults_and_aliases_are_those_of_the_declarations(sglang) -> No
 
 def test_an_example_does_something(sglang) -> None:
     out = sglang("attention", "describe", "video_sparse_attn").out
-    assert (
-        "--attention-backend-config 'sparsity=0.9,topk_convention=tiles,router=mean'"
-        in " ".join(out.split())
-    )
+    assert "--attention-backend-config 'sparsity=0.9'" in " ".join(out.split())
 
 
 @pytest.mark.parametrize("columns", ["60", "200"])

@@ -68,7 +68,12 @@ def test_it_knows_the_grid_that_sparse_backends_need():
     assert "has no adapter, its latent grid is unknown" in " ".join(report.notes)
     assert AttentionBackendEnum.VIDEO_SPARSE_ATTN not in backends(report)
     assert (dense - stock).abs().max() <= 1e-5
-    sparse, report = attend(model, inputs, attention_backend="video_sparse_attn")
+    sparse, report = attend(
+        model,
+        inputs,
+        attention_backend="video_sparse_attn",
+        attention_backend_config={"sparsity": 0.5},
+    )
     assert not report.notes
     assert AttentionBackendEnum.VIDEO_SPARSE_ATTN in backends(report)
     assert sparse.shape == stock.shape

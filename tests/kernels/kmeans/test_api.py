@@ -131,7 +131,7 @@ def test_any_number_of_centroids_has_an_order(num: int) -> None:
         ({"centroids": START.to("meta")}, r"`centroids` must be on the device of x \(cpu\)"),
         ({"centroids": START[:, :, :0]}, r"`centroids` must hold at least 1 cluster, got 0"),
         (
-            {"token_mask": torch.ones(2, 30)},
+            {"mask": torch.ones(2, 30)},
             r"`mask` must be bool \[2, 30\], got torch.float32 \[2, 30",
         ),
         ({"iterations": -1}, r"`iterations` must be at least 0, got -1"),

@@ -197,7 +197,7 @@ class Binding:
         """
         demand, label = self.demand, self.selection.label
         why = f"{label} works on a latent grid, and {reason}"
-        warning = f"{why} in {demand.where}: such calls"
+        warning = f"{why}; in {demand.where}, such calls"
         refusal = (
             f"attention backend {label} must get tokens of a latent grid under "
             f"--strict-attention: {reason} in {demand.where}; name a dense backend for it"

@@ -86,7 +86,7 @@ def attend_extended(bound: Binding, call: AttentionCall) -> torch.Tensor:
         kept = cache.cache.size.kept
         grid = None if context is None else context.latent_grid
         reason = _IN_WINDOWS if cache.cut else method.limits.cache
-        cut = reason or method.router.cut_of_cache(method.config, kept, grid)
+        cut = reason or method.router.cut_of_cache(method.settings(context), kept, grid)
         if isinstance(cut, str):
             method, bound = None, bound.without_grid(f"{_OF_SEVERAL}: {cut}")
         else:

@@ -53,11 +53,12 @@ def ring_forward(
         own = whole._replace(query=inputs.query[:, tokens], mask=mask)
         gated = check_gate(bound, layer.gated(), own).method
     for part in (bound.method, gated):
-        if training and part is not None and part.limits.ring_gradients is not None:
+        reason = None if part is None else part.limits.ring_gradients
+        if training and reason is not None:
             raise UnsupportedBackendError(
                 f"attention backend {bound.selection.label} must not get inputs that require grad "
-                f"in a ring: it has no backward there; call it under torch.no_grad(), or use "
-                f"--ring-degree 1"
+                f"in a ring: it has no backward there, for {reason}; call it under "
+                f"torch.no_grad(), or use --ring-degree 1"
             )
     if bound.method is not None and Feature.RING in bound.features:
         bound = bound.with_features(Feature.BACKWARD) if training else bound

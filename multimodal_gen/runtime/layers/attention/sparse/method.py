@@ -5,6 +5,7 @@ Shapes: B batch, S tokens, H heads, D head size.
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -47,6 +48,7 @@ from multimodal_gen.runtime.layers.attention.sparse.router import (
     KnownCall,
     Router,
     SparseLayer,
+    expect,
 )
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     ENGINE,
@@ -71,10 +73,19 @@ class SparseBackend(AttentionBackend):
     router: ClassVar[type[Router[Any]]]
     variants: ClassVar[tuple[Variant, ...]] = engine_variants(BLOCK_SPARSE, SPARSE_FEATURES)
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "backend" not in cls.__dict__:
+            return
+        given = getattr(cls, "router", None), getattr(cls, "config_cls", None)
+        expect(all(map(isinstance, given, (type, type))), cls, "router, config_cls", "given", given)
+        expect(cls.backend.is_sparse, cls, "backend", "registered with sparse=True", cls.backend)
+        cls.router.check()
+
     @classmethod
     def block_sizes(cls, config: BackendConfig | None) -> tuple[int, int]:
         """Return the tokens of a block of queries and of keys."""
-        cut = cls.router().cut(cls._given(config), ANY_GRID)
+        cut = cls.router().blocks(cls._given(config), ANY_GRID)
         return math.prod(cut.tile), math.prod(cut.of_keys)
 
     @classmethod
@@ -107,7 +118,10 @@ def _pools_tail(config: SparseConfig) -> bool:
 def _limits(router: Router[Any], config: SparseConfig, kernel: SelectedKernel) -> Limits:
     """Return what a method cannot do on a kernel, and why."""
     own = router.limits(config)
+    expect(isinstance(own, Limits), type(router), "limits()", "a Limits", own)
     ring, cache = own.ring, own.cache
+    if router.chooses == "pattern" and type(router).density_of_cache is Router.density_of_cache:
+        cache = cache or "its patterns are places in one latent grid"
     if type(router).group is not Router.group:
         ring = ring or "its groups are of all tokens of a head"
         cache = cache or "its groups are of the keys of one call"
@@ -142,12 +156,11 @@ class SparseMethodImpl(AttentionImpl):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        backend = self.declaration.backend
         cls: Any = self.declaration.config_cls
         self.config = self.config if isinstance(self.config, cls) else cls()
         asked = getattr(self.config, "kernel", AUTO)
         kernel = self.kernel = SelectedKernel(self.variant or asked, named=asked != AUTO)
-        self.label = str(backend)
+        self.label = str(self.declaration.backend)
         measured = () if kernel.named else self.declaration.dense_above.get(kernel.name, ())
         self._dense_above = DenseAbove(self.label, self.config.dense_above, measured)
         self._skip: Skip | None = None
@@ -178,10 +191,8 @@ class SparseMethodImpl(AttentionImpl):
         """
         if not self._varies:
             return self.config
-        step, total = 0, None
-        if context is not None:
-            step, total = context.current_timestep, context.num_steps
-        return self.router.at(config_at(self.config, step, total), step, total)
+        at = (0, None) if context is None else (context.current_timestep, context.num_steps)
+        return self.router.at(config_at(self.config, *at), *at)
 
     def check_run(self, context: ForwardContext) -> None:
         """Refuse a run that the parameters do not fit; warn if no step is sparse."""
@@ -318,14 +329,11 @@ class SparseMethodImpl(AttentionImpl):
         if torch.are_deterministic_algorithms_enabled() or records_gradient(query, key):
             return None
         heads = slice(first_head, first_head + query.shape[2])
-        step = None
-        if self._varies:
-            step = context.current_timestep, context.num_steps
+        step = (context.current_timestep, context.num_steps) if self._varies else None
         run = (query.shape[1], key.shape[1], grid, context.text_span, step, heads.start, heads.stop)
         sizes = query.shape[1], key.shape[1]
-        return self._dense_above.reason(
-            run, lambda: self._known_density(sizes, heads, context), context
-        )
+        density = partial(self._known_density, sizes, heads, context)
+        return self._dense_above.reason(run, density, context)
 
     def _known_density(
         self, sizes: tuple[int, int], heads: slice, context: ForwardContext
@@ -388,7 +396,7 @@ class SparseMethodImpl(AttentionImpl):
         Dense steps of the method's schedule are its sparse ones at sparsity 0: they keep it.
         """
         call = self._call(query, key, value, context, gate=gate)
-        return add_branch(self.router, self.config, out, call)
+        return add_branch(self.router, self.settings(context), out, call)
 
     def forward_ring(self, inputs: RingInputs, context: ForwardContext | None) -> torch.Tensor:
         """Return attention of this rank's queries over the keys of all ranks, who all call it.
@@ -405,4 +413,4 @@ class SparseMethodImpl(AttentionImpl):
     ) -> torch.Tensor:
         """Do as `add_branch` in a ring."""
         self.kernel.begin_call()
-        return add_branch_in_ring(self.router, self.config, out, inputs, context)
+        return add_branch_in_ring(self.router, self.settings(context), out, inputs, context)

@@ -76,7 +76,7 @@ def _chosen(
     )
     budget = router.budget(settings, stats.num, layout.num_video)
     router.layer.warn_of(layout, budget)
-    chosen = router.choose(settings, stats, budget)
+    chosen = router.chosen(settings, stats, budget)
     chosen = chosen.expand(*queries.counts.shape, stats.num)
     return _of_sequence(call, queries, keys, chosen)
 

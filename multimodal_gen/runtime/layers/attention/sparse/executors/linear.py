@@ -57,7 +57,7 @@ def attend_in_place(
     """Return the method's attention of a call, [B, S, H, D]; the linear branch included."""
     layout, layer, cut, budget = call.layout, router.layer, known.cut, known.budget
     blocks = raster_blocks(layout, cut.tile[2], cut.of_keys[2], call.query.device)
-    assert budget is not None, "only lists of equal length lie in place"
+    assert budget is not None, "others are refused"
     router.check_call(settings, budget, projected=call.projection is not None)
     out = router.attend_upstream(settings, call, None, None) if call.on_package else None
     density: float | torch.Tensor | None = known.share

@@ -29,7 +29,7 @@ from multimodal_gen.runtime.layers.attention.config import (
 from multimodal_gen.runtime.layers.attention.sparse.base import Tail, tail_option
 from multimodal_gen.runtime.layers.attention.sparse.method import SPARSE_FEATURES, SparseBackend
 from multimodal_gen.runtime.layers.attention.sparse.pattern import Pattern, Patterns
-from multimodal_gen.runtime.layers.attention.sparse.router import Cut, Limits, Router
+from multimodal_gen.runtime.layers.attention.sparse.router import Cut, Router
 from multimodal_gen.runtime.layers.attention.sparse.windows import Window
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
@@ -127,10 +127,6 @@ class StaticRouter(Router[StaticConfig]):
         if frames is None or settings.pattern != "lvsa" or _interval(settings, frames) != 1:
             return None
         return f"{self.layer.label} keeps all of {frames} frames (`reference_latent_frames`)"
-
-    def limits(self, settings: StaticConfig) -> Limits:
-        """A pattern is one of a grid."""
-        return Limits(cache="its patterns are places in one latent grid")
 
 
 def _interval(config: StaticConfig, frames: int) -> int:
