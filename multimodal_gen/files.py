@@ -101,6 +101,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
     Args:
         path: the final name; missing folders are made, a file or an empty folder is replaced.
     """
+    _refuse_device(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = _temporary(path, _PARTIAL)
     try:
@@ -111,6 +112,12 @@ def atomic_write(path: Path) -> Iterator[Path]:
             shutil.rmtree(partial, ignore_errors=True)
         else:
             partial.unlink(missing_ok=True)
+
+
+def _refuse_device(path: Path) -> None:
+    """Refuse to put a file in the place of a device, a pipe or a socket."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError(errno.EINVAL, "no regular file has that name", str(path))
 
 
 def write_text(path: Path, text: str) -> None:
@@ -200,6 +207,7 @@ class Staging:
             _rename_to_free(temporary, final)
             undo.callback(final.unlink, missing_ok=True)
             return
+        _refuse_device(final)
         if final.is_dir() and not final.is_symlink():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(final))
         if os.path.lexists(final):
@@ -272,6 +280,7 @@ def require_file(path: Path, flag: str) -> bool:
     """
     try:
         path = path.expanduser()
+        _refuse_device(path)
         taken = is_taken(path)
     except (OSError, RuntimeError, ValueError) as error:
         raise UsageError(

@@ -159,3 +159,18 @@ def test_what_a_killed_process_was_writing_is_swept_and_nothing_else(tmp_path) -
         *("another program's", "old", "what stood there")
     ]
     sweep(tmp_path / "nowhere", "run-")
+
+
+def _stage(path: Path, text: str) -> None:
+    with Staging(overwrite=True) as staging:
+        staging.path(path).write_text(text)
+
+
+@pytest.mark.parametrize("write", [write_text, _stage], ids=["alone", "staged"])
+def test_no_file_takes_the_place_of_a_pipe_or_a_device(tmp_path, write) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="no regular file has that name"):
+        write(pipe, "new")
+    assert pipe.is_fifo()
+    assert [file.name for file in tmp_path.iterdir()] == ["pipe"]

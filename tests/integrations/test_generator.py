@@ -242,6 +242,17 @@ def test_what_diffusers_leaves_out_of_a_lora_is_refused(
         DiffGenerator.from_pretrained(tiny_pipeline("wan"), lora_path=str(file))
 
 
+def test_a_lora_that_is_not_finite_is_refused(original_lora, tiny_pipeline, tmp_path) -> None:
+    from safetensors.torch import save_file
+
+    pytest.importorskip("peft")
+    file = tmp_path / "lora.safetensors"
+    name, value = next(iter(original_lora.items()))
+    save_file({**original_lora, name: torch.full_like(value, torch.nan)}, file)
+    with pytest.raises(UsageError, match="must have finite weights, got NaN or infinity in "):
+        DiffGenerator.from_pretrained(tiny_pipeline("wan"), lora_path=str(file))
+
+
 def test_a_lora_may_have_a_bias_in_one_layer_and_changes_of_zero(
     original_lora, tiny_pipeline, tmp_path, wan
 ) -> None:

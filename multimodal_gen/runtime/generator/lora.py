@@ -178,6 +178,7 @@ def add_loras(pipe: Any, loras: Sequence[Lora]) -> None:
             held = pipe.lora_state_dict(lora.path if given is None else dict(given))
             held = held[0] if isinstance(held, tuple) else held
             _check_kept(pipe, lora, given or {}, held)
+            _check_finite(lora, held)
             # diffusers leaves biases that only some layers have without values otherwise.
             biased = any(key.endswith(".bias") for key in held)
             options = {"low_cpu_mem_usage": False} if biased else {}
@@ -260,6 +261,16 @@ def _failure(pipe: Any, lora: Lora, error: Exception) -> str:
         f"--lora-path must be a LoRA for {type(pipe).__name__}, got {lora.path!r}, which could not "
         f"be loaded: {type(error).__name__}: {line}"
     )
+
+
+def _check_finite(lora: Lora, held: dict[str, Any]) -> None:
+    """Refuse weights that are NaN or infinite: they change the output, or leave none."""
+    for key, value in held.items():
+        if isinstance(value, torch.Tensor) and not bool(value.isfinite().all()):
+            raise UsageError(
+                f"--lora-path must have finite weights, got NaN or infinity in {key} of "
+                f"{lora.path!r}; download it again"
+            )
 
 
 def _check_placed(

@@ -68,7 +68,7 @@ def check_files(model_path: str, components: Mapping[str, object]) -> None:
             continue
         for file in folder.iterdir():
             where = f"{file.name} of component {name} of {model_path!r}"
-            if file.exists() and not file.is_file() and not file.is_dir():
+            if not file.is_file() and not file.is_dir():  # a link to itself or to nowhere, too
                 raise UsageError(f"{where} must be a regular file; download it again")
             if file.name.endswith("config.json") and file.stat().st_size > _MOST_BYTES:
                 raise UsageError(

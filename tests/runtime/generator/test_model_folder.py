@@ -150,6 +150,14 @@ def test_a_text_encoder_that_does_not_fit_its_weights_is_named(folder) -> None:
         load(folder)
 
 
+def test_a_link_that_leads_to_itself_is_refused(folder) -> None:
+    config = folder / "vae" / "config.json"
+    config.unlink()
+    config.symlink_to(config)
+    with pytest.raises(UsageError, match=r"config.json of component vae .* must be a regular file"):
+        load(folder)
+
+
 @pytest.mark.parametrize("file", ["vae/config.json", "transformer/x.safetensors", "tokenizer/a"])
 def test_files_of_a_folder_that_never_end_are_refused(folder, file) -> None:
     (folder / file).unlink(missing_ok=True)

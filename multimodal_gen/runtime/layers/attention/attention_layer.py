@@ -5,6 +5,7 @@ Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 
 import sys
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
@@ -138,6 +139,8 @@ class AttentionLayer(nn.Module):
         _check_numbers(softmax_scale, compute_dtype)
         check_flags(causal=causal, is_cross_attention=is_cross_attention)
         construction = current_component()
+        if site is not None and is_cross_attention and site.role is AttentionRole.SELF:
+            site = replace(site, role=AttentionRole.CROSS)
         self.site = site or LayerSite(
             name=prefix,
             component=construction.name if construction else None,
@@ -608,6 +611,10 @@ def _check_places(site: object, scope: object, supported: object, prefix: object
         raise ConfigError(f"prefix must be a dotted path such as 'blocks.3.attn', got {prefix!r}")
     if site is not None and not isinstance(site, LayerSite):
         raise ConfigError(f"site must be a LayerSite or None, got {site!r}")
+    if site is not None and not isinstance(site.role, AttentionRole):
+        raise ConfigError(
+            f"role of site must be an AttentionRole such as AttentionRole.CROSS, got {site.role!r}"
+        )
     if scope is not None and not isinstance(scope, SelectionScope):
         raise ConfigError(
             f"scope must be a SelectionScope or None, got {scope!r}; a backend is named by "

@@ -594,3 +594,10 @@ def test_what_is_no_tensor_is_named(name, inputs):
     tensors = [torch.randn(1, 4, 2, 8) if x == 0 else x for x in inputs]
     with pytest.raises(UsageError, match=rf"{name} must be a torch.Tensor, got \w+; make it one"):
         layer(*tensors)
+
+
+def test_a_site_and_a_flag_tell_together_what_a_layer_attends_to():
+    layer = LocalAttention(2, 8, is_cross_attention=True, site=LayerSite(name="b.0.attn2", layer=0))
+    assert layer.site == LayerSite(name="b.0.attn2", layer=0, role=AttentionRole.CROSS)
+    with pytest.raises(ConfigError, match=r"must be an AttentionRole such as .*, got 'cross'"):
+        LocalAttention(2, 8, site=LayerSite(role="cross"))
