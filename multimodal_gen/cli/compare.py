@@ -47,6 +47,7 @@ OneGpu = Annotated[
     typer.Option(
         "--num-gpus",
         metavar="N",
+        parser=number_of("--num-gpus", int),
         callback=_refuse_several,
         help="Must be 1; `sglang generate --num-gpus` takes several, for a backend at a time.",
     ),

@@ -52,6 +52,18 @@ def apart(
     return attn_mask, None  # type: ignore[return-value]
 
 
+def check_block_mask(mask: "BlockMask", batch: int, num_queries: int, num_keys: int) -> None:
+    """Refuse a mask of another batch, or for other lengths."""
+    given = tuple(getattr(mask, "seq_lengths", (num_queries, num_keys)))
+    samples = mask.kv_indices.shape[0]
+    if given != (num_queries, num_keys) or samples not in (1, batch):
+        raise UsageError(
+            f"attn_mask must be a BlockMask for [B|1, Sq, Sk] = {[batch, num_queries, num_keys]}, "
+            f"got one for {[samples, *given]}; make it with create_block_mask(mask_mod, B, H, "
+            f"Q_LEN, KV_LEN)"
+        )
+
+
 def plans_of(mask: "BlockMask", num_queries: int, num_keys: int) -> Plans:
     """Return the plans whose parts together are what a block mask keeps; disjoint, one or two.
 
@@ -65,14 +77,8 @@ def plans_of(mask: "BlockMask", num_queries: int, num_keys: int) -> Plans:
         num_keys: Sk.
 
     Raises:
-        UsageError: the mask is for other lengths, or rows would choose among too many keys.
+        UsageError: rows would choose among too many keys.
     """
-    given = tuple(getattr(mask, "seq_lengths", (num_queries, num_keys)))
-    if given != (num_queries, num_keys):
-        raise UsageError(
-            f"attn_mask must be a BlockMask for [Sq, Sk] = {[num_queries, num_keys]}, got one for "
-            f"{list(given)}; make it with create_block_mask(..., Q_LEN, KV_LEN)"
-        )
     if _PLANS not in vars(mask):
         vars(mask)[_PLANS] = _compile(mask, num_queries, num_keys)
     plans: Plans = vars(mask)[_PLANS]

@@ -21,6 +21,7 @@ from multimodal_gen.kernels.tensors import loadable
 from multimodal_gen.runtime.layers.attention.backends.block_masks import (
     AnyBlockMask,
     Plans,
+    check_block_mask,
     plans_of,
 )
 from multimodal_gen.runtime.layers.attention.backends.flex_attn import FlexAttentionImpl
@@ -58,6 +59,8 @@ def check_blocks(call: AttentionCall, geometry: LayerGeometry) -> None:
             f"a mask of blocks must be of one head or of all {geometry.num_heads}, got one of "
             f"{found} heads"
         )
+    if blocks is not None and not isinstance(blocks, BlockPlan):
+        check_block_mask(blocks, call.query.shape[0], call.query.shape[1], call.key.shape[1])
     if logits is None or (
         isinstance(logits, torch.Tensor)
         and logits.shape == (geometry.num_heads,)

@@ -167,7 +167,7 @@ def test_a_plan_is_a_mask_too(qkv):
 def test_masks_of_other_lengths_and_too_many_bits_are_refused(qkv, monkeypatch):
     layer = LocalAttention(HEADS, SIZE, 2)
     mask = block_mask("tokens")
-    with pytest.raises(UsageError, match=r"BlockMask for \[Sq, Sk\] = \[187, 186\], got one for"):
+    with pytest.raises(UsageError, match=r"BlockMask for \[B\|1, Sq, Sk\] = \[2, 187, 186\], got one for"):
         layer(qkv.query, qkv.key[:, 1:], qkv.value[:, 1:], mask)
     monkeypatch.setattr(block_masks, "_MOST_BITS", 1 << 10)
     with pytest.raises(UsageError, match="attn_mask must tell apart fewer runs of keys: 1 x 1 x"):
@@ -214,4 +214,16 @@ def test_masks_of_other_heads_are_refused(qkv, heads):
     )
     layer = LocalAttention(HEADS, SIZE, 2)
     with pytest.raises(UsageError, match=f"of one head or of all {HEADS}, got one of {heads}"):
+        layer(*qkv, mask)
+
+
+@pytest.mark.parametrize("backend", ["flex_attn", "torch_sdpa"])
+@pytest.mark.parametrize(
+    "sizes", [(None, TOKENS + 5, TOKENS), (None, TOKENS, 64), (3, *[TOKENS] * 2)]
+)
+def test_a_mask_for_other_samples_or_lengths_is_refused(backend, sizes, qkv):
+    batch, *lengths = sizes
+    mask = create_block_mask(noop_mask, batch, None, *lengths, device="cpu", BLOCK_SIZE=BLOCK)
+    layer = LocalAttention(HEADS, SIZE, num_kv_heads=2, default_attention_backend=backend)
+    with pytest.raises(UsageError, match=r"attn_mask must be a BlockMask for \[B\|1, Sq, Sk\] = "):
         layer(*qkv, mask)
