@@ -1,7 +1,7 @@
 """Child processes for the kernel tests that need a certain release of triton.
 
-test_triton.py and test_compile.py of the operations are run by test_children.py, and collected only
-where they are named.
+test_*triton.py and test_*compile.py of the operations are run by test_children.py, and collected
+only where they are named.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ TIMEOUT = 570
 
 RunWithTriton = Callable[..., None]
 
-collect_ignore_glob = ["*/test_triton.py", "*/test_compile.py"]
+collect_ignore_glob = ["*/test_*triton.py", "*/test_*compile.py"]
 
 
 def python_path(release: str, environment: Path, installed: str | None) -> list[str]:

@@ -1,4 +1,4 @@
-"""Runs test_triton.py and test_compile.py of every operation in processes with their own triton.
+"""Runs test_*triton.py and test_*compile.py of every operation in processes with their own triton.
 
 The first with the interpreter, the second with the oldest release that the kernels for GPUs are
 compiled with, and those in Gluon with the newest one; all without the cases marked slow. Compiling
@@ -22,23 +22,24 @@ GLUON = ("block_sparse", "cluster_attention", "quantized_attention")
 BETWEEN = ("3.7.1", "3.8.0")
 
 
-def operations(name: str) -> list[str]:
-    """Return the folders with a file of this name."""
-    return sorted(path.parent.name for path in HERE.glob(f"*/{name}"))
+def files(kind: str) -> list[str]:
+    """Return the files of a kind, "triton" or "compile", by their paths without the suffix."""
+    found = HERE.glob(f"*/test_*{kind}.py")
+    return sorted(path.relative_to(HERE).with_suffix("").as_posix() for path in found)
 
 
 @pytest.mark.parametrize(
-    "operation",
+    "file",
     [
         # In Triton alone, which releases hardly change; the interpreter runs them in every gate.
-        pytest.param(name, marks=[] if name in (*GLUON, "pooled_tail") else pytest.mark.slow)
-        for name in operations("test_compile.py")
+        pytest.param(name, marks=[] if name.startswith(GLUON) else pytest.mark.slow)
+        for name in files("compile")
     ],
 )
 def test_the_kernels_compile_for_gpus_that_are_not_there(
-    operation: str, run_with_triton: RunWithTriton
+    file: str, run_with_triton: RunWithTriton
 ) -> None:
-    run_with_triton(pinned_release("compile"), [HERE / operation / "test_compile.py"], *QUICK)
+    run_with_triton(pinned_release("compile"), [HERE / f"{file}.py"], *QUICK)
 
 
 @pytest.mark.parametrize("operation", GLUON)
@@ -59,5 +60,5 @@ def test_the_gluon_kernels_compile_with_the_releases_between(
 
 def test_the_triton_kernels_are_right_under_the_interpreter(run_with_triton: RunWithTriton) -> None:
     """All in one process: to start it takes as long as the tests of many an operation."""
-    tests = [HERE / name / "test_triton.py" for name in operations("test_triton.py")]
+    tests = [HERE / f"{name}.py" for name in files("triton")]
     run_with_triton(pinned_release("interpret"), tests, *QUICK, TRITON_INTERPRET="1")

@@ -167,7 +167,9 @@ def test_a_plan_is_a_mask_too(qkv):
 def test_masks_of_other_lengths_and_too_many_bits_are_refused(qkv, monkeypatch):
     layer = LocalAttention(HEADS, SIZE, 2)
     mask = block_mask("tokens")
-    with pytest.raises(UsageError, match=r"BlockMask for \[B\|1, Sq, Sk\] = \[2, 187, 186\], got one for"):
+    with pytest.raises(
+        UsageError, match=r"BlockMask for \[B\|1, Sq, Sk\] = \[2, 187, 186\], got one for"
+    ):
         layer(qkv.query, qkv.key[:, 1:], qkv.value[:, 1:], mask)
     monkeypatch.setattr(block_masks, "_MOST_BITS", 1 << 10)
     with pytest.raises(UsageError, match="attn_mask must tell apart fewer runs of keys: 1 x 1 x"):
