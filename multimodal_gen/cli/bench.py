@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from multimodal_gen.cli.options import AsJson, Settings, number_of, takes
+from multimodal_gen.cli.options import AsJson, Settings, number_of, path_of, takes
 from multimodal_gen.cli.table import Row, echo, table, wrapped
 from multimodal_gen.errors import UsageError
 from multimodal_gen.files import is_taken, require_writable
@@ -78,6 +78,7 @@ _SaveOption = Annotated[
     typer.Option(
         "--save",
         metavar="FILE",
+        parser=path_of("--save"),
         help="Write what was measured to a new JSON file, for --attention-auto-table.",
     ),
 ]

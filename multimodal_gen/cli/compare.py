@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from multimodal_gen.cli.options import Settings, number_of, takes
+from multimodal_gen.cli.options import Settings, number_of, path_of, takes
 from multimodal_gen.cli.prompts import PromptFile, Prompts, read_prompts
 from multimodal_gen.cli.table import Row, echo, table, wrapped
 from multimodal_gen.errors import ConfigError, UsageError
@@ -68,6 +68,7 @@ _Output = Annotated[
     typer.Option(
         "--output",
         metavar="FOLDER",
+        parser=path_of("--output"),
         help="Folder for report.json, report.html and the clips; new or empty without --resume.",
     ),
 ]

@@ -12,7 +12,7 @@ import typer
 from multimodal_gen.cli.completion import COMPLETIONS
 from multimodal_gen.errors import ConfigError
 from multimodal_gen.files import MalformedError
-from multimodal_gen.settings import Setting, read_scalar
+from multimodal_gen.settings import Setting, expanded, read_scalar
 
 Settings: TypeAlias = Mapping[str, Any]
 """What was typed, or the defaults, by name of the setting."""
@@ -129,6 +129,20 @@ def reader(setting: Setting) -> Callable[[Any], Any]:
 def number_of(flag: str, kind: type, ge: float | None = None, le: float | None = None) -> Any:
     """Return what reads a number of a flag that is no setting."""
     return reader(Setting(help="", name=flag.removeprefix("--"), kind=kind, ge=ge, le=le))
+
+
+def path_of(flag: str) -> Callable[[Any], Path]:
+    """Return what reads a path, with `~` expanded."""
+
+    def read(given: Any) -> Path:
+        try:
+            if str(given).strip():
+                return expanded(given, flag)
+        except ConfigError as error:
+            raise typer.BadParameter(str(error)) from None
+        raise typer.BadParameter(f"{flag} must be a file or folder, got {given!r}")
+
+    return read
 
 
 def _completion(setting: Setting) -> Callable[[str], list[str]] | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from multimodal_gen.cli.compare import COMPARED, STEPS, OneGpu, print_report, run_comparison
-from multimodal_gen.cli.options import AsJson, Settings, number_of, takes
+from multimodal_gen.cli.options import AsJson, Settings, number_of, path_of, takes
 from multimodal_gen.cli.prompts import PromptFile, Prompts, read_prompts
 from multimodal_gen.cli.table import echo, wrapped
 from multimodal_gen.errors import UsageError
@@ -67,6 +67,7 @@ _Output = Annotated[
     typer.Option(
         "--output",
         metavar="FILE",
+        parser=path_of("--output"),
         help="YAML file to write, for --attention-config of `sglang generate`, or for --config "
         "where a step cache won; an older one is replaced.",
     ),

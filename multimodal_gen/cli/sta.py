@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from multimodal_gen.cli.options import AsJson, Settings, number_of, takes
+from multimodal_gen.cli.options import AsJson, Settings, number_of, path_of, takes
 from multimodal_gen.cli.prompts import PromptFile, Prompts, read_prompts
 from multimodal_gen.cli.table import Row, echo, table
 from multimodal_gen.errors import ConfigError, UsageError
@@ -48,6 +48,7 @@ _Folder = Annotated[
     typer.Option(
         "--output",
         metavar="FOLDER",
+        parser=path_of("--output"),
         help="Folder for the search files; prompts that have theirs already are not repeated.",
     ),
 ]
@@ -74,7 +75,10 @@ _Searches = Annotated[
 _StrategyFile = Annotated[
     Path,
     typer.Option(
-        "--output", metavar="FILE", help="Strategy file to write; an older one is replaced."
+        "--output",
+        metavar="FILE",
+        parser=path_of("--output"),
+        help="Strategy file to write; an older one is replaced.",
     ),
 ]
 _Negative = Annotated[
@@ -116,7 +120,12 @@ _Tiles = Annotated[
 ]
 _Png = Annotated[
     Path | None,
-    typer.Option("--png", metavar="FILE", help="Also draw the windows into a PNG file."),
+    typer.Option(
+        "--png",
+        metavar="FILE",
+        parser=path_of("--png"),
+        help="Also draw the windows into a PNG file.",
+    ),
 ]
 
 

@@ -88,7 +88,7 @@ def test_bench_of_a_model_measures_its_denoisers_layers(sglang, tiny_pipeline):
         (("--backend", "sla_attn"), "a benchmark must be of dense backends, got sla_attn"),
         (("--shape", "1x9999999999999x3x4"), "of at most 12 digits"),
         (("--save", "x" * 300), "File name too long"),
-        (("--save", ""), "--save must name a new file, got the folder '.'; name a file in it"),
+        (("--save", ""), "--save must be a file or folder, got ''"),
         (("--save", "/"), "--save must name a new file, got the folder '/'; name a file in it"),
         (("--save", "no/such/folder/x.json"), "--save must lie in a folder that exists"),
     ],

@@ -293,3 +293,23 @@ def test_a_level_that_there_is_not_is_one_line(sglang) -> None:
     outcome = sglang("attention", "list", "--log-level", "loud")
     assert outcome.code == 2
     assert "--log-level must be one of debug, info, warning, error, got 'loud'" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flag"),
+    [
+        (("attention", "sta", "tune", "--searches", "s"), "--output"),
+        (("attention", "sta", "search", "--model-path", "m", "--prompt", "x"), "--output"),
+        (("attention", "compare", *RUN[1:], "--backends", "sage_attn"), "--output"),
+        (("attention", "recommend", "--comparison", "c"), "--output"),
+        (("attention", "bench"), "--save"),
+    ],
+    ids=lambda value: " ".join(value[:3]) if isinstance(value, tuple) else "",
+)
+def test_an_output_is_a_path_and_its_home_is_known(arguments, flag, sglang, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for given, told in (("~nosuch/y", "a path"), (" ", "a file or folder")):
+        outcome = sglang(*arguments, flag, given)
+        assert outcome.code == 2
+        assert outcome.err.startswith(f"error: {flag} must be {told}, got {given!r}")
+    assert list(tmp_path.iterdir()) == []
