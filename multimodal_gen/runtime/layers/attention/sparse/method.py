@@ -120,9 +120,9 @@ def _limits(router: Router[Any], config: SparseConfig, kernel: SelectedKernel) -
     own = router.limits(config)
     expect(isinstance(own, Limits), type(router), "limits()", "a Limits", own)
     ring, cache = own.ring, own.cache
-    if router.chooses == "pattern" and type(router).density_of_cache is Router.density_of_cache:
+    if router.chooses == "pattern" and not router.defines("density_of_cache"):
         cache = cache or "its patterns are places in one latent grid"
-    if type(router).group is not Router.group:
+    if router.defines("group"):
         ring = ring or "its groups are of all tokens of a head"
         cache = cache or "its groups are of the keys of one call"
     if kernel.name not in ENGINE:
