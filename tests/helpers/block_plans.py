@@ -64,6 +64,19 @@ def random_plan(shape: PlanShape, *, seed: int, device: torch.device | str = "cp
     return plan.to(device)
 
 
+def plan_by_bits(shape: PlanShape, *, seed: int) -> BlockPlan:
+    """Return a plan that lists every block, once for all heads, of which rows choose by bits."""
+    drawn = random_plan(shape, seed=seed)
+    every = BlockPlan.dense(drawn.q, drawn.kv, "cpu")
+    return BlockPlan(
+        indices=every.indices,
+        counts=every.counts,
+        q=every.q,
+        kv=every.kv,
+        row_bits=drawn.row_bits,
+    )
+
+
 def _random_blocks(
     shape: PlanShape, num: int, size: int, form: str, generator: torch.Generator
 ) -> Blocks:

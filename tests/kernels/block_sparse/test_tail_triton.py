@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
-from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.block_sparse.tail import (
     PooledTail,
     add_tail,
     kept_map,
     pool_blocks,
 )
-from tests.helpers.block_plans import PlanShape, random_plan
+from tests.helpers.block_plans import PlanShape, plan_by_bits, random_plan
 from tests.helpers.inputs import make_qkv
 from tests.helpers.tail import assert_tail_within_error_budget
 
@@ -90,15 +90,7 @@ def test_means_of_blocks_of_every_head_are_those_of_the_definition() -> None:
 
 def test_rows_may_choose_by_bits() -> None:
     shape = PlanShape(heads=2, num_q=2, num_kv=40, q_size=70, kv_size=5, row_bits=True)
-    drawn = random_plan(shape, seed=6)
-    every = BlockPlan.dense(Blocks.regular(drawn.q.total, 70), drawn.kv, "cpu")
-    plan = BlockPlan(
-        indices=every.indices,
-        counts=every.counts,
-        q=every.q,
-        kv=every.kv,
-        row_bits=drawn.row_bits,
-    )
+    plan = plan_by_bits(shape, seed=6)
     q, k, v = make_qkv(1, plan.q.total, 2, 32, num_keys=plan.kv.total, dtype=torch.bfloat16)
     scale = 32**-0.5
     found = block_sparse_attention(q, k, v, plan, scale=scale, return_lse=True)

@@ -20,7 +20,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
 )
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
-from tests.helpers.block_plans import PlanShape, random_plan
+from tests.helpers.block_plans import PlanShape, plan_by_bits, random_plan
 from tests.helpers.inputs import make_qkv, make_video_qkv
 from tests.helpers.tail import assert_tail_within_error_budget
 
@@ -118,15 +118,7 @@ def test_values_follow_keys_to_first_order(kernel: str) -> None:
 
 def test_rows_may_choose_by_bits() -> None:
     shape = PlanShape(heads=4, num_q=2, num_kv=70, q_size=300, kv_size=20, row_bits=True)
-    drawn = random_plan(shape, seed=6)
-    every = BlockPlan.dense(Blocks.regular(drawn.q.total, 300), drawn.kv, "cpu")
-    plan = BlockPlan(
-        indices=every.indices,
-        counts=every.counts,
-        q=every.q,
-        kv=every.kv,
-        row_bits=drawn.row_bits,
-    )
+    plan = plan_by_bits(shape, seed=6)
     qkv = make_qkv(2, plan.q.total, 4, 128, num_keys=plan.kv.total, dtype=torch.bfloat16)
     on_gpu, moved, scale = [x.cuda() for x in qkv], plan.to("cuda"), 128**-0.5
     found = block_sparse_attention(*on_gpu, moved, scale=scale, return_lse=True)
