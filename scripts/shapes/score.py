@@ -20,7 +20,7 @@ _PRESENT = 0.008  # least share of a frame that is a shape
 _WHOLE = 0.85  # share of a shape's area from which on nothing hides it
 _SEEN = 0.4  # and from which on it can be followed
 
-_OBJECT = re.compile(r"an? (\w+) (ball|box|triangle|ring) (.*?)(?= and an? \w+ |  over| over)")
+_OBJECT = re.compile(r"an? (\w+) (ball|box|triangle|ring) (.*?)(?= and an? \w+ | over )")
 
 Floats = NDArray[np.floating]
 Bools = NDArray[np.bool_]
