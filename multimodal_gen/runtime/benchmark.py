@@ -274,7 +274,7 @@ def table_of(results: Sequence[ShapeTimes], device: torch.device, *, source: str
         platform=str(environment.platform),
         device=name,
         capability=capability.as_version_str() if capability else "",
-        versions=tuple(sorted(versions.items())),
+        versions=dict(sorted(versions.items())),
         source=source,
         measured=tuple(
             Measured(

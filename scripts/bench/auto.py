@@ -125,7 +125,7 @@ def _table(machine: tuple[str, ...], shapes: dict[CallShape, _Runs]) -> AutoTabl
         platform="cuda",
         device=gpu,
         capability=CAPABILITIES[gpu],
-        versions=tuple(sorted(versions.items())),
+        versions=dict(sorted(versions.items())),
         source=", ".join(f"scripts/bench/results/{source}" for source in sources),
         measured=tuple(measured),
     )

@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from multimodal_gen.cli.main import main
-from multimodal_gen.runtime.comparison.record import Report, read_record, write_record
+from multimodal_gen.records import write_record
+from multimodal_gen.runtime.comparison.record import Report, read_record
 from tests.helpers.reports import make_report
 
 

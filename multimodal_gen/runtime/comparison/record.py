@@ -21,25 +21,14 @@ Units: times in seconds, memory in bytes, shares in [0, 1]. Relative errors are 
 the truth, so 0.01 is one percent. Paths are relative to the folder of the report, with "/".
 """
 
-import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar
 
 from multimodal_gen.errors import ConfigError
-from multimodal_gen.files import MalformedError, read_small_file, write_text
-from multimodal_gen.settings import (
-    MismatchError,
-    Parameter,
-    as_plain,
-    converted,
-    option,
-    parameters_of,
-    read_json,
-    short,
-)
+from multimodal_gen.records import from_plain, read_file
+from multimodal_gen.settings import option, short
 
 SCHEMA = "multimodal_gen.comparison"
 VERSION = 2
@@ -399,11 +388,6 @@ class Report:
         return (self.reference, *self.floor, *self.candidates)
 
 
-def write_record(record: Any, path: Path) -> None:
-    """Write a record, a report above all, all of it or nothing; an older file is replaced."""
-    write_text(path, json.dumps(as_plain(record), allow_nan=False) + "\n")
-
-
 def read_record(kind: type[_RecordT], path: Path) -> _RecordT:
     """Read a record from its file.
 
@@ -416,65 +400,10 @@ def read_record(kind: type[_RecordT], path: Path) -> _RecordT:
             report of another version.
     """
     where = f"{kind.__name__.lower()} {str(path)!r}"
-    try:
-        data = read_json(read_small_file(path))
-    except MalformedError as error:
-        raise ConfigError(f"{where} must be a readable JSON file: {error}") from None
+    data = read_file(path, where)
     if kind is Report:
         _check_version(data, where)
-    found: _RecordT = _read_record(kind, data, where)
-    return found
-
-
-def _read_record(kind: Any, data: Any, where: str) -> Any:
-    if not isinstance(data, dict):
-        raise _wrong(where, f"an object, the fields of a {kind.__name__}", data)
-    known = parameters_of(kind)
-    unknown = [name for name in data if name not in known]
-    if unknown:
-        raise ConfigError(f"{where} must have the fields {', '.join(known)}, got {short(unknown)}")
-    missing = sorted(name for name, field in known.items() if field.required and name not in data)
-    if missing:
-        raise ConfigError(f"{where} must have {', '.join(missing)}, which it lacks")
-    return kind(
-        **{
-            name: _read_value(known[name], known[name].annotation, value, f"{where}.{name}")
-            for name, value in data.items()
-        }
-    )
-
-
-def _read_value(field: Parameter, kind: Any, data: Any, where: str) -> Any:
-    """Return JSON data as a field, or an item in one, holds it; `field` has the bounds."""
-    origin, members = get_origin(kind), get_args(kind)
-    if is_dataclass(kind):
-        return _read_record(kind, data, where)
-    if origin in (Union, UnionType):
-        (inner,) = (each for each in members if each is not NoneType)
-        return None if data is None else _read_value(field, inner, data, where)
-    if origin is tuple:
-        return _read_tuple(field, members, data, where)
-    if origin is Literal:
-        if data not in members:
-            raise _wrong(where, f"one of {', '.join(map(repr, members))}", data)
-        return data
-    if origin is not None:  # a mapping; what its values are is up to who reads them
-        if not isinstance(data, dict):
-            raise _wrong(where, "an object", data)
-        return data
-    if kind is float and data in ("inf", "-inf", "nan"):
-        return float(data)
-    try:
-        return converted(data, kind, field.ge, field.le)
-    except MismatchError:
-        raise _wrong(where, replace(field, annotation=kind).expected, data) from None
-
-
-def _read_tuple(field: Parameter, kinds: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ...]:
-    any_length = kinds[1] is Ellipsis
-    if not isinstance(data, list) or not (any_length or len(data) == len(kinds)):
-        raise _wrong(where, "a list" if any_length else f"a list of {len(kinds)}", data)
-    return tuple(_read_value(field, kinds[0], item, f"{where}[{i}]") for i, item in enumerate(data))
+    return from_plain(kind, data, where)
 
 
 def _check_version(data: Any, where: str) -> None:
@@ -489,7 +418,3 @@ def _check_version(data: Any, where: str) -> None:
             f"{where} must have version {VERSION}, got {short(data.get('version'))}; compare again "
             f"with this version of multimodal_gen"
         )
-
-
-def _wrong(where: str, expected: str, got: object) -> ConfigError:
-    return ConfigError(f"{where} must be {expected}, got {short(got)}")

@@ -26,6 +26,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from multimodal_gen.errors import UnsupportedBackendError, UsageError, first_line
+from multimodal_gen.records import write_record
 from multimodal_gen.runtime.comparison.configurations import (
     EXACT_KERNELS,
     ONE_DEVICE,
@@ -41,7 +42,6 @@ from multimodal_gen.runtime.comparison.record import (
     Generation,
     Model,
     Report,
-    write_record,
 )
 from multimodal_gen.runtime.comparison.results import LatentSteps, Results, Todo
 from multimodal_gen.runtime.comparison.store import Store, weights_digest

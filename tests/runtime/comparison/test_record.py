@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from multimodal_gen.errors import ConfigError
+from multimodal_gen.records import write_record
 from multimodal_gen.runtime.comparison import record
 from multimodal_gen.runtime.comparison.record import (
     Cost,
@@ -21,7 +22,6 @@ from multimodal_gen.runtime.comparison.record import (
     Run,
     Verdict,
     read_record,
-    write_record,
 )
 from multimodal_gen.settings import as_plain
 

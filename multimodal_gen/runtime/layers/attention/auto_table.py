@@ -15,23 +15,22 @@ import json
 import math
 import os
 import re
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, Final, Literal
 
 import torch
 
 from multimodal_gen.errors import ConfigError
-from multimodal_gen.files import MalformedError, read_small_file, write_text
+from multimodal_gen.files import write_text
+from multimodal_gen.records import from_plain, read_file, wrong
 from multimodal_gen.runtime.layers.attention.request import Environment, Ranking, Timing
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-from multimodal_gen.settings import as_plain, read_json, short
+from multimodal_gen.settings import as_plain
 
-SCHEMA = 1
+SCHEMA: Final = 1
 COMMITTED = Path(__file__).with_suffix(".json")
 
 # How far a measured shape reaches, as powers of two.
@@ -71,7 +70,7 @@ class CallShape:
     masked: bool = False
 
     @classmethod
-    def parse(cls, text: str) -> "CallShape":
+    def parse(cls, text: str, *, name: str = "a shape") -> "CallShape":
         """Read a shape from text: "1x4096x24x128", "2x4096x24x128:keys=512:kv_heads=8:mask".
 
         Raises:
@@ -83,7 +82,7 @@ class CallShape:
         spelled = all((name == "mask") != bool(value) for name, _, value in options)
         known = set(names) <= {"keys", "kv_heads", "mask"} and len(set(names)) == len(names)
         if match is None or not known or not spelled:
-            raise ConfigError(f"a shape must be {_SHAPE_FORM}, got {text!r}")
+            raise ConfigError(f"{name} must be {_SHAPE_FORM}, got {text!r}")
         batch, queries, heads, head_size = (int(number) for number in match.groups()[:4])
         given = {name: int(value) for name, _, value in options if value}
         shape = cls(
@@ -96,10 +95,10 @@ class CallShape:
             masked="mask" in names,
         )
         if min(batch, queries, shape.keys, heads, shape.kv_heads, head_size) < 1:
-            raise ConfigError(f"a shape must have sizes of at least 1, got {text!r}")
+            raise ConfigError(f"{name} must have sizes of at least 1, got {text!r}")
         if heads % shape.kv_heads:
             raise ConfigError(
-                f"a shape must have a multiple of its key heads as heads, got {text!r}"
+                f"{name} must have a multiple of its key heads as heads, got {text!r}"
             )
         return shape
 
@@ -148,11 +147,19 @@ class Measured:
         shape: the shape.
         dtype: dtype of q, k and v, such as "bfloat16".
         timings: one per backend.
+
+    Raises:
+        ConfigError: torch has no such floating dtype.
     """
 
     shape: CallShape
     dtype: str
     timings: tuple[Timing, ...]
+
+    def __post_init__(self) -> None:
+        dtype = getattr(torch, self.dtype, None)
+        if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ConfigError(f"dtype must be one of torch's floating ones, got {self.dtype!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -164,7 +171,7 @@ class AutoTable:
         platform: kind of device, such as "cuda".
         device: its name.
         capability: compute capability, such as "9.0"; "" where the notion does not exist.
-        versions: (distribution, version) of torch, triton and the packages of the backends.
+        versions: of torch, triton and the packages of the backends, by distribution.
         source: where the times come from.
         measured: by shape.
     """
@@ -173,7 +180,7 @@ class AutoTable:
     platform: str
     device: str
     capability: str
-    versions: tuple[tuple[str, str], ...]
+    versions: Mapping[str, str]
     source: str
     measured: tuple[Measured, ...]
 
@@ -199,10 +206,18 @@ class AutoTable:
         found = [f"the {what} is {now!r}, not {then!r}" for what, now, then in here if now != then]
         present = versions_of(environment)
         versions = (
-            (name, present.get(name, "not installed"), then) for name, then in self.versions
+            (name, present.get(name, "not installed"), then) for name, then in self.versions.items()
         )
         found += [f"{name} is {now}, not {then}" for name, now, then in versions if now != then]
         return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _File:
+    """What a file of tables holds."""
+
+    schema: Literal[1]
+    tables: tuple[AutoTable, ...]
 
 
 def versions_of(environment: Environment) -> Mapping[str, str]:
@@ -227,7 +242,7 @@ def committed_table(environment: Environment) -> AutoTable | None:
     here = _minors(versions_of(environment))
 
     def closeness(table: AutoTable) -> tuple[object, ...]:
-        there = _minors(dict(table.versions))
+        there = _minors(table.versions)
         return *(now == then for now, then in zip(here, there, strict=True)), *reversed(there)
 
     return max(fitting, key=closeness, default=None)
@@ -282,98 +297,27 @@ def read_tables(path: "str | os.PathLike[str]", *, name: str) -> tuple[AutoTable
     Raises:
         ConfigError: the file cannot be read, is of another schema, or is malformed.
     """
+    where = f"tables {str(path)!r} of {name}"
     try:
-        document = read_json(read_small_file(Path(path)))
-    except MalformedError as error:
-        raise ConfigError(
-            f"{name} must be a JSON file that `sglang attention bench --save` wrote, reading "
-            f"{str(path)!r} failed: {error}"
-        ) from None
-    if not isinstance(document, dict):
-        raise ConfigError(
-            f"{name} must be a JSON object that `sglang attention bench --save` wrote, "
-            f"{str(path)!r} holds {short(document)}"
-        )
-    schema = document.get("schema")
-    if schema != SCHEMA:
-        raise ConfigError(
-            f"{name} must be a table of schema {SCHEMA}, {str(path)!r} has {short(schema)}; write "
-            f"it anew with `sglang attention bench --save FILE`"
-        )
-    try:
-        tables = tuple(_table(raw) for raw in _entry(document, "tables", list))
+        tables = from_plain(_File, read_file(Path(path), where), where).tables
         if not tables:
-            raise ValueError("there is no table in it")
-        machines = [(t.platform, t.device, t.capability, t.versions) for t in tables]
-        if len(set(machines)) < len(machines):
-            raise ValueError("two of its tables are of the same machine and versions; keep one")
-    except (KeyError, TypeError, ValueError) as error:
-        what = f"{error} is missing" if isinstance(error, KeyError) else error
-        raise ConfigError(
-            f"{name} must be a file that `sglang attention bench --save` wrote, {str(path)!r} is "
-            f"not: {what}"
-        ) from None
-    return tables
-
-
-def _table(raw: Any) -> AutoTable:
-    keys = ("name", "platform", "device", "capability", "source")
-    given = _entry(raw, "versions", dict)
-    versions = {name: _entry(given, name, str) for name in ("torch", *given)}
-    return AutoTable(
-        **{key: _entry(raw, key, str) for key in keys},
-        versions=tuple(sorted(versions.items())),
-        measured=tuple(
-            Measured(
-                shape=CallShape.parse(_entry(entry, "shape", str)),
-                dtype=_dtype(_entry(entry, "dtype", str)),
-                timings=tuple(_timing(timing) for timing in _entry(entry, "timings", list)),
+            raise wrong(where, "some tables", [])
+        for timing in (x for table in tables for each in table.measured for x in each.timings):
+            AttentionBackendEnum.parse(timing.backend)
+        machines = [(t.platform, t.device, t.capability, dict(t.versions)) for t in tables]
+        if any(machine in machines[:i] for i, machine in enumerate(machines)):
+            raise ConfigError(
+                f"{where} must be of different machines and versions, got two of the same"
             )
-            for entry in _entry(raw, "measured", list)
-        ),
-    )
-
-
-def _timing(raw: Any) -> Timing:
-    backend = AttentionBackendEnum.parse(_entry(raw, "backend", str))
-    host_ms = _entry(raw, "host_ms")
-    return Timing(
-        backend=str(backend),
-        variant=_entry(raw, "variant", str),
-        device_ms=_ms(_entry(raw, "device_ms"), backend),
-        host_ms=None if host_ms is None else _ms(host_ms, backend),
-    )
-
-
-_KINDS: Mapping[type, str] = MappingProxyType({str: "text", list: "a list", dict: "a mapping"})
-
-
-def _entry(raw: object, key: str, kind: type = object) -> Any:
-    if not isinstance(raw, Mapping):
-        raise TypeError(f"what holds {key} must be a JSON object, got {short(raw)}")
-    if not isinstance(raw[key], kind):
-        raise TypeError(f"{key} must be {_KINDS[kind]}, got {short(raw[key])}")
-    return raw[key]
-
-
-def _dtype(name: str) -> str:
-    dtype = getattr(torch, name, None)
-    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(f"dtype must be one of torch's floating ones, got {name!r}")
-    return str(dtype).removeprefix("torch.")
-
-
-def _ms(time: object, backend: AttentionBackendEnum) -> float:
-    number = isinstance(time, (int, float)) and not isinstance(time, bool)
-    if not (number and 0 < time <= sys.float_info.max):  # type: ignore[operator]
-        raise ValueError(f"a time of {backend} must be above 0 ms, got {short(time)}")
-    return float(cast("float", time))
+    except ConfigError as error:
+        raise ConfigError(f"{error}; write it anew with `sglang attention bench --save`") from None
+    return tables
 
 
 def tables_as_json(tables: Iterable[AutoTable]) -> dict[str, Any]:
     """Return tables as JSON data, as `read_tables` reads them."""
-    found = [as_plain(table) | {"versions": dict(table.versions)} for table in tables]
-    return {"schema": SCHEMA, "tables": found}
+    data: dict[str, Any] = as_plain(_File(schema=SCHEMA, tables=tuple(tables)))
+    return data
 
 
 def write_tables(path: Path, tables: Iterable[AutoTable]) -> None:

@@ -1,10 +1,12 @@
 """What selection may depend on: the environment and one layer's request, as hashable data."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
 
+from multimodal_gen.errors import ConfigError
 from multimodal_gen.kernels.launch.self_check import SelfCheck
 from multimodal_gen.kernels.requirements import PackageProbe, installed
 from multimodal_gen.runtime.backend_names import NamedEnum
@@ -120,12 +122,22 @@ class Timing:
         variant: the kernel library behind it.
         device_ms: milliseconds of the device, with calls waiting for it.
         host_ms: milliseconds of the host until the call returns, or None where it was not measured.
+
+    Raises:
+        ConfigError: a time is not above 0.
     """
 
     backend: str
     variant: str
     device_ms: float
     host_ms: float | None = None
+
+    def __post_init__(self) -> None:
+        if not all(0 < ms < math.inf for ms in (self.device_ms, self.ms)):
+            raise ConfigError(
+                f"times of {self.backend} must be above 0 ms, got {self.device_ms} and "
+                f"{self.host_ms}"
+            )
 
     @property
     def ms(self) -> float:

@@ -27,11 +27,11 @@ from typing import Any
 import torch
 
 from multimodal_gen.errors import ConfigError, UsageError
-from multimodal_gen.files import read_text, save_text
+from multimodal_gen.files import save_text
+from multimodal_gen.records import read_file
 from multimodal_gen.runtime.layers.attention.sparse.methods.sta.strategy import (
     as_window,
     largest_of,
-    parse_json,
 )
 from multimodal_gen.runtime.layers.attention.sparse.windows import (
     Window,
@@ -162,7 +162,7 @@ class SearchFile:
             ConfigError: it cannot be read or is malformed.
         """
         name = f"{_WHAT} {str(path)!r}"
-        content = parse_json(read_text(path, what=_WHAT), name=name)
+        content = read_file(path, name)
         if not isinstance(content, dict):
             raise ConfigError(f"{name} must be a JSON object, got {short(content)}")
         windows, l2 = _losses(content, "L2_loss", name)

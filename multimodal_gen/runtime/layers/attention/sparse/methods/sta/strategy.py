@@ -20,7 +20,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice, product
 from operator import gt
@@ -28,25 +28,9 @@ from pathlib import Path
 
 from multimodal_gen.errors import ConfigError
 from multimodal_gen.files import MalformedError, read_text, save_text
+from multimodal_gen.records import from_plain, read_file
 from multimodal_gen.runtime.layers.attention.sparse.windows import Window, tile_density
-from multimodal_gen.settings import by_axis, read_json, short
-
-
-def parse_json(text: str, *, name: str, remedy: str = "") -> object:
-    """Return the value of a JSON text.
-
-    Args:
-        text: the text.
-        name: where it comes from, for messages.
-        remedy: what to do about a text that is malformed.
-
-    Raises:
-        ConfigError: it is not JSON, repeats a key or holds a number that is not finite.
-    """
-    try:
-        return read_json(text)
-    except MalformedError as error:
-        raise ConfigError(f"{name} must be JSON; {error}{remedy and f'; {remedy}'}") from None
+from multimodal_gen.settings import as_plain, by_axis, option, read_json, short
 
 
 def as_window(value: object) -> Window | None:
@@ -75,10 +59,12 @@ class StrategyRecord:
     Attributes:
         tiles: tiles along (time, height, width), or None.
         tile_size: tokens per tile along each axis, or None.
+        sha256: in a file, the digest of the strategy; elsewhere None.
     """
 
-    tiles: Window | None = None
-    tile_size: Window | None = None
+    tiles: Window | None = option(None, ge=1)
+    tile_size: Window | None = option(None, ge=1)
+    sha256: str | None = None
 
     @classmethod
     def read(cls, path: Path, text: str) -> "StrategyRecord":
@@ -95,25 +81,16 @@ class StrategyRecord:
         if not file.exists():
             return cls()
         name = f"{_RECORD} {str(file)!r}"
-        content = parse_json(read_text(file, what=_RECORD), name=name, remedy=_REMEDY)
-        if not isinstance(content, dict) or not content.keys() <= {"tiles", "tile_size", "sha256"}:
-            raise ConfigError(
-                f"{name} must be a JSON object with tiles, tile_size and sha256 at most, got "
-                f"{short(content)}; {_REMEDY}"
-            )
-        if content.pop("sha256", None) not in (None, _digest(text)):
+        try:
+            found = from_plain(cls, read_file(file, name), name)
+        except ConfigError as error:
+            raise ConfigError(f"{error}; {_REMEDY}") from None
+        if found.sha256 not in (None, _digest(text)):
             raise ConfigError(
                 f"{name} must belong to {path.name!r}, got that of another strategy, which the "
                 f"file held before; {_REMEDY}"
             )
-        sizes = {key: as_window(value) for key, value in content.items()}
-        for key, size in sizes.items():
-            if size is None and content[key] is not None:
-                raise ConfigError(
-                    f"{name} must have three integers >= 1 as {key}, got {short(content[key])}; "
-                    f"{_REMEDY}"
-                )
-        return cls(**sizes)
+        return replace(found, sha256=None)
 
     def write(self, path: Path, text: str) -> None:
         """Write it; an empty record leaves none, not even an older one.
@@ -125,7 +102,7 @@ class StrategyRecord:
         Raises:
             ConfigError: the record cannot be written.
         """
-        known = {key: list(size) for key, size in asdict(self).items() if size is not None}
+        known = {key: value for key, value in as_plain(self).items() if value is not None}
         file = record_path(path)
         if known:
             save_text(file, json.dumps({**known, "sha256": _digest(text)}) + "\n", what=_RECORD)
@@ -213,7 +190,10 @@ class Strategy:
             ConfigError: it is not a JSON object, a key or a value is malformed, a key repeats, or
                 an entry is missing.
         """
-        found = parse_json(text, name=name)
+        try:
+            found = read_json(text)
+        except MalformedError as error:
+            raise ConfigError(f"{name} must be JSON; {error}") from None
         if not isinstance(found, dict):
             raise ConfigError(
                 f'{name} must be a JSON object such as {{"0_0_0": [3, 3, 3]}}, got {short(found)}'

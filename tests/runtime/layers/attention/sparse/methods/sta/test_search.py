@@ -98,7 +98,7 @@ def test_a_search_of_another_program_tells_its_grid_by_its_windows(tmp_path) -> 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", r"search file '/.*/s\.json' must be JSON"),
+        ("{", r"search file '/.*/s\.json' must be a readable JSON"),
         ([], r"must be a JSON object, got \[\]"),
         ({"L2_loss": GOOD}, "must have losses by window under 'L1_loss', got None"),
         ({"L2_loss": {}, "L1_loss": GOOD}, "must have losses by window under 'L2_loss', got {}"),
@@ -111,7 +111,7 @@ def test_a_search_of_another_program_tells_its_grid_by_its_windows(tmp_path) -> 
         ),
         ({"L2_loss": {"[3, 1, 1]": [[["a"]]]}, "L1_loss": GOOD}, "numbers by step, layer and head"),
         ({"L2_loss": {"[3, 1, 1]": [[[-1]]]}, "L1_loss": GOOD}, "must have finite losses >= 0"),
-        ('{"L2_loss": {"[3, 1, 1]": [[[NaN]]]}}', "must be JSON; numbers must be finite"),
+        ('{"L2_loss": {"[3, 1, 1]": [[[NaN]]]}}', "JSON file: numbers must be finite"),
         (
             {"L2_loss": {"[3, 1, 1]": [[[1]]], "[3,1,1]": [[[1]]]}, "L1_loss": GOOD},
             "every window once under 'L2_loss'",

@@ -296,11 +296,11 @@ def test_a_record_by_hand_needs_the_tiles_only(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "must be JSON; cannot read JSON near '{': Expecting"),
-        ("[1]", r"tiles, tile_size and sha256 at most, got \[1\]"),
-        ('{"tile": [1, 1, 1]}', "tiles, tile_size and sha256 at most, got {'tile'"),
-        ('{"tiles": [1, 1]}', r"three integers >= 1 as tiles, got \[1, 1\]"),
-        ('{"tile_size": [1, 1, 0]}', r"three integers >= 1 as tile_size, got \[1, 1, 0\]"),
+        ("{", "must be a readable JSON file: cannot read JSON near '{': Expecting"),
+        ("[1]", r"must be an object, the fields of a StrategyRecord, got \[1\]"),
+        ('{"tile": [1, 1, 1]}', r"have the fields tiles, tile_size, sha256, got \['tile'\]"),
+        ('{"tiles": [1, 1]}', r"tiles must be a list of 3, got \[1, 1\]"),
+        ('{"tile_size": [1, 1, 0]}', r"tile_size\[2\] must be an integer >= 1, got 0"),
         ('{"sha256": "00"}', "must belong to 's.json', got that of another strategy"),
     ],
 )
@@ -311,6 +311,6 @@ def test_a_malformed_or_foreign_record_is_refused_with_the_remedy(
     path.write_text(SMALL)
     record_path(path).write_text(content)
     with pytest.raises(
-        ConfigError, match=rf"record of .*s\.json\.meta\.json' .*{message}.*; delete it"
+        ConfigError, match=rf"record of .*s\.json\.meta\.json'.*{message}.*; delete it"
     ):
         load_strategy(path)
