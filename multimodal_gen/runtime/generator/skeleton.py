@@ -148,10 +148,11 @@ def _scheduler(model_path: str, name: str, class_name: str) -> dict[str, Any]:
     cls = class_of("diffusers", class_name)
     if cls is None or not issubclass(cls, diffusers.SchedulerMixin):
         return {}
-    try:
-        return {name: cls.from_pretrained(model_path, subfolder=name)}
-    except OSError:  # it has no config
-        return {}
+    with _config_explained(model_path, name, class_name, "building"):
+        try:
+            return {name: cls.from_pretrained(model_path, subfolder=name)}
+        except OSError:  # it has no config
+            return {}
 
 
 def _build(model_path: str, name: str, library: str, class_name: str) -> torch.nn.Module | None:

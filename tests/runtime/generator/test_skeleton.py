@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 
 import pytest
 import torch
@@ -74,6 +75,15 @@ def test_a_config_that_does_not_fit_is_named(tmp_path) -> None:
     (tmp_path / "model_index.json").write_text(json.dumps(index))
     with pytest.raises(UsageError, match=r"component transformer of .* must have a config for Wan"):
         load_skeleton(PipelineIndex.read(str(tmp_path)), "auto", CPU)
+
+
+@pytest.mark.parametrize("named", [0, {"a": 1}])
+def test_a_scheduler_whose_config_names_no_class_is_named(tiny_pipeline, tmp_path, named) -> None:
+    folder = shutil.copytree(tiny_pipeline("wan"), tmp_path / "wan")
+    config = folder / "scheduler" / "scheduler_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "_class_name": named}))
+    with pytest.raises(UsageError, match=r"component scheduler of .* must have a config for "):
+        load_skeleton(PipelineIndex.read(str(folder)), "auto", CPU)
 
 
 def test_a_pipe_in_place_of_an_index_is_none(tmp_path) -> None:
