@@ -93,7 +93,7 @@ class Store:
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:24]
 
     def find(self, kind: type[_RecordT], key: str) -> _RecordT | None:
-        """Return a record, or None where it is missing, half-written or lacks one of its files."""
+        """Return a record, or None where it is missing, half-written or lacks a whole file."""
         try:
             found = read_record(kind, self._record(key))
         except ConfigError:
@@ -102,7 +102,7 @@ class Store:
             frames, preview = found.generation.frames_path, found.generation.preview_path
             if not (frames and self.has_array(frames)):
                 return None
-            if not (preview and (self.folder / preview).is_file()):
+            if not (preview and _has_bytes(self.folder / preview)):
                 return None
         return found
 
@@ -136,7 +136,7 @@ class Store:
         """Whether a file in the folder holds a whole array."""
         try:
             self.read_array(path)
-        except (OSError, ValueError):
+        except (OSError, ValueError, EOFError):  # the last of an empty one
             return False
         return True
 
@@ -148,6 +148,10 @@ class Store:
 
     def _record(self, key: str) -> Path:
         return self.folder / "records" / f"{key}.json"
+
+
+def _has_bytes(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size > 0
 
 
 def check_folder(folder: Path, *, resume: bool) -> None:

@@ -71,6 +71,14 @@ def test_a_generation_without_one_of_its_files_is_not_found(tmp_path: Path, miss
     assert store.find(StoredGeneration, key) is None
 
 
+@pytest.mark.parametrize("emptied", ["clip.npy", "clip.mp4"])
+def test_a_generation_with_an_empty_file_is_not_found(tmp_path: Path, emptied: str) -> None:
+    store = Store(tmp_path, {}, resume=False)
+    key = written(store, np.zeros((2, 40, 60, 3)))
+    (tmp_path / "clips" / emptied).write_bytes(b"")
+    assert store.find(StoredGeneration, key) is None
+
+
 def test_nothing_remains_of_a_write_that_fails(tmp_path: Path) -> None:
     store = Store(tmp_path, {}, resume=False)
 
