@@ -15,6 +15,7 @@ The command line prints a `MultimodalGenError` as one line and exits with status
 `RankError`.
 """
 
+import reprlib
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -65,6 +66,21 @@ def first_line(error: BaseException) -> str:
     if len(lines) > 1 and lines[0].endswith(":"):  # a title alone
         return f"{lines[0]} {lines[1].strip()}".rstrip(".")
     return lines[0].rstrip(".") if lines else type(error).__name__
+
+
+def short(value: object) -> str:
+    """Return `repr(value)`, cut to what fits in a one-line message."""
+    try:
+        text = _REPR.repr(value)
+    except (ValueError, RecursionError):  # an int too long to print, a list inside itself
+        return f"something of type {type(value).__name__}"
+    half = _MOST_LETTERS // 2
+    return text if len(text) <= _MOST_LETTERS else f"{text[:half]}...{text[-half:]}"
+
+
+_MOST_LETTERS = 200
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = _MOST_LETTERS
 
 
 def is_out_of_memory(error: BaseException) -> bool:

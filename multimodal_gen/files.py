@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from multimodal_gen.errors import ConfigError, UsageError
+from multimodal_gen.errors import ConfigError, UsageError, short
 
 _MOST_BYTES = 64 << 20  # more than any search of windows has
 
@@ -284,7 +284,7 @@ def require_file(path: Path, flag: str) -> bool:
         taken = is_taken(path)
     except (OSError, RuntimeError, ValueError) as error:
         raise UsageError(
-            f"{flag} must be a file that can be made, got {str(path)[:80]!r} "
+            f"{flag} must be a file that can be made, got {short(str(path))} "
             f"({getattr(error, 'strerror', None) or error})"
         ) from error
     require_writable(path.parent, flag)
@@ -305,7 +305,7 @@ def require_writable(folder: Path, flag: str = "--output-path") -> None:
         is_taken(folder)
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"{flag} must be a folder that can be made, got {str(folder)[:80]!r} "
+            f"{flag} must be a folder that can be made, got {short(str(folder))} "
             f"({getattr(error, 'strerror', None) or error})"
         ) from error
     existing = nearest_existing(folder)

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
-from multimodal_gen.errors import ConfigError
+from multimodal_gen.errors import ConfigError, short
 from multimodal_gen.files import MalformedError, read_small_file, write_text
 from multimodal_gen.settings import (
     MismatchError,
@@ -20,7 +20,6 @@ from multimodal_gen.settings import (
     converted,
     parameters_of,
     read_json,
-    short,
 )
 
 _RecordT = TypeVar("_RecordT")

@@ -19,7 +19,6 @@ import json
 import math
 import os
 import re
-import reprlib
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass
@@ -28,7 +27,7 @@ from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
-from multimodal_gen.errors import ConfigError, nearest
+from multimodal_gen.errors import ConfigError, nearest, short
 from multimodal_gen.files import MalformedError, read_small_file
 
 _MAX_DEPTH = 32
@@ -252,18 +251,6 @@ def by_axis(sizes: Iterable[int]) -> str:
     return "x".join(map(str, sizes))
 
 
-def short(value: object) -> str:
-    """Return `repr(value)`, shortened to what fits in a one-line message."""
-    try:
-        return _REPR.repr(value)
-    except (ValueError, RecursionError):  # an int too long to print, a list inside itself
-        return f"something of type {type(value).__name__}"
-
-
-_REPR = reprlib.Repr()
-_REPR.maxstring = _REPR.maxother = 80
-
-
 def _read_yaml(text: str) -> object:
     """Return the value of a YAML text; raises MalformedError.
 
@@ -412,7 +399,7 @@ def _read_file(path: Path) -> object:
         raise MalformedError("this is a folder")
     suffix = path.suffix.lower()
     if suffix not in _SUFFIXES:
-        raise MalformedError(f"the file must end in {', '.join(_SUFFIXES)}, got {path.name!r}")
+        raise MalformedError(f"the file must end in {', '.join(_SUFFIXES)}, got {short(path.name)}")
     text = read_small_file(path, encoding="utf-8-sig")
     if not text.strip():
         raise MalformedError("the file is empty")
@@ -754,12 +741,12 @@ class Setting:
             return text
         hint = nearest(text, self.choices) if text else ""
         raise ConfigError(
-            f"{self.flag} must be one of {', '.join(self.choices)}, got {value!r}{hint}"
+            f"{self.flag} must be one of {', '.join(self.choices)}, got {short(value)}{hint}"
         )
 
     def wrong(self, expected: str, value: object) -> ConfigError:
         """Return the error for a value that is not what was expected."""
-        return ConfigError(f"{self.flag} must be {expected}, got {value!r}")
+        return ConfigError(f"{self.flag} must be {expected}, got {short(value)}")
 
 
 def as_flag(setting: str) -> str:
@@ -782,7 +769,7 @@ def expanded(path: str | Path, name: str) -> Path:
         found.exists()
     except (OSError, RuntimeError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"{name} must be a path, got {str(path)[:80]!r}: {reason}") from error
+        raise ConfigError(f"{name} must be a path, got {short(str(path))}: {reason}") from error
     return found
 
 
@@ -802,7 +789,7 @@ def as_pairs(setting: Setting, value: object) -> dict[str, object]:
             if not isinstance(key, str) or not key.strip():
                 raise setting.wrong("pairs of a name and a value", part)
             if key in found:
-                raise ConfigError(f"{setting.flag} must give {key!r} once, got it twice")
+                raise ConfigError(f"{setting.flag} must give {short(key)} once, got it twice")
             found[key] = item
     return found
 
@@ -816,7 +803,7 @@ def _pairs_of(setting: Setting, value: object) -> Mapping[Any, object]:
         return text_as_mapping(value)
     except MalformedError as error:
         raise ConfigError(
-            f"{setting.flag} must be name=value or a JSON object, got {value!r}: {error}"
+            f"{setting.flag} must be name=value or a JSON object, got {short(value)}: {error}"
         ) from None
 
 

@@ -13,18 +13,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from multimodal_gen.errors import ConfigError, MultimodalGenError, nearest
+from multimodal_gen.errors import ConfigError, MultimodalGenError, nearest, short
 from multimodal_gen.files import MalformedError, read_lines
 from multimodal_gen.runtime.server_args import LOADING_SETTINGS, SETTINGS
-from multimodal_gen.settings import (
-    Setting,
-    as_flag,
-    as_plain,
-    expanded,
-    read_json,
-    read_mapping,
-    short,
-)
+from multimodal_gen.settings import Setting, as_flag, as_plain, expanded, read_json, read_mapping
 
 if TYPE_CHECKING:
     from multimodal_gen.integrations.generator import Job
@@ -166,7 +158,9 @@ def _named(given: Mapping[Any, Any], where: str) -> dict[str, Any]:
         name = str(key).removeprefix("--").replace("-", "_")
         if name not in _KNOWN:
             hint = nearest(name, _KNOWN)
-            raise ConfigError(f"{where} must name flags of `sglang generate`, got {key!r}{hint}")
+            raise ConfigError(
+                f"{where} must name flags of `sglang generate`, got {short(key)}{hint}"
+            )
         if name in found:
             raise ConfigError(f"{where} must give {as_flag(name)} once, got it twice")
         found[name] = value

@@ -11,11 +11,10 @@ import typer
 
 from multimodal_gen.cli.options import AsJson, Settings, number_of, path_of, takes
 from multimodal_gen.cli.table import Row, echo, table, wrapped
-from multimodal_gen.errors import UsageError
+from multimodal_gen.errors import UsageError, short
 from multimodal_gen.files import is_taken, require_writable
 from multimodal_gen.runtime.backend_names import parse_attention_backend
 from multimodal_gen.runtime.server_args import SETTINGS
-from multimodal_gen.settings import short
 
 if TYPE_CHECKING:
     import torch

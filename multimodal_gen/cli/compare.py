@@ -11,7 +11,7 @@ import typer
 from multimodal_gen.cli.options import Settings, number_of, path_of, takes
 from multimodal_gen.cli.prompts import PromptFile, Prompts, read_prompts
 from multimodal_gen.cli.table import Row, echo, table, wrapped
-from multimodal_gen.errors import ConfigError, UsageError
+from multimodal_gen.errors import ConfigError, UsageError, short
 from multimodal_gen.runtime.server_args import SETTINGS, ServerArgs
 
 if TYPE_CHECKING:
@@ -303,6 +303,6 @@ def _seeds(text: str) -> tuple[int, ...]:
         match = re.fullmatch(r"\s*(\d{1,18})\s*(?:-\s*(\d{1,18})\s*)?", part)
         first, last = (int(x or match[1]) for x in match.groups()) if match else (1, 0)
         if match is None or not first <= last < first + 10_000:
-            raise ConfigError(f"--seeds must be seeds and ranges such as 0-3,7, got {text!r}")
+            raise ConfigError(f"--seeds must be seeds and ranges such as 0-3,7, got {short(text)}")
         found.update(dict.fromkeys(range(first, last + 1)))
     return tuple(found)

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from multimodal_gen.errors import ConfigError
+from multimodal_gen.errors import ConfigError, short
 from multimodal_gen.files import MalformedError
 from multimodal_gen.runtime.backend_names import component_mapping
-from multimodal_gen.settings import as_mapping, read_value, short
+from multimodal_gen.settings import as_mapping, read_value
 
 _CONFIG = "--attention-config"
 _COMPONENTS = "--component-attention-backends"
@@ -111,7 +111,9 @@ def _put(root: dict[str, Any], use: _Use) -> None:
     for step in parents:
         node = node.setdefault(step, {})
         if not isinstance(node, dict):
-            raise ConfigError(f"{use.typed} must not go below {step!r}, which has a value already")
+            raise ConfigError(
+                f"{use.typed} must not go below {short(step)}, which has a value already"
+            )
     if last in node:
         what = "has dotted flags below it" if isinstance(node[last], dict) else "is given twice"
         raise ConfigError(f"{use.typed} must be given once, but it {what}; remove one")

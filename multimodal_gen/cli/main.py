@@ -30,7 +30,7 @@ from multimodal_gen.cli.dotted import fold_dotted
 from multimodal_gen.cli.generate import generate
 from multimodal_gen.cli.options import reader
 from multimodal_gen.cli.recommend import recommend
-from multimodal_gen.errors import MultimodalGenError, RankError, nearest
+from multimodal_gen.errors import MultimodalGenError, RankError, nearest, short
 from multimodal_gen.settings import Setting
 
 # Plain help: with a markup mode, square brackets in help and messages would be read as styles.
@@ -199,7 +199,7 @@ def _described(error: Any) -> str:
 def _problem(error: Any) -> str:
     if hasattr(error, "option_name") and hasattr(error, "possibilities"):
         valid = [name for parameter in error.ctx.command.params for name in parameter.opts]
-        return f"no such option {error.option_name!r}{nearest(error.option_name, valid)}"
+        return f"no such option {short(error.option_name)}{nearest(error.option_name, valid)}"
     parameter = getattr(error, "param", None)
     if parameter is None:
         return _plain(error)

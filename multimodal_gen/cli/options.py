@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeAlias
 import typer
 
 from multimodal_gen.cli.completion import COMPLETIONS
-from multimodal_gen.errors import ConfigError
+from multimodal_gen.errors import ConfigError, short
 from multimodal_gen.files import MalformedError
 from multimodal_gen.settings import Setting, expanded, read_scalar
 
@@ -140,7 +140,7 @@ def path_of(flag: str) -> Callable[[Any], Path]:
                 return expanded(given, flag)
         except ConfigError as error:
             raise typer.BadParameter(str(error)) from None
-        raise typer.BadParameter(f"{flag} must be a file or folder, got {given!r}")
+        raise typer.BadParameter(f"{flag} must be a file or folder, got {short(given)}")
 
     return read
 

@@ -15,7 +15,7 @@ import typer
 from multimodal_gen.cli.options import AsJson, Settings, number_of, path_of, takes
 from multimodal_gen.cli.prompts import PromptFile, Prompts, read_prompts
 from multimodal_gen.cli.table import Row, echo, table
-from multimodal_gen.errors import ConfigError, UsageError
+from multimodal_gen.errors import ConfigError, UsageError, short
 from multimodal_gen.runtime.server_args import CALL_SETTINGS, SETTINGS, ServerArgs
 from multimodal_gen.settings import by_axis
 
@@ -308,7 +308,7 @@ def _sizes(flag: str, text: str) -> "Window":
     match = re.fullmatch(r"\s*\[?\s*(\d{1,6})\s*[,x]\s*(\d{1,6})\s*[,x]\s*(\d{1,6})\s*\]?\s*", text)
     sizes = [int(size) for size in match.groups()] if match else []
     if not sizes or min(sizes) < 1:
-        raise ConfigError(f"{flag} must be three integers >= 1 such as 3,3,3, got {text!r}")
+        raise ConfigError(f"{flag} must be three integers >= 1 such as 3,3,3, got {short(text)}")
     return (sizes[0], sizes[1], sizes[2])
 
 

@@ -22,6 +22,7 @@ from multimodal_gen.errors import (
     NothingAppliedError,
     UnsupportedBackendError,
     UsageError,
+    short,
 )
 from multimodal_gen.integrations.components import Component, Kind, find_components, unwrap
 from multimodal_gen.integrations.denoiser_plan import DenoiserPlan
@@ -226,7 +227,7 @@ def apply(
     }
     for name, flag in (("strict", strict), ("train", train)):
         if not isinstance(flag, bool):
-            raise UsageError(f"{name} must be True or False, got {flag!r}")
+            raise UsageError(f"{name} must be True or False, got {short(flag)}")
     if scope is not None and not isinstance(scope, SelectionScope):
         raise UsageError(f"scope must be a SelectionScope or None, got a {type(scope).__name__}")
     if scope is None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from multimodal_gen._version import __version__
-from multimodal_gen.errors import NothingAppliedError, UsageError, nearest
+from multimodal_gen.errors import NothingAppliedError, UsageError, nearest, short
 from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.runtime.distributed.groups import parallel_groups
 from multimodal_gen.runtime.generator import (
@@ -335,7 +335,7 @@ def _check_names(settings: Mapping[str, Any], valid: Sequence[str], call: str) -
         if name in SETTINGS:
             other = "from_pretrained" if name in LOADING_SETTINGS else "generate"
             hint = f", which DiffGenerator.{other} takes"
-        raise UsageError(f"{call} must be given settings that it takes, got {name!r}{hint}")
+        raise UsageError(f"{call} must be given settings that it takes, got {short(name)}{hint}")
 
 
 def _check_callers(
@@ -347,15 +347,15 @@ def _check_callers(
     if on_chunk is not None and not given.get("stream"):
         raise UsageError("on_chunk needs stream=True, got on_chunk alone; add it")
     if on_chunk is not None and not callable(on_chunk):
-        raise UsageError(f"on_chunk must be a function that takes a chunk, got {on_chunk!r}")
+        raise UsageError(f"on_chunk must be a function that takes a chunk, got {short(on_chunk)}")
     if on_step is not None and given.get("stream"):
         raise UsageError("on_step must be left out with stream=True; raise in on_chunk to end it")
     if on_step is not None and not callable(on_step):
-        raise UsageError(f"on_step must be a function of a step and latents, got {on_step!r}")
+        raise UsageError(f"on_step must be a function of a step and latents, got {short(on_step)}")
 
 
 def _refuse_files(given: Mapping[str, Any]) -> None:
     """Refuse what only means something for files, where none is written."""
     for name in ("save_latents", "overwrite", "record_attention"):
         if given.get(name):
-            raise UsageError(f"{name} needs output_path, got {given[name]!r} alone; add it")
+            raise UsageError(f"{name} needs output_path, got {short(given[name])} alone; add it")

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from multimodal_gen.errors import ConfigError
+from multimodal_gen.errors import ConfigError, short
 from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
 from multimodal_gen.runtime.layers.attention.call import AttentionCall
 from multimodal_gen.runtime.layers.attention.scope import SelectionScope, scope_from
@@ -72,7 +72,7 @@ def _asked() -> SelectionScope | None:
     if not isinstance(given, Mapping) or "backend" not in given:
         raise ConfigError(
             f"{_KEY} in attention_backend_config must be a backend, or a mapping with `backend` "
-            f"and its parameters, got {asked!r}"
+            f"and its parameters, got {short(asked)}"
         )
     parameters = {name: value for name, value in given.items() if name != "backend"}
     return scope_from(

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from multimodal_gen.errors import ConfigError, UsageError
+from multimodal_gen.errors import ConfigError, UsageError, short
 from multimodal_gen.runtime.backend_names import parse_attention_backend
 from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
@@ -109,7 +109,7 @@ def _asked(params: Mapping[str, Any]) -> tuple[AttentionBackendEnum, BackendConf
     method = parse_attention_backend(params.get("method"), name="method")
     if method is None or not method.is_sparse:
         sparse = ", ".join(str(member) for member in AttentionBackendEnum if member.is_sparse)
-        raise ConfigError(f"method must be one of {sparse}, got {params.get('method')!r}")
+        raise ConfigError(f"method must be one of {sparse}, got {short(params.get('method'))}")
     plain = (bool, int, float, str, list, tuple, dict)
     given = {
         name: value

@@ -10,7 +10,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
-from multimodal_gen.errors import ConfigError, nearest
+from multimodal_gen.errors import ConfigError, nearest, short
 from multimodal_gen.files import MalformedError
 from multimodal_gen.settings import as_flag, text_as_mapping
 
@@ -90,7 +90,7 @@ class AttentionBackendEnum(NamedEnum):
         except ValueError:
             valid = [str(member) for member in cls] + sorted(_PLUGINS)
             raise ConfigError(
-                f"attention backend must be one of {', '.join(valid)}, got {text!r}"
+                f"attention backend must be one of {', '.join(valid)}, got {short(text)}"
                 f"{nearest(name, valid)}"
             ) from None
 
@@ -105,7 +105,7 @@ class AttentionBackendEnum(NamedEnum):
         """
         name = name.strip().lower()
         if not name.isidentifier():
-            raise ConfigError(f"plug-in backend name must be an identifier, got {name!r}")
+            raise ConfigError(f"plug-in backend name must be an identifier, got {short(name)}")
         if name in cls._value2member_map_:
             return cls(name)
         if name in _PLUGINS:
@@ -178,7 +178,7 @@ def parse_attention_backend(
     if value is None or isinstance(value, AttentionBackendEnum):
         return value
     if not isinstance(value, str):
-        raise ConfigError(f"{name} must be the name of an attention backend, got {value!r}")
+        raise ConfigError(f"{name} must be the name of an attention backend, got {short(value)}")
     if value.strip().lower() == "auto":
         return None
     # Not with the module, which `--help` imports.
@@ -217,9 +217,11 @@ def parse_component_backends(
     for key, backend in component_mapping(value, name=name).items():
         component = parse_component_key(key, name=name)
         if component in found:
-            raise ConfigError(f"{name} must name {component!r} once, got it twice")
+            raise ConfigError(f"{name} must name {short(component)} once, got it twice")
         if not isinstance(backend, (str, AttentionBackendEnum, type(None))):
-            raise ConfigError(f"{name} must give {component!r} a backend's name, got {backend!r}")
+            raise ConfigError(
+                f"{name} must give {short(component)} a backend's name, got {short(backend)}"
+            )
         found[component] = parse_attention_backend(backend, name=f"{name}: {component}")
     return found
 
@@ -239,7 +241,7 @@ def component_mapping(value: object, *, name: str) -> Mapping[object, object]:
     if isinstance(value, Mapping):
         return value
     if not isinstance(value, str):
-        raise ConfigError(f"{name} must be a mapping, a JSON object or a=x,b=y, got {value!r}")
+        raise ConfigError(f"{name} must be a mapping, a JSON object or a=x,b=y, got {short(value)}")
     try:
         return text_as_mapping(value)
     except MalformedError as error:
@@ -262,14 +264,14 @@ def parse_component_key(key: object, *, name: str, roles: bool = True) -> str:
         ConfigError: the key is empty, or its role is not one of self, cross and encoder.
     """
     if not isinstance(key, str):
-        raise ConfigError(f"{name} must have component names as keys, got {key!r}")
+        raise ConfigError(f"{name} must have component names as keys, got {short(key)}")
     component, dot, role = (part.strip() for part in key.replace("-", "_").lower().partition("."))
     if not component or (dot and not roles):
         form = "component or component.role" if roles else "component, without a role"
-        raise ConfigError(f"{name} must name a {form}, got {key!r}")
+        raise ConfigError(f"{name} must name a {form}, got {short(key)}")
     if dot and role not in ROLES:
         raise ConfigError(
-            f"{name} must name one of the roles {', '.join(ROLES)} after the dot, got {key!r}"
+            f"{name} must name one of the roles {', '.join(ROLES)} after the dot, got {short(key)}"
             f"{nearest(role, ROLES)}"
         )
     return component + dot + role

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from multimodal_gen.errors import ConfigError
+from multimodal_gen.errors import ConfigError, short
 
 _LARGEST = 2**31 - 1  # tokens are indexed by 32 bits
 
@@ -72,7 +72,7 @@ def parse_latent_grid(value: object, *, name: str = "latent_grid") -> tuple[int,
     if sizes is None or min(sizes) < 1 or math.prod(sizes) > _LARGEST:
         raise ConfigError(
             f"{name} must be frames x rows x columns of the latent after patching, three integers "
-            f">= 1 such as 21x45x80, got {value!r}"
+            f">= 1 such as 21x45x80, got {short(value)}"
         )
     return (sizes[0], sizes[1], sizes[2])
 
@@ -93,7 +93,7 @@ def parse_text_rows(value: object, *, name: str = "text_rows") -> tuple[int, int
     if rows is None or not 0 <= rows[0] < rows[1] <= _LARGEST:
         raise ConfigError(
             f"{name} must be the first row of the text and the row after its last, such as 0-226, "
-            f"got {value!r}"
+            f"got {short(value)}"
         )
     return (rows[0], rows[1])
 

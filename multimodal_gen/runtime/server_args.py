@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, get_args, get_type_hints
 
-from multimodal_gen.errors import ConfigError, nearest
+from multimodal_gen.errors import ConfigError, nearest, short
 from multimodal_gen.runtime.backend_names import (
     check_exclusive,
     parse_attention_backend,
@@ -42,7 +42,7 @@ def _prompt(setting: Setting, text: object) -> str:
         raise setting.wrong("text", text)
     if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
         raise ConfigError(
-            f"{setting.flag} must be Unicode text, got bytes that are not UTF-8: {text[:80]!r}; "
+            f"{setting.flag} must be Unicode text, got bytes that are not UTF-8: {short(text)}; "
             f"check the encoding of the terminal or script"
         )
     return text
@@ -92,7 +92,7 @@ def _quantizations(setting: Setting, value: object) -> object:
         if name not in QUANTIZATIONS and not name.endswith(".gguf"):
             raise ConfigError(
                 f"{setting.flag} must give {component} one of {', '.join(QUANTIZATIONS)} or a "
-                f".gguf file, got {method!r}{nearest(name, QUANTIZATIONS)}"
+                f".gguf file, got {short(method)}{nearest(name, QUANTIZATIONS)}"
             )
         found[component] = text if name.endswith(".gguf") else name
     return frozen(found) if found else None
@@ -561,8 +561,8 @@ class ServerArgs:
         if self.cache is not None and self.enable_torch_compile:
             raise ConfigError(
                 f"--cache must not be given with --enable-torch-compile, which compiles blocks as "
-                f"one graph, without room for what a cache decides, got {self.cache!r}; leave one "
-                f"out"
+                f"one graph, without room for what a cache decides, got {short(self.cache)}; "
+                f"leave one out"
             )
         if self.prompts_file is not None and not self.stream:
             raise ConfigError(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from multimodal_gen.errors import ConfigError, UsageError
+from multimodal_gen.errors import ConfigError, UsageError, short
 from multimodal_gen.runtime.generator.cache import CACHES, Cache, read_cache
 from multimodal_gen.runtime.layers.attention.config import config_as_dict, settings_text
 from multimodal_gen.runtime.layers.attention.scope import SelectionScope, scope_from
@@ -110,18 +110,18 @@ class Plan:
         if self.reference.cache is not None:
             raise UsageError(
                 f"--reference must have no cache, as others are put beside it, got "
-                f"{self.reference.text!r}"
+                f"{short(self.reference.text)}"
             )
         if _is_sparse(self.reference):
             raise UsageError(
-                f"--reference must be a dense backend, got {self.reference.text!r}, which leaves "
-                f"pairs out; try torch_sdpa"
+                f"--reference must be a dense backend, got {short(self.reference.text)}, which "
+                f"leaves pairs out; try torch_sdpa"
             )
         for each in self.floor or ():
             if _is_sparse(each) and not _is_exact(each):
                 raise UsageError(
-                    f"--floor must be exact kernels, got {each.text!r}, a sparse method, whose "
-                    f"difference is not the noise; try triton_attn or {_DENSE_BLOCKS}"
+                    f"--floor must be exact kernels, got {short(each.text)}, a sparse method, "
+                    f"whose difference is not the noise; try triton_attn or {_DENSE_BLOCKS}"
                 )
 
     @property
@@ -158,7 +158,7 @@ def read_configurations(
         names = [*taken, *(each.name for each in found)]
         configuration = read_configuration(text, name=name, taken=names)
         if configuration.asked in [each.asked for each in found]:
-            raise ConfigError(f"{name} must name each configuration once, got {text!r} twice")
+            raise ConfigError(f"{name} must name each configuration once, got {short(text)} twice")
         found.append(configuration)
     return tuple(found)
 
@@ -183,13 +183,15 @@ def read_configuration(
         spell=lambda setting: spelled.get(setting, setting),
     )
     if scope.default is None or scope.default.backend is None:
-        raise ConfigError(f"{name} must name backends, got {text!r}, which is an automatic choice")
+        raise ConfigError(
+            f"{name} must name backends, got {short(text)}, which is an automatic choice"
+        )
     asked = scope.default
-    short = str(asked.backend) + ("" if cache is None else f"+{cache.name}")
-    same = [each for each in taken if each == short or each.startswith(f"{short}-")]
+    bare = str(asked.backend) + ("" if cache is None else f"+{cache.name}")
+    same = [each for each in taken if each == bare or each.startswith(f"{bare}-")]
     settings = settings_text(asked.config)
     return Configuration(
-        name=f"{short}-{len(same) + 1}" if same else short,
+        name=f"{bare}-{len(same) + 1}" if same else bare,
         text=text.strip(),
         backend=str(asked.backend),
         parameters={} if asked.config is None else config_as_dict(asked.config),
@@ -239,5 +241,5 @@ def _split(text: str, name: str) -> Iterator[str]:
             start = at + 1
         at += 1
     if waiting_for:
-        raise ConfigError(f"{name} must close every bracket and quote, got {text!r}")
+        raise ConfigError(f"{name} must close every bracket and quote, got {short(text)}")
     yield text[start:]

@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from multimodal_gen.errors import ConfigError
+from multimodal_gen.errors import ConfigError, short
 from multimodal_gen.records import from_plain, read_file
-from multimodal_gen.settings import option, short
+from multimodal_gen.settings import option
 
 SCHEMA = "multimodal_gen.comparison"
 VERSION = 2

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from multimodal_gen.errors import ConfigError, UsageError
+from multimodal_gen.errors import ConfigError, UsageError, short
 from multimodal_gen.runtime.distributed.mesh import Mesh, Place, plan_mesh
 from multimodal_gen.runtime.platforms import current_platform
 
@@ -158,7 +158,7 @@ def build_groups(
         ConfigError: there is no world, or one of another size, or `head_groups` is none.
     """
     if head_groups is not None and (type(head_groups) is not int or head_groups < 1):
-        raise ConfigError(f"head_groups must be None or an integer >= 1, got {head_groups!r}")
+        raise ConfigError(f"head_groups must be None or an integer >= 1, got {short(head_groups)}")
     if not dist.is_initialized():
         raise ConfigError(
             "build_groups needs a torch.distributed world, got none; call init_world first"
@@ -350,7 +350,7 @@ def join_world(device_type: str) -> int:
     """
     if device_type not in ("cuda", "cpu"):
         raise ConfigError(
-            f"device_type must be cuda or cpu where several ranks run, got {device_type!r}"
+            f"device_type must be cuda or cpu where several ranks run, got {short(device_type)}"
         )
     if not (dist.is_initialized() or dist.is_torchelastic_launched()):
         raise ConfigError(
@@ -420,16 +420,16 @@ def _check_values(degrees: Mapping[str, object], cfg_parallel: object, timeout: 
     for name, value in degrees.items():
         if value is not None and (type(value) is not int or value < 1):
             raise ConfigError(
-                f"{name} must be None or an integer >= 1, got {value!r}; leave it out to have it "
-                f"chosen"
+                f"{name} must be None or an integer >= 1, got {short(value)}; leave it out to "
+                f"have it chosen"
             )
     if not isinstance(cfg_parallel, bool):
-        raise ConfigError(f"cfg_parallel must be True or False, got {cfg_parallel!r}")
+        raise ConfigError(f"cfg_parallel must be True or False, got {short(cfg_parallel)}")
     number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
     if not (number and _SHORTEST_S <= timeout <= _LONGEST_S):  # type: ignore[operator]
         raise ConfigError(
             f"rank_timeout must be a number of seconds from {_SHORTEST_S} to {_LONGEST_S}, got "
-            f"{timeout!r}; leave it out for 300"
+            f"{short(timeout)}; leave it out for 300"
         )
 
 

@@ -12,7 +12,7 @@ Nothing here imports torch.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from multimodal_gen.errors import ConfigError
+from multimodal_gen.errors import ConfigError, short
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Mesh:
     def __post_init__(self) -> None:
         for name, size in (("cfg", self.cfg), ("ulysses", self.ulysses), ("ring", self.ring)):
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ConfigError(f"{name} must be an integer >= 1, got {size!r}")
+                raise ConfigError(f"{name} must be an integer >= 1, got {short(size)}")
         if self.cfg > 2:
             raise ConfigError(f"cfg must be 1 or 2, the branches there are, got {self.cfg}")
 
@@ -146,7 +146,7 @@ def plan_mesh(
     }
     for flag, value in given.items():
         if value is not None and (type(value) is not int or value < 1):
-            raise ConfigError(f"{flag} must be an integer >= 1, got {value!r}")
+            raise ConfigError(f"{flag} must be an integer >= 1, got {short(value)}")
     cfg = 2 if cfg_parallel else 1
     limits = _Limits(
         cfg=cfg,

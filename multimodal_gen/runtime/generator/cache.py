@@ -13,12 +13,11 @@ from functools import partial
 from types import MappingProxyType, UnionType
 from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
-from multimodal_gen.errors import ConfigError, UsageError, nearest
+from multimodal_gen.errors import ConfigError, UsageError, nearest, short
 from multimodal_gen.files import MalformedError
 from multimodal_gen.runtime.distributed.groups import parallel_groups
 from multimodal_gen.runtime.generator.library_errors import told
 from multimodal_gen.settings import MismatchError, Parameter, text_as_mapping
-from multimodal_gen.settings import short as shown
 
 CACHES = MappingProxyType(
     {
@@ -87,7 +86,7 @@ def read_cache(text: str, *, name: str = "--cache") -> Cache:
     cache = given.strip().lower().replace("-", "_")
     if cache not in CACHES:
         raise ConfigError(
-            f"{name} must be one of {', '.join(CACHES)}, got {given.strip()!r}"
+            f"{name} must be one of {', '.join(CACHES)}, got {short(given.strip())}"
             f"{nearest(cache, CACHES)}"
         )
     try:
@@ -111,12 +110,12 @@ def _parameters(cache: str, values: Mapping[object, object], name: str) -> dict[
         if key not in keys:
             valid = f"have keys among {', '.join(keys)}" if keys else "have no keys"
             raise ConfigError(
-                f"{name} {cache} must {valid}, got {shown(key)}{nearest(str(key), keys)}"
+                f"{name} {cache} must {valid}, got {short(key)}{nearest(str(key), keys)}"
             )
         parameter = Parameter(name=str(key), annotation=_plain_hint(hints[str(key)]), default=None)
         found[str(key)] = parameter.convert(value, f"{name} {cache}")
         if str(key).endswith("threshold") and isinstance(value, (int, float)) and value < 0:
-            raise ConfigError(f"`{key}` of {name} {cache} must be 0 or more, got {shown(value)}")
+            raise ConfigError(f"`{key}` of {name} {cache} must be 0 or more, got {short(value)}")
     return found
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from multimodal_gen.errors import MissingDependencyError, UsageError, first_line, nearest
+from multimodal_gen.errors import MissingDependencyError, UsageError, first_line, nearest, short
 from multimodal_gen.runtime.generator.library_errors import blamed_for, described
 from multimodal_gen.runtime.generator.model_folder import check_classes, check_code, check_files
 from multimodal_gen.runtime.generator.output import Kind
@@ -164,12 +164,12 @@ def _no_pipeline(diffusers: Any, own: object, model_path: str, named: str | None
         valid = [each for each in dir(diffusers) if each.endswith("Pipeline")]
         return UsageError(
             f"--pipeline-class-name must be a pipeline of diffusers {diffusers.__version__}, got "
-            f"{named!r}{nearest(named, valid)}"
+            f"{short(named)}{nearest(named, valid)}"
         )
     known = isinstance(own, str) and hasattr(diffusers, own)
     return UsageError(
         f"the pipeline class of {model_path!r} must be one that diffusers "
-        f"{diffusers.__version__} has, got {own!r}, which is "
+        f"{diffusers.__version__} has, got {short(own)}, which is "
         f"{'no pipeline' if known else 'no class of it'}; check _class_name in its "
         f"{_INDEX}, a newer diffusers may have it"
     )

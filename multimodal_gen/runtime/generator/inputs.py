@@ -12,13 +12,13 @@ from inspect import Parameter
 from pathlib import Path
 from typing import Any, Final, Union, get_args, get_origin
 
-from multimodal_gen.errors import UsageError, first_line, nearest
+from multimodal_gen.errors import UsageError, first_line, nearest, short
 from multimodal_gen.runtime.generator.index import PipelineIndex
 from multimodal_gen.runtime.generator.library_errors import told
 from multimodal_gen.runtime.generator.output import require_encoder
 from multimodal_gen.runtime.generator.signatures import fits, spelled
 from multimodal_gen.runtime.server_args import ServerArgs
-from multimodal_gen.settings import as_flag, expanded, short
+from multimodal_gen.settings import as_flag, expanded
 
 INPUTS: Final[Mapping[str, tuple[str, ...]]] = types.MappingProxyType(
     {
@@ -172,7 +172,7 @@ def _check_argument(
     if parameter is None and not open_ended:
         valid = [each for each in index.parameters if each not in flags and each not in _TAKEN]
         raise UsageError(
-            f"--pipeline-arg must name an argument of {index.name}, got {name!r}"
+            f"--pipeline-arg must name an argument of {index.name}, got {short(name)}"
             f"{nearest(name, valid) or '; it takes ' + ', '.join(valid)}"
         )
     file = _file_of(value)

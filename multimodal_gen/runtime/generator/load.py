@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from multimodal_gen.errors import UsageError, first_line
+from multimodal_gen.errors import UsageError, first_line, short
 from multimodal_gen.files import require_writable
 from multimodal_gen.runtime.generator.index import PipelineIndex, class_of, dtype_argument
 from multimodal_gen.runtime.generator.library_errors import described, told
@@ -271,7 +271,7 @@ def pick_device(device: str | None) -> torch.device:
         reason = reason and f" ({first_line(error).partition('. ')[0]})"
     raise UsageError(
         f"--device must be a torch device of this machine ({', '.join(_devices())}), got "
-        f"{device!r}{reason}"
+        f"{short(device)}{reason}"
     )
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from multimodal_gen.errors import MissingDependencyError, UsageError, first_line
+from multimodal_gen.errors import MissingDependencyError, UsageError, first_line, short
 from multimodal_gen.runtime.generator.index import HUB_ID
 from multimodal_gen.runtime.generator.library_errors import told
 from multimodal_gen.runtime.generator.quiet import without
@@ -65,7 +65,7 @@ def _read(text: str) -> Lora:
     if not _exists(rest) and (match := _SCALE.fullmatch(rest)):
         rest, scale = match["path"], float(match["scale"])
     if not math.isfinite(scale):
-        raise UsageError(f"--lora-path must have a finite scale, got {text!r}")
+        raise UsageError(f"--lora-path must have a finite scale, got {short(text)}")
     return Lora(path=rest, scale=scale, target=target)
 
 
@@ -91,7 +91,7 @@ def check_loras(pipeline_class: type, components: Collection[str], loras: Sequen
     if not hasattr(pipeline_class, "load_lora_weights"):
         raise UsageError(
             f"--lora-path must be left out for {pipeline_class.__name__}, which takes no LoRA, got "
-            f"{loras[0].path!r}"
+            f"{short(loras[0].path)}"
         )
     if find_spec("peft") is None:
         raise MissingDependencyError(
@@ -103,7 +103,8 @@ def check_loras(pipeline_class: type, components: Collection[str], loras: Sequen
         if lora.target is not None and lora.target not in choices:
             raise UsageError(
                 f"--lora-path must name a component of {pipeline_class.__name__} that takes a LoRA "
-                f"behind the @, {' or '.join(choices)}, got {lora.target!r} for {lora.path!r}"
+                f"behind the @, {' or '.join(choices)}, got {short(lora.target)} for "
+                f"{short(lora.path)}"
             )
         file = expanded(lora.path, "--lora-path")
         if file.is_dir():
@@ -114,7 +115,8 @@ def check_loras(pipeline_class: type, components: Collection[str], loras: Sequen
             file.exists() or not HUB_ID.fullmatch(lora.path) or lora.path.lower().endswith(_WEIGHTS)
         ):
             raise UsageError(
-                f"--lora-path must be an existing file or folder, or a hub id, got {lora.path!r}"
+                f"--lora-path must be an existing file or folder, or a hub id, got "
+                f"{short(lora.path)}"
             )
 
 
@@ -258,8 +260,8 @@ def _check_kept(
 def _failure(pipe: Any, lora: Lora, error: Exception) -> str:
     line = textwrap.shorten(first_line(error), 200, placeholder=" ...")
     return (
-        f"--lora-path must be a LoRA for {type(pipe).__name__}, got {lora.path!r}, which could not "
-        f"be loaded: {type(error).__name__}: {line}"
+        f"--lora-path must be a LoRA for {type(pipe).__name__}, got {short(lora.path)}, which "
+        f"could not be loaded: {type(error).__name__}: {line}"
     )
 
 
@@ -269,7 +271,7 @@ def _check_finite(lora: Lora, held: dict[str, Any]) -> None:
         if isinstance(value, torch.Tensor) and not bool(value.isfinite().all()):
             raise UsageError(
                 f"--lora-path must have finite weights, got NaN or infinity in {key} of "
-                f"{lora.path!r}; download it again"
+                f"{short(lora.path)}; download it again"
             )
 
 
@@ -290,8 +292,8 @@ def _check_placed(
         return
     if not wanted:
         raise UsageError(
-            f"--lora-path must be a LoRA for {type(pipe).__name__}, got {lora.path!r}, which has "
-            f"no tensors of one"
+            f"--lora-path must be a LoRA for {type(pipe).__name__}, got {short(lora.path)}, "
+            f"which has no tensors of one"
         )
     missing = sorted(set(wanted) - placed) or wanted
     raise UsageError(_unplaced(pipe, lora, missing, len(wanted)))
@@ -301,6 +303,6 @@ def _unplaced(pipe: Any, lora: Lora, missing: Sequence[str], total: int) -> str:
     shown = ", ".join(missing[:_SHOWN])
     more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
     return (
-        f"--lora-path must be a LoRA for {type(pipe).__name__}, got {lora.path!r}, of which "
+        f"--lora-path must be a LoRA for {type(pipe).__name__}, got {short(lora.path)}, of which "
         f"{len(missing)} of {total} tensors have no place in the model: {shown}{more}"
     )

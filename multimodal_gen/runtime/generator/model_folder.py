@@ -10,9 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, get_args
 
-from multimodal_gen.errors import UsageError, nearest
+from multimodal_gen.errors import UsageError, nearest, short
 from multimodal_gen.runtime.generator.signatures import arguments_of
-from multimodal_gen.settings import short
 
 LIBRARIES: Final = ("diffusers", "transformers")
 """Libraries that components may be of, beside the modules of `diffusers.pipelines`."""

@@ -7,7 +7,7 @@ then changes nothing. Here the former is restored and the latter refused.
 from dataclasses import dataclass
 from typing import Any
 
-from multimodal_gen.errors import UsageError, first_line, nearest
+from multimodal_gen.errors import UsageError, first_line, nearest, short
 from multimodal_gen.runtime.generator.index import import_diffusers
 from multimodal_gen.runtime.generator.library_errors import told
 from multimodal_gen.runtime.generator.load import denoisers
@@ -176,7 +176,7 @@ def _unknown(name: str, backend: str, valid: tuple[str, ...]) -> UsageError:
         hint = f"; {name} is an attention backend of diffusers, use it with --backend diffusers"
     return UsageError(
         f"--attention-backend must be one of {', '.join(valid)} with --backend {backend}, got "
-        f"{name!r}{hint}"
+        f"{short(name)}{hint}"
     )
 
 

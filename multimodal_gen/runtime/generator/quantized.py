@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from multimodal_gen.errors import MissingDependencyError, UsageError, nearest
+from multimodal_gen.errors import MissingDependencyError, UsageError, nearest, short
 from multimodal_gen.runtime.generator.index import PipelineIndex, class_of, dtype_argument
 from multimodal_gen.runtime.generator.library_errors import described, told
 from multimodal_gen.settings import expanded
@@ -37,7 +37,7 @@ def check_quantized(index: PipelineIndex, ways: Mapping[str, str], device: torch
             valid = sorted(index.components)
             raise UsageError(
                 f"--quantize must name a component of {index.name} ({', '.join(valid)}), got "
-                f"{name!r}{nearest(name, valid)}"
+                f"{short(name)}{nearest(name, valid)}"
             )
         library, class_name = index.components[name]
         found = class_of(library, class_name)

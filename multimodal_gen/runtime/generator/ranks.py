@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from multimodal_gen.errors import ConfigError, UsageError
+from multimodal_gen.errors import ConfigError, UsageError, short
 from multimodal_gen.runtime.distributed.groups import (
     broadcast_object,
     check_same_on_ranks,
@@ -236,8 +236,8 @@ def _device_type(args: ServerArgs) -> str:
             device = pick_device(args.device)  # raises, and says why
     if device.index is not None:
         raise UsageError(
-            f"--device must name no single device where several ranks run, got {args.device!r}; "
-            f"use --device {device.type}"
+            f"--device must name no single device where several ranks run, got "
+            f"{short(args.device)}; use --device {device.type}"
         )
     if device.type not in ("cuda", "cpu"):
         raise UsageError(

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from multimodal_gen.errors import MissingDependencyError, MultimodalGenError, UsageError
+from multimodal_gen.errors import MissingDependencyError, MultimodalGenError, UsageError, short
 from multimodal_gen.files import MalformedError, Staging, is_taken, read_small_file, require_file
 from multimodal_gen.runtime.distributed.groups import is_main_rank, parallel_groups
 from multimodal_gen.runtime.distributed.mesh import Mesh
@@ -60,7 +60,7 @@ from multimodal_gen.runtime.layers.attention.call import watching
 from multimodal_gen.runtime.layers.attention.report import AttentionReport, Json
 from multimodal_gen.runtime.managers.generation import Generation, describe_generation
 from multimodal_gen.runtime.server_args import ServerArgs
-from multimodal_gen.settings import as_plain, expanded, read_json, short
+from multimodal_gen.settings import as_plain, expanded, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -484,7 +484,7 @@ def _target(index: PipelineIndex, args: ServerArgs) -> OutputTarget:
     except (OSError, RuntimeError, ValueError) as error:
         # Too long, a loop of links, in the home of nobody, or with characters that no name has.
         raise UsageError(
-            f"--output-path must be a file or folder that can be made, got {str(path)[:80]!r} "
+            f"--output-path must be a file or folder that can be made, got {short(str(path))} "
             f"({getattr(error, 'strerror', None) or error})"
         ) from error
     if index.kind == "video":

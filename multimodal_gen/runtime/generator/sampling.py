@@ -19,6 +19,7 @@ from multimodal_gen.errors import (
     ComponentAttentionBackendNotAppliedError,
     UsageError,
     nearest,
+    short,
 )
 from multimodal_gen.runtime.generator.cache import read_cache
 from multimodal_gen.runtime.generator.index import PipelineIndex
@@ -233,7 +234,7 @@ def check_components(index: PipelineIndex, args: ServerArgs) -> None:
         if component not in known:
             raise ComponentAttentionBackendNotAppliedError(
                 f"--component-attention-backends must name components of {index.name} "
-                f"({', '.join(sorted(index.components))}), got {key!r}"
+                f"({', '.join(sorted(index.components))}), got {short(key)}"
                 f"{nearest(component, sorted(known))}"
             )
 
@@ -315,7 +316,7 @@ def _not_taken(
     taken = [as_flag(name) for name in _OPTIONS if name in parameters]
     return UsageError(
         f"{as_flag(option)} must be left out for {pipeline}, which has no such argument, got "
-        f"{value!r}; it takes {', '.join(taken)}"
+        f"{short(value)}; it takes {', '.join(taken)}"
     )
 
 

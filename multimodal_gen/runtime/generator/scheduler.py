@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from multimodal_gen.errors import UsageError, nearest
+from multimodal_gen.errors import UsageError, nearest, short
 from multimodal_gen.runtime.generator.overridden import overridden
 
 _SUFFIX = "Scheduler"
@@ -96,7 +96,8 @@ def scheduler_class(name: str) -> Any:
     found = known.get(stem) or (known[begin[0]] if len(begin) == 1 else None)
     if found is None:
         raise UsageError(
-            f"--scheduler must be a scheduler of diffusers {diffusers.__version__}, got {name!r}"
+            f"--scheduler must be a scheduler of diffusers {diffusers.__version__}, got "
+            f"{short(name)}"
             f"{nearest(name, known.values()) or '; e.g. ' + ', '.join(_names_of(_takes_flow))}"
         )
     return getattr(diffusers, found)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from multimodal_gen.errors import ConfigError, UsageError
+from multimodal_gen.errors import ConfigError, UsageError, short
 from multimodal_gen.files import read_lines
 from multimodal_gen.runtime.distributed.groups import parallel_groups
 from multimodal_gen.runtime.generator.denoise import Denoised, Timings, denoise
@@ -29,7 +29,7 @@ from multimodal_gen.runtime.generator.sampling import Call
 from multimodal_gen.runtime.generator.streamed import TAKEN, Followed, FramePack, SkyReels
 from multimodal_gen.runtime.layers.attention.report import Json
 from multimodal_gen.runtime.server_args import ServerArgs
-from multimodal_gen.settings import expanded, short
+from multimodal_gen.settings import expanded
 
 logger = logging.getLogger(__name__)
 

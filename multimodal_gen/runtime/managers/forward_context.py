@@ -14,8 +14,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from multimodal_gen.errors import UsageError
-from multimodal_gen.settings import short
+from multimodal_gen.errors import UsageError, short
 
 T = TypeVar("T")
 
@@ -44,7 +43,9 @@ class TextSpan:
     def __post_init__(self) -> None:
         for name, value in (("start", self.start), ("length", self.length)):
             if not _is_count(value):
-                raise UsageError(f"{name} of a TextSpan must be an integer >= 0, got {value!r}")
+                raise UsageError(
+                    f"{name} of a TextSpan must be an integer >= 0, got {short(value)}"
+                )
 
     @property
     def stop(self) -> int:
@@ -128,22 +129,23 @@ class ForwardContext:
         if not _is_count(step):
             raise UsageError(
                 f"current_timestep must be the index of a denoising step, an integer >= 0, got "
-                f"{step!r}; what the scheduler counts by is `timestep`"
+                f"{short(step)}; what the scheduler counts by is `timestep`"
             )
         if count is not None and not _is_count(count):
-            raise UsageError(f"num_steps must be an integer >= 0 or None, got {count!r}")
+            raise UsageError(f"num_steps must be an integer >= 0 or None, got {short(count)}")
         if self.sigmas is not None and type(self.sigmas) is not tuple:
             if not isinstance(self.sigmas, (list, torch.Tensor)):
                 raise UsageError(
                     f"sigmas must be the noise levels of all denoising steps or None, got "
-                    f"{self.sigmas!r}"
+                    f"{short(self.sigmas)}"
                 )
             object.__setattr__(self, "sigmas", tuple(float(sigma) for sigma in self.sigmas))
         if grid is not None:
             fits = isinstance(grid, (tuple, list)) and len(grid) == 3
             if not fits or not all(_is_count(size) and size for size in grid):
                 raise UsageError(
-                    f"latent_grid must be (T, H, W), three integers >= 1, or None, got {grid!r}"
+                    f"latent_grid must be (T, H, W), three integers >= 1, or None, got "
+                    f"{short(grid)}"
                 )
             if grid[0] * grid[1] * grid[2] > _MOST_TOKENS:
                 raise UsageError(
@@ -153,7 +155,7 @@ class ForwardContext:
                 object.__setattr__(self, "latent_grid", tuple(grid))
         if self.text_span is not None and not isinstance(self.text_span, TextSpan):
             raise UsageError(
-                f"text_span must be a TextSpan or None, got {self.text_span!r}; make one with "
+                f"text_span must be a TextSpan or None, got {short(self.text_span)}; make one with "
                 f"TextSpan(start=..., length=...)"
             )
 

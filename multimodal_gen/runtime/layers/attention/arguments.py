@@ -8,10 +8,9 @@ from typing import NoReturn
 
 import torch
 
-from multimodal_gen.errors import UsageError
+from multimodal_gen.errors import UsageError, short
 from multimodal_gen.runtime.layers.attention.call import AttentionCall, LayerGeometry, autocasts
 from multimodal_gen.runtime.layers.attention.masks import VarlenMaskMeta
-from multimodal_gen.settings import short
 
 
 def refuse_shapes(call: AttentionCall, geometry: LayerGeometry) -> NoReturn:

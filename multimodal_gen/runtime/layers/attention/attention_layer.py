@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from multimodal_gen.errors import ConfigError, MultimodalGenError, UsageError
+from multimodal_gen.errors import ConfigError, MultimodalGenError, UsageError, short
 from multimodal_gen.runtime.layers.attention.arguments import (
     check_alike,
     refuse_shapes,
@@ -74,7 +74,6 @@ from multimodal_gen.runtime.managers.forward_context import (
     use_forward_context,
 )
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, current_platform
-from multimodal_gen.settings import short
 
 if TYPE_CHECKING:
     from multimodal_gen.runtime.layers.attention.backends.block_masks import AnyBlockMask

@@ -25,8 +25,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
-from multimodal_gen.errors import ConfigError, UsageError, nearest
-from multimodal_gen.settings import MismatchError, as_plain, converted, short
+from multimodal_gen.errors import ConfigError, UsageError, nearest, short
+from multimodal_gen.settings import MismatchError, as_plain, converted
 from multimodal_gen.settings import option as option
 from multimodal_gen.settings import parameters_of as parameters_of
 

@@ -32,6 +32,7 @@ from multimodal_gen.errors import (
     ComponentAttentionBackendNotAppliedError,
     ConfigError,
     nearest,
+    short,
 )
 from multimodal_gen.runtime.backend_names import (
     ROLES,
@@ -64,7 +65,7 @@ from multimodal_gen.runtime.platforms import (
     PlatformEnum,
     current_platform,
 )
-from multimodal_gen.settings import as_flag, read_mapping, short
+from multimodal_gen.settings import as_flag, read_mapping
 
 if TYPE_CHECKING:
     from multimodal_gen.runtime.server_args import ServerArgs

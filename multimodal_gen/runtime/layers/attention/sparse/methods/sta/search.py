@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from multimodal_gen.errors import ConfigError, UsageError
+from multimodal_gen.errors import ConfigError, UsageError, short
 from multimodal_gen.files import save_text
 from multimodal_gen.records import read_file
 from multimodal_gen.runtime.layers.attention.sparse.methods.sta.strategy import (
@@ -40,7 +40,7 @@ from multimodal_gen.runtime.layers.attention.sparse.windows import (
 )
 from multimodal_gen.runtime.managers.forward_context import set_for_block
 from multimodal_gen.runtime.managers.generation import current_generation
-from multimodal_gen.settings import by_axis, short
+from multimodal_gen.settings import by_axis
 
 # Sliding Tile Attention, arXiv 2502.04507: what its authors searched, by grid of tiles.
 _PUBLISHED: Mapping[Window, tuple[Window, ...]] = MappingProxyType(

@@ -26,11 +26,11 @@ from itertools import islice, product
 from operator import gt
 from pathlib import Path
 
-from multimodal_gen.errors import ConfigError
+from multimodal_gen.errors import ConfigError, short
 from multimodal_gen.files import MalformedError, read_text, save_text
 from multimodal_gen.records import from_plain, read_file
 from multimodal_gen.runtime.layers.attention.sparse.windows import Window, tile_density
-from multimodal_gen.settings import as_plain, by_axis, option, read_json, short
+from multimodal_gen.settings import as_plain, by_axis, option, read_json
 
 
 def as_window(value: object) -> Window | None:
