@@ -11,7 +11,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from multimodal_gen.runtime.layers.attention.backends.registry import find_backe
 from multimodal_gen.runtime.layers.attention.causal_cache import CacheSize, CausalCache
 from multimodal_gen.runtime.layers.attention.config import build_config, parameters_of
 from multimodal_gen.runtime.layers.attention.scope import LayerSite, scope_from
+from multimodal_gen.runtime.layers.attention.selector import get_attn_backend
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, current_platform
 from multimodal_gen.runtime.server_args import ServerArgs
@@ -384,10 +385,77 @@ def test_blocks_of_something_else_are_refused_by_name(make, name: str) -> None:
         make()
 
 
+@pytest.mark.parametrize("name", ["uniform", "causal"])
+def test_a_flag_of_a_plan_is_no_text(name: str) -> None:
+    with pytest.raises(UsageError, match=f"`{name}` must be of type bool, got 'no'"):
+        BlockPlan(**{**PLAN, name: "no"})
+
+
+CACHE = CacheSize(
+    num_layers=1,
+    batch=1,
+    num_kv_heads=1,
+    head_size=8,
+    chunk_tokens=4,
+    window=2,
+    dtype=torch.float32,
+)
+CHUNK = torch.zeros(1, 4, 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: replace(CACHE, before_rope="no"), "before_rope must be True or False, got 'no'"),
+        (lambda: CausalCache(CACHE, rotate="yes"), "rotate must be a function of keys and a"),
+        (lambda: CausalCache(CACHE, limit_bytes="1 GiB"), "limit_bytes must be a whole number"),
+        (
+            lambda: CausalCache(CACHE).layers[0].append(None, CHUNK, start=0),
+            r"key must be a torch.Tensor \[B, S, H, D\], got None",
+        ),
+        (
+            lambda: CausalCache(CACHE).layers[0].append(CHUNK, 3, start=0),
+            r"value must be a torch.Tensor \[B, S, H, D\], got 3",
+        ),
+        (
+            lambda: CausalCache(CACHE).layers[0].append(CHUNK[0, 0, 0, 0], CHUNK, start=0),
+            r"tokens must be in \[1, 4\], got 0",
+        ),
+        (
+            lambda: LayerSite(component={}),
+            "component of a LayerSite must be a name or None",
+        ),
+        (
+            lambda: LayerSite(role="cross"),
+            "role of a LayerSite must be an AttentionRole, got",
+        ),
+        (lambda: LayerSite(layer="3"), "layer of a LayerSite must be an index or None, got '3'"),
+    ],
+)
+def test_an_argument_of_another_type_is_refused_by_name(make, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"head_size": [1]}, r"head_size must be a whole number, got \[1\]"),
+        ({"dtype": "bfloat16"}, "dtype must be a dtype such as torch.bfloat16, got 'bfloat16'"),
+        ({"is_cross_attention": "no"}, "is_cross_attention must be True or False, got 'no'"),
+        ({"attention_requirements": {}}, "attention_requirements must be AttentionRequirements"),
+        ({"supported_attention_backends": 3}, "must be a collection of backends, got 3"),
+        ({"selected_attention_backend": 3}, "attention backend must be .* member or its name"),
+    ],
+)
+def test_a_backend_is_chosen_for_a_layer_that_can_be(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        get_attn_backend(**{"head_size": 64, "dtype": torch.float32, **given})
+
+
 @pytest.mark.parametrize("device", ["nowhere", None, "cuda:99"])
 def test_a_cache_on_no_device_is_refused(device) -> None:
-    size = CacheSize(num_layers=1, batch=1, num_kv_heads=1, head_size=8, chunk_tokens=4, window=2)
     with pytest.raises(UsageError, match="`device` must be a torch device of this machine, got"):
-        CausalCache(size, device)
+        CausalCache(CACHE, device)
     with pytest.raises(UsageError, match="size must be a CacheSize, got None"):
         CausalCache(None)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from multimodal_gen._version import __version__
-from multimodal_gen.errors import UsageError, short
+from multimodal_gen.errors import UsageError, expect, short
 from multimodal_gen.integrations.diffusers import AttentionHandle, apply
 from multimodal_gen.runtime.comparison.configurations import Plan, read_configurations
 from multimodal_gen.runtime.comparison.page import require_page, write_page
@@ -84,8 +84,13 @@ def compare(
             f"pipe must be a diffusers pipeline, got a {type(pipe).__name__}; a bare model "
             f"generates nothing"
         )
+    for name, flag in (("resume", resume), ("page", page)):
+        expect(name, flag, bool, "True or False")
+    expect("say", say, Callable, "a function of a line")
+    expect("reference", reference, str, "text such as 'torch_sdpa'")
     prompts = _texts(prompts, "prompts")
-    _check_texts(reference, backends, floor)
+    for name, given in (("backends", backends), ("floor", floor or ())):
+        _texts(given, name)
     (dense,) = read_configurations([reference], name="reference")
     candidates = read_configurations(backends, name="backends", taken=[dense.name])
     taken = [dense.name, *(each.name for each in candidates)]
@@ -134,15 +139,6 @@ def run_plan(
     if page:
         write_page(report, plan.folder, plan.folder / "report.html")
     return report
-
-
-def _check_texts(reference: object, backends: object, floor: object) -> None:
-    """Check the types of configurations; what they say is for `read_configurations`."""
-    if not isinstance(reference, str):
-        raise UsageError(f"reference must be text such as 'torch_sdpa', got {short(reference)}")
-    _texts(backends, "backends")
-    if floor is not None:
-        _texts(floor, "floor")
 
 
 def _texts(given: object, name: str) -> tuple[str, ...]:

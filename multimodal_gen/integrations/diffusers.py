@@ -22,7 +22,7 @@ from multimodal_gen.errors import (
     NothingAppliedError,
     UnsupportedBackendError,
     UsageError,
-    short,
+    expect,
 )
 from multimodal_gen.integrations.components import Component, Kind, find_components, unwrap
 from multimodal_gen.integrations.denoiser_plan import DenoiserPlan
@@ -226,10 +226,8 @@ def apply(
         "attention_auto_table": attention_auto_table,
     }
     for name, flag in (("strict", strict), ("train", train)):
-        if not isinstance(flag, bool):
-            raise UsageError(f"{name} must be True or False, got {short(flag)}")
-    if scope is not None and not isinstance(scope, SelectionScope):
-        raise UsageError(f"scope must be a SelectionScope or None, got a {type(scope).__name__}")
+        expect(name, flag, bool, "True or False")
+    expect("scope", scope, SelectionScope | None, "a SelectionScope or None")
     if scope is None:
         scope = scope_from(**settings, strict=strict)
     elif strict or any(value is not None for value in settings.values()):

@@ -8,13 +8,13 @@ them. The command line runs the same code.
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from multimodal_gen._version import __version__
-from multimodal_gen.errors import NothingAppliedError, UsageError, nearest, short
+from multimodal_gen.errors import NothingAppliedError, UsageError, expect, nearest, short
 from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.runtime.distributed.groups import parallel_groups
 from multimodal_gen.runtime.generator import (
@@ -163,6 +163,7 @@ class DiffGenerator:
     """
 
     def __init__(self, args: ServerArgs, attention: Mapping[str, Any] | None = None) -> None:
+        expect("args", args, ServerArgs, "ServerArgs", "from_pretrained takes a folder or a hub id")
         self._attention = dict(attention or {})
         self._lock = threading.RLock()
         self._loaded = {name: getattr(args, name) for name in LOADING_SETTINGS}
@@ -185,6 +186,7 @@ class DiffGenerator:
             UsageError: it does not fit the pipeline or the device.
             MissingDependencyError: diffusers, or what a setting needs, is not installed.
         """
+        expect("model_path", model_path, (str, Path), "a folder or a hub id")
         valid = (*LOADING_SETTINGS, *_ATTENTION)
         _check_names(settings, valid, "DiffGenerator.from_pretrained")
         args = job_of({"model_path": str(model_path), **settings}).args
@@ -346,12 +348,10 @@ def _check_callers(
         raise UsageError("stream needs output_path or on_chunk, got neither; add one of them")
     if on_chunk is not None and not given.get("stream"):
         raise UsageError("on_chunk needs stream=True, got on_chunk alone; add it")
-    if on_chunk is not None and not callable(on_chunk):
-        raise UsageError(f"on_chunk must be a function that takes a chunk, got {short(on_chunk)}")
+    expect("on_chunk", on_chunk, Callable | None, "a function that takes a chunk")
     if on_step is not None and given.get("stream"):
         raise UsageError("on_step must be left out with stream=True; raise in on_chunk to end it")
-    if on_step is not None and not callable(on_step):
-        raise UsageError(f"on_step must be a function of a step and latents, got {short(on_step)}")
+    expect("on_step", on_step, Callable | None, "a function of a step and latents")
 
 
 def _refuse_files(given: Mapping[str, Any]) -> None:

@@ -278,7 +278,9 @@ def test_a_failure_half_way_takes_everything_back(fresh, monkeypatch):
     assert state_of(pipe) == before
 
 
-@pytest.mark.parametrize("given", [{"scope": 3}, {"strict": "x"}, {"train": "no"}], ids=str)
+@pytest.mark.parametrize(
+    "given", [{"scope": 3}, {"strict": "x"}, {"train": "no"}, {"attention_auto_table": 3}], ids=str
+)
 def test_settings_of_other_types_are_refused(given):
     (name,) = given
     with pytest.raises(UsageError, match=f"{name} must be .*, got"):

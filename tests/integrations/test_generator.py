@@ -694,3 +694,11 @@ def test_steps_are_told_and_what_is_raised_there_ends_the_generation(
             model.generate(prompt="a fox", on_step=3, **call)
         with pytest.raises(UsageError, match="on_step must be left out with stream=True"):
             model.generate(prompt="a fox", stream=True, on_chunk=print, on_step=cancel, **call)
+
+
+@pytest.mark.parametrize("given", [None, 3, {}])
+def test_a_generator_says_what_it_is_made_of(given: Any) -> None:
+    with pytest.raises(UsageError, match=r"args must be ServerArgs, got .*; from_pretrained takes"):
+        DiffGenerator(given)
+    with pytest.raises(UsageError, match=r"model_path must be a folder or a hub id, got"):
+        DiffGenerator.from_pretrained(given)

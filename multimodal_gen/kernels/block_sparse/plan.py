@@ -209,6 +209,8 @@ class BlockPlan:
     def __post_init__(self) -> None:
         _expect_kind("q", self.q, Blocks)
         _expect_kind("kv", self.kv, Blocks)
+        _expect_kind("uniform", self.uniform, bool)
+        _expect_kind("causal", self.causal, bool)
         _expect_int32("indices", self.indices, ("B|1", "H|1", "Nq", "Kmax"))
         _expect_int32("counts", self.counts, ("B|1", "H|1", "Nq"))
         if self.indices.shape[:3] != self.counts.shape:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from multimodal_gen.errors import ConfigError, MultimodalGenError, UsageError, short
+from multimodal_gen.errors import ConfigError, MultimodalGenError, UsageError, expect, short
 from multimodal_gen.runtime.layers.attention.arguments import (
     check_alike,
     refuse_shapes,
@@ -585,8 +585,7 @@ class LocalAttention(AttentionLayer):
 def check_flags(**flags: object) -> None:
     """Refuse what is neither true nor false: a text such as "no" would count as true."""
     for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise ConfigError(f"{name} must be True or False, got {flag!r}")
+        expect(name, flag, bool, "True or False")
 
 
 def _check_sizes(num_heads: int, head_size: int, num_kv_heads: int) -> None:
@@ -606,19 +605,10 @@ def _check_sizes(num_heads: int, head_size: int, num_kv_heads: int) -> None:
 
 def _check_places(site: object, scope: object, supported: object, prefix: object) -> None:
     """Refuse what does not say where a layer sits, what was configured, or what it prefers."""
-    if not isinstance(prefix, str):
-        raise ConfigError(f"prefix must be a dotted path such as 'blocks.3.attn', got {prefix!r}")
-    if site is not None and not isinstance(site, LayerSite):
-        raise ConfigError(f"site must be a LayerSite or None, got {site!r}")
-    if site is not None and not isinstance(site.role, AttentionRole):
-        raise ConfigError(
-            f"role of site must be an AttentionRole such as AttentionRole.CROSS, got {site.role!r}"
-        )
-    if scope is not None and not isinstance(scope, SelectionScope):
-        raise ConfigError(
-            f"scope must be a SelectionScope or None, got {scope!r}; a backend is named by "
-            f"default_attention_backend"
-        )
+    expect("prefix", prefix, str, "a dotted path such as 'blocks.3.attn'")
+    expect("site", site, LayerSite | None, "a LayerSite or None")
+    remedy = "a backend is named by default_attention_backend"
+    expect("scope", scope, SelectionScope | None, "a SelectionScope or None", remedy)
     if supported is not None and (
         isinstance(supported, (str, torch.Tensor)) or not isinstance(supported, Collection)
     ):
@@ -637,10 +627,7 @@ def _check_numbers(softmax_scale: float | None, compute_dtype: torch.dtype | Non
     # A whole number may be finite and yet too large for a float.
     if softmax_scale is not None and not abs(softmax_scale) <= _MOST_SCALE:
         raise ConfigError(f"softmax_scale must be finite, got {short(softmax_scale)}")
-    if compute_dtype is not None and not isinstance(compute_dtype, torch.dtype):
-        raise ConfigError(
-            f"compute_dtype must be a torch.dtype such as torch.bfloat16, got {compute_dtype!r}"
-        )
+    expect("compute_dtype", compute_dtype, torch.dtype | None, "a dtype such as torch.bfloat16")
 
 
 def _check_projection(linear: object, head_size: int) -> None:

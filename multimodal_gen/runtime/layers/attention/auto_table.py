@@ -23,7 +23,7 @@ from typing import Any, Final, Literal
 
 import torch
 
-from multimodal_gen.errors import ConfigError
+from multimodal_gen.errors import ConfigError, expect
 from multimodal_gen.files import write_text
 from multimodal_gen.records import from_plain, read_file, wrong
 from multimodal_gen.runtime.layers.attention.request import Environment, Ranking, Timing
@@ -273,6 +273,7 @@ def table_for(
         ConfigError: the file is no table, or was measured on another machine or with other
             versions; says what differs.
     """
+    expect(name, path, (str, os.PathLike), "a file that `sglang attention bench --save` wrote")
     tables = read_tables(path, name=name)
     for environment in environments:
         for table in tables:

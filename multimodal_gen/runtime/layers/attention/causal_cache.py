@@ -21,7 +21,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import torch
 
-from multimodal_gen.errors import ConfigError, UsageError
+from multimodal_gen.errors import ConfigError, UsageError, expect
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.block_sparse.slots import (
     CacheCut,
@@ -90,6 +90,7 @@ class CacheSize:
             value, least = getattr(self, name), 0 if name == "sink" else 1
             if type(value) is not int or value < least:
                 raise ConfigError(f"{name} must be a whole number >= {least}, got {value!r}")
+        expect("before_rope", self.before_rope, bool, "True or False")
         if self.bits not in (8, 16):
             raise ConfigError(f"bits must be 8, or 16 for what layers bring, got {self.bits!r}")
         if self.dtype not in _DTYPES:
@@ -272,8 +273,9 @@ class CausalCache:
         positions: Literal["start", "window"] = "start",
         limit_bytes: int | None = None,
     ) -> None:
-        if not isinstance(size, CacheSize):
-            raise UsageError(f"size must be a CacheSize, got {size!r:.80}")
+        expect("size", size, CacheSize, "a CacheSize")
+        expect("rotate", rotate, Callable | None, "a function of keys and a position, or None")
+        expect("limit_bytes", limit_bytes, int | None, "a whole number or None")
         if (rotate is not None) != size.before_rope:
             raise UsageError(
                 "rotate must be given exactly where the cache keeps keys before their rotary "
@@ -681,8 +683,10 @@ class LayerCache:
             UsageError: the tensors are not those of the running chunk, or see `CausalCache.begin`.
         """
         cache = self.cache
+        for name, x in (("key", key), ("value", value)):
+            expect(name, x, torch.Tensor, "a torch.Tensor [B, S, H, D]")
         if start is not None:
-            cache.begin(start, key.shape[1])
+            cache.begin(start, key.shape[1] if key.dim() == 4 else 0)
         chunk, store = cache.running, cache._store
         self._check(key, value, chunk.tokens)
         rows = cache._rows[: chunk.tokens]

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, Final
 from multimodal_gen.errors import (
     ComponentAttentionBackendNotAppliedError,
     ConfigError,
+    expect,
     nearest,
     short,
 )
@@ -373,10 +374,7 @@ def as_backend(backend: AttentionBackendEnum | str) -> AttentionBackendEnum:
     """
     if isinstance(backend, AttentionBackendEnum):
         return backend
-    if not isinstance(backend, str):
-        raise ConfigError(
-            f"attention backend must be an AttentionBackendEnum member or its name, got {backend!r}"
-        )
+    expect("attention backend", backend, str, "an AttentionBackendEnum member or its name")
     return AttentionBackendEnum.parse(backend)
 
 

@@ -8,12 +8,17 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from numbers import Integral
 from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 
-from multimodal_gen.errors import ComponentAttentionBackendNotAppliedError, UnsupportedBackendError
+from multimodal_gen.errors import (
+    ComponentAttentionBackendNotAppliedError,
+    UnsupportedBackendError,
+    expect,
+)
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionBackend
 from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.backends.registry import (
@@ -460,11 +465,18 @@ def get_attn_backend(
 
     Raises:
         UnsupportedBackendError: see `resolve`.
+        ConfigError: an argument is of another type.
     """
-    packed = attention_requirements is not None and attention_requirements.packed_varlen
+    expect("head_size", head_size, Integral, "a whole number")
+    expect("dtype", dtype, torch.dtype, "a dtype such as torch.bfloat16")
+    expect("is_cross_attention", is_cross_attention, bool, "True or False")
+    needs, hint = attention_requirements, supported_attention_backends
+    expect("attention_requirements", needs, AttentionRequirements | None, "AttentionRequirements")
+    expect("supported_attention_backends", hint, Collection | None, "a collection of backends")
+    packed = needs is not None and needs.packed_varlen
     role = AttentionRole.CROSS if is_cross_attention else AttentionRole.SELF
     request = AttentionRequest(
-        environment=prefer_supported(current_environment(), supported_attention_backends),
+        environment=prefer_supported(current_environment(), hint),
         head_size=head_size,
         num_heads=1,
         num_kv_heads=1,
