@@ -470,14 +470,7 @@ class _Attention(torch.autograd.Function):
         return (*_GRADIENTS[ran](call), None, None, None)
 
 
-@torch.library.custom_op(
-    "multimodal_gen::block_sparse_attention",
-    mutates_args=(),
-    schema=(
-        "(Tensor q, Tensor k, Tensor v, Tensor[] plan, int[] sizes, float scale, bool return_lse, "
-        "str kernel, bool deterministic, bool backward) -> (Tensor, Tensor)"
-    ),
-)
+@torch.library.custom_op("multimodal_gen::block_sparse_attention", mutates_args=())
 def block_sparse_attention_op(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -510,15 +503,7 @@ def _(q: torch.Tensor, *rest: Any) -> Any:
     return q.new_empty(q.shape), q.new_empty(shape, dtype=dtype)
 
 
-@torch.library.custom_op(
-    "multimodal_gen::block_sparse_attention_backward",
-    mutates_args=(),
-    schema=(
-        "(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-        "Tensor[] plan, int[] sizes, float scale, str kernel, bool deterministic) "
-        "-> (Tensor, Tensor, Tensor)"
-    ),
-)
+@torch.library.custom_op("multimodal_gen::block_sparse_attention_backward", mutates_args=())
 def block_sparse_attention_backward_op(
     grad_out: torch.Tensor,
     grad_lse: torch.Tensor | None,
