@@ -99,7 +99,8 @@ ENGINE = frozenset((AUTO, *BLOCK_SPARSE.names))
 """Kernels of the block-sparse engine, of which a call names one where no package computes it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+# Not frozen, which would double the time of making it, in every call; nothing changes it.
+@dataclass(slots=True, kw_only=True, eq=False)
 class SparseCall:
     """One call of a sparse method.
 
@@ -517,8 +518,15 @@ def plan_of_tiles(indices: torch.Tensor, queries: TiledSequence, keys: TiledSequ
         queries: the queries in tiles.
         keys: the keys in tiles.
     """
-    counts = indices.new_full((1, 1, 1), indices.shape[3]).expand(indices.shape[:3])
+    counts = _alike(indices.shape[3], indices.device).expand(indices.shape[:3])
     return BlockPlan(indices=indices, counts=counts, q=queries.blocks, kv=keys.blocks, uniform=True)
+
+
+@static_cache(maxsize=256)
+def _alike(count: int, device: torch.device) -> torch.Tensor:
+    """Return the counts of lists of equal length, int32 [1, 1, 1]; not to be written to."""
+    with torch.inference_mode(False):
+        return torch.full((1, 1, 1), count, dtype=torch.int32).to(device)
 
 
 def kept_first(
