@@ -77,10 +77,10 @@ def command_of(root: Path, name: str) -> list[str]:
         SystemExit: the folder has neither.
     """
     folder = root / "scripts" / "bench"
-    if not (folder / f"{name}.py").is_file():
+    runner, script = folder / "run.py", folder / f"{name}.py"
+    if not runner.is_file() and not script.is_file():
         raise SystemExit(f"--against must be a checkout with scripts/bench/{name}.py, got {root}")
-    runner = folder / "run.py"
-    return [str(runner), name] if runner.is_file() else [str(folder / f"{name}.py")]
+    return [str(runner), name] if runner.is_file() else [str(script)]
 
 
 def run(root: Path, name: str, arguments: Sequence[str]) -> bool:

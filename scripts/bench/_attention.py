@@ -2,47 +2,57 @@
 
 import importlib
 import importlib.util
-import itertools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
-from _harness import DEVICE, Run, version_of
+from _harness import DEVICE, Run, relative_error, version_of
 from torch.nn import functional as F
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
-from multimodal_gen.kernels.block_sparse.tuning import TritonTile
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
 from multimodal_gen.runtime.layers.attention.config import BackendConfig
 from multimodal_gen.runtime.layers.attention.scope import LayerSite, scope_from
-from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from tests.helpers.inputs import QKV, make_video_qkv
 
 Grid = tuple[int, int, int]
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-Method = tuple[str, Mapping[str, object]]
-"""A backend, and the parameters it is run with."""
 
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 FA3 = "fa3 dense"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Case:
-    """One self-attention of a model; `grid` is that of its tokens: time, height and width."""
+    """One self-attention of a model.
+
+    Attributes:
+        name: what the results call it.
+        grid: time, height and width of the video's tokens.
+        heads: H.
+        batch: B.
+        head_size: D.
+        text: text tokens behind the video.
+        data: `video`, which varies over the video as a model's tensors do; `random`, independent
+            and normal; `constant`, all tokens the same.
+        config: parameters that methods have on it.
+    """
 
     name: str
     grid: Grid
     heads: int
     batch: int = 1
     head_size: int = 128
+    text: int = 0
+    data: str = "random"
+    config: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
         """S."""
-        return math.prod(self.grid)
+        return math.prod(self.grid) + self.text
 
     @property
     def shape(self) -> str:
@@ -54,16 +64,16 @@ class Case:
         """FLOP of dense attention."""
         return 4.0 * self.batch * self.heads * self.head_size * self.tokens**2
 
-    def normal(self, dtype: torch.dtype = DTYPE) -> QKV:
-        """Return independent normal q, k and v."""
+    def draw(self, dtype: torch.dtype = DTYPE) -> QKV:
+        """Return its q, k and v."""
+        if self.data == "video":
+            size = {"batch": self.batch, "dtype": dtype, "device": DEVICE}
+            return make_video_qkv(self.grid, self.heads, self.head_size, **size)
         shape = (self.batch, self.tokens, self.heads, self.head_size)
         generator = torch.Generator(DEVICE).manual_seed(0)
         drawn = (torch.randn(shape, generator=generator, device=DEVICE) for _ in range(3))
-        return QKV(*(x.to(dtype) for x in drawn))
-
-    def video(self, dtype: torch.dtype = torch.bfloat16) -> QKV:
-        """Return q, k and v that vary over the video as a model's do."""
-        return make_video_qkv(self.grid, self.heads, self.head_size, dtype=dtype, device=DEVICE)
+        qkv = QKV(*(x.to(dtype) for x in drawn))
+        return QKV(*(x.fill_(0.5) for x in qkv)) if self.data == "constant" else qkv
 
 
 def layer_on(
@@ -98,20 +108,6 @@ def layer_on(
             strict=strict and backend is not None,
         ),
     )
-
-
-def next_step_of(
-    case: Case, layer: AttentionLayer, qkv: tuple[torch.Tensor, ...]
-) -> Callable[[], torch.Tensor]:
-    """Return a call of a layer, each at the next step of one generation."""
-    step = itertools.count()
-
-    def run() -> torch.Tensor:
-        known = {"latent_grid": case.grid, "request_id": "bench", "cfg_branch": "cond"}
-        with torch.inference_mode(), set_forward_context(next(step), **known):
-            return layer(*qkv)
-
-    return run
 
 
 def fa3() -> Attend | None:
@@ -161,19 +157,31 @@ def random_lists(tokens: int, heads: int, size: int, *, share: float) -> BlockPl
     return BlockPlan(indices=indices, counts=counts, q=blocks, kv=blocks, uniform=True)
 
 
-def attention_rows(qkv: tuple[torch.Tensor, ...], rows: torch.Tensor) -> torch.Tensor:
-    """Return fp32 attention of some query rows: [B, len(rows), H, D]."""
-    q, k, v = qkv
-    scores = torch.einsum("bqhd,bkhd->bhqk", q[:, rows].float(), k.float())
-    weights = (scores * q.shape[3] ** -0.5).softmax(-1)
-    return torch.einsum("bhqk,bkhd->bqhd", weights, v.float())
+class Sample:
+    """Some rows of some heads of dense attention in float64, spread evenly.
 
+    Args:
+        qkv: its inputs.
+        num_rows: how many rows.
+        num_heads: of how many heads.
+    """
 
-def triton_tiles(prefix: str, *shapes: tuple[int, int, int, int]) -> dict[str, TritonTile]:
-    """Return tiles of (rows, keys, warps, stages) by name, behind a prefix."""
-    return {
-        f"{prefix}{rows}x{keys} w{warps} s{stages}": TritonTile(
-            rows=rows, keys=keys, warps=warps, stages=stages
-        )
-        for rows, keys, warps, stages in shapes
-    }
+    def __init__(
+        self, qkv: tuple[torch.Tensor, ...], num_rows: int = 128, num_heads: int = 4
+    ) -> None:
+        q, k, v = (x[0] for x in qkv)
+        total, heads = q.shape[:2]
+        self.rows = torch.arange(0, total, max(1, total // num_rows), device=q.device)
+        self.heads = torch.arange(0, heads, max(1, heads // num_heads), device=q.device)
+        rows = q[self.rows][:, self.heads].double()
+        scores = torch.einsum("rhd,shd->hrs", rows, k[:, self.heads].double())
+        weights = (scores * q.shape[2] ** -0.5).softmax(-1)
+        self.wanted = torch.einsum("hrs,shd->rhd", weights, v[:, self.heads].double())
+
+    def take(self, out: torch.Tensor) -> torch.Tensor:
+        """Return these rows of an output, [B, S, H, D]."""
+        return out[0, self.rows][:, self.heads]
+
+    def error(self, out: torch.Tensor) -> float:
+        """Return the relative L2 distance of an output at these rows."""
+        return relative_error(self.take(out), self.wanted)

@@ -26,7 +26,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -35,6 +35,8 @@ import torch
 
 # Benchmarks share inputs with the tests, which are no part of what is installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from multimodal_gen.errors import UnsupportedBackendError
 
 RESULTS = Path(__file__).parent / "results"
 RUN = Path(__file__).with_name("run.py")
@@ -257,8 +259,10 @@ def described(row: Row) -> str:
 def write_table(path: Path, rows: Sequence[Row]) -> None:
     """Append rows of the same columns to a CSV file, with a header when it is new.
 
+    Columns that the file has beside them stay empty.
+
     Raises:
-        SystemExit: the file has other columns.
+        SystemExit: the file lacks a column.
     """
     if not rows:
         return
@@ -267,9 +271,9 @@ def write_table(path: Path, rows: Sequence[Row]) -> None:
     with path.open("a+", newline="") as file:
         file.seek(0)
         header = next(csv.reader(file), names)
-        if header != names:
+        if not set(names) <= set(header):
             raise SystemExit(f"{path} must have the columns {names}, got {header}")
-        writer = csv.DictWriter(file, names, lineterminator="\n")
+        writer = csv.DictWriter(file, header, restval=math.nan, lineterminator="\n")
         if new:
             writer.writeheader()
         writer.writerows(rows)
@@ -288,6 +292,21 @@ class Bench:
         self.options = options
         self.wrong: list[str] = []
         """Names of what was wrong; the run fails at its end."""
+
+    @contextmanager
+    def case(self, name: str) -> Iterator[None]:
+        """Let what is found wrong inside be told as that of a case."""
+        before, self.wrong = self.wrong, []
+        try:
+            yield
+        finally:
+            self.wrong = [*before, *(f"{name}: {each}" for each in self.wrong)]
+
+    def status(self) -> int:
+        """Return the exit status of a run: 1 if anything was wrong, which is said."""
+        if self.wrong:
+            print(f"wrong: {'; '.join(self.wrong)}", file=sys.stderr)
+        return 1 if self.wrong else 0
 
     def is_right(self, name: str, error: float, bound: float) -> bool:
         """Return whether an error is below its bound; if not, it is said and remembered."""
@@ -314,6 +333,9 @@ class Bench:
         for name, contender in contenders:
             try:
                 errors[name] = error_of(name, contender)
+            except UnsupportedBackendError as error:
+                print(f"left out: {name}, {error}", flush=True)
+                continue
             except Exception:  # one contender must not end the others
                 print(f"FAILED {name}: {traceback.format_exc()[-800:]}", flush=True)
                 self.wrong.append(name)

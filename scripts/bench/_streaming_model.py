@@ -31,7 +31,7 @@ class Case(Attention):
     ffn: int
     window: int
     sink: int
-    text: int = 512
+    prompt: int = 512
     tile: tuple[int, int] = (8, 8)
     space: tuple[int, int] = (3, 3)
     tall_tile: tuple[int, int] = (16, 8)
@@ -62,7 +62,7 @@ SMOKE = Case(
     window=2,
     sink=1,
     head_size=16,
-    text=4,
+    prompt=4,
     tile=(1, 2),
     space=(1, 3),
     tall_tile=(2, 2),

@@ -8,14 +8,14 @@ from `dense.csv`. `--table` alone measures nothing.
 
 import argparse
 import csv
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
 import torch
 from _harness import DEVICE, RESULTS, Bench, Row, version_of
 
-from multimodal_gen.runtime.benchmark import SHAPES, ShapeTimes, measure
+from multimodal_gen.runtime.benchmark import SHAPES, measure
 from multimodal_gen.runtime.layers.attention.auto_table import (
     COMMITTED,
     AutoTable,
@@ -37,27 +37,46 @@ BACKENDS = ("triton_attn", "fa", "torch_sdpa", "torch_cudnn_sdpa", "sage_attn")
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
-def write(bench: Bench, result: ShapeTimes) -> None:
-    """Write one row per backend."""
-    shape = result.shape
-    size = f"B{shape.batch} H{shape.heads} S{shape.queries} D{shape.head_size}"
-    mask = f" K{shape.keys} KV{shape.kv_heads}" + (" mask" if shape.masked else "")
+def measure_shape(
+    bench: Bench, shape: str | CallShape, backends: Sequence[str] = BACKENDS, *, name: str = ""
+) -> None:
+    """Check and time backends at a shape, and write a row for each.
+
+    Args:
+        bench: what writes.
+        shape: the shape, or its text.
+        backends: those to time.
+        name: of the case, in a file of calls that keep the device busy; the shape by default.
+    """
+    shape = CallShape.parse(shape) if isinstance(shape, str) else shape
+    result = measure(
+        shape,
+        dtype=torch.bfloat16,
+        device=torch.device(DEVICE),
+        backends=[AttentionBackendEnum(each) for each in backends],
+        rounds=bench.options.rounds,
+    )
+    for each in result.left_out:
+        print(f"{shape}: left out: {each.backend}: {each.reason}")
+    keys = f" K{shape.keys} KV{shape.kv_heads}" + (" mask" if shape.masked else "")
+    size = f"B{shape.batch} H{shape.heads} S{shape.queries} D{shape.head_size} bf16"
     by_label = {each.label: each for each in result.times}
 
     def more(row: Row) -> Row:
         each = by_label[row["contender"]]
+        host = {} if name else {"host_ms": round(each.timing.host_ms or float("nan"), 5)}
         return {
             "rounds": each.rounds,
             "median_ms": round(each.timing.device_ms, 5),
             "p20_ms": round(each.p20_ms, 5),
             "p80_ms": round(each.p80_ms, 5),
-            "host_ms": round(each.timing.host_ms or float("nan"), 5),
+            **host,
         }
 
     bench.write(
         {label: [each.timing.device_ms] for label, each in by_label.items()},
-        case=str(shape),
-        shape=f"{size} bf16{mask}",
+        case=name or str(shape),
+        shape=size + ("" if name else keys),
         flop=shape.flop,
         flop_formula="4*B*H*Sq*Sk*D",
         errors={label: each.relative_error for label, each in by_label.items()},
@@ -156,19 +175,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(bench: Bench) -> None:
     """Measure what was asked for, and write the table where that was asked for."""
-    arguments = bench.options
-    for shape in SHAPES if arguments.commit else ():
-        if arguments.only not in str(shape):
-            continue
-        result = measure(
-            shape,
-            dtype=torch.bfloat16,
-            device=torch.device(DEVICE),
-            backends=[AttentionBackendEnum(name) for name in BACKENDS],
-            rounds=arguments.rounds,
-        )
-        for each in result.left_out:
-            print(f"{shape}: left out: {each.backend}: {each.reason}")
-        write(bench, result)
-    if arguments.table:
-        write_tables(COMMITTED, tables_of(read_rows(arguments.out)))
+    options = bench.options
+    for shape in SHAPES if options.commit else ():
+        if options.only in str(shape):
+            measure_shape(bench, shape)
+    if options.table:
+        write_tables(COMMITTED, tables_of(read_rows(options.out)))

@@ -4,38 +4,28 @@ Peers that are not installed, flash-attn-4 and fastvideo-kernel, are left out wi
 
 Gradients of one head are checked first, against float64 by the definition: they may err at most
 twice as much as plain PyTorch code in bfloat16 does. What is wrong is not timed, and makes the
-script fail at the end. With `--tiles`, the two kernels of the backward pass are timed alone, in
-other shapes of their programs, which processes of their own compile first.
+script fail at the end. `engine` times the kernels of the backward pass alone, in other shapes.
 
-    python3 scripts/bench/run.py backward --commit HASH [--only wan] [--quick] [--tiles]
+    python3 scripts/bench/run.py backward --commit HASH [--only wan] [--quick]
     python3 scripts/bench/run.py backward --commit HASH --against CHECKOUT    # see _against.py
     python3 scripts/bench/run.py backward --commit HASH --smoke    # a tiny case, on any machine
 """
 
 import argparse
 import importlib
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from _attention import Attend, Case, first_of, random_lists, sdpa, triton_tiles
-from _harness import DEVICE, Bench, Run, Times, relative_error, run_apart, version_of
+from _attention import Attend, Case, first_of, random_lists, sdpa
+from _harness import DEVICE, Bench, Run, relative_error, version_of
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
-from multimodal_gen.kernels.block_sparse.call import Backward
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
-from multimodal_gen.kernels.block_sparse.tuning import (
-    GluonTile,
-    TritonTile,
-    gluon_backward_tile,
-)
 
 DENSITY = 0.1
 CHUNK = 1024
-COMPILE_SECONDS, AT_ONCE = 70, 3
 
 
 CASES = (
@@ -51,13 +41,11 @@ class Contender:
 
     Attributes:
         attend: the attention.
-        plan: the pairs it keeps.
         version: of the package it comes from.
         heads_first: whether it takes and returns [B, H, S, D].
     """
 
     attend: Attend
-    plan: BlockPlan
     version: str = ""
     heads_first: bool = False
 
@@ -105,31 +93,21 @@ def head_gradients(
 
 def engine(plan: BlockPlan) -> Contender:
     """Return this package's kernels."""
-    return Contender(attend=lambda q, k, v: block_sparse_attention(q, k, v, plan), plan=plan)
+    return Contender(attend=lambda q, k, v: block_sparse_attention(q, k, v, plan))
 
 
 def torchs_own(backend: SDPBackend, plan: BlockPlan) -> Contender:
-    """Return one of the kernels of `scaled_dot_product_attention`."""
+    """Return one of the kernels of `scaled_dot_product_attention`, which is dense."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         with sdpa_kernel(backend):
             return sdpa(q, k, v)
 
-    return Contender(attend=attend, plan=plan, version=version_of("torch"))
+    return Contender(attend=attend, version=version_of("torch"))
 
 
 def flash_attention_4(plan: BlockPlan) -> Contender:
-    """Return flash-attn-4's dense attention."""
-    function = importlib.import_module("flash_attn.cute").flash_attn_func
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return first_of(function(q, k, v))
-
-    return Contender(attend=attend, plan=plan, version=version_of("flash-attn-4"))
-
-
-def flash_attention_4_lists(plan: BlockPlan) -> Contender:
-    """Return flash-attn-4's attention over the lists of a plan, and their transposes for its back.
+    """Return flash-attn-4's attention, dense or over lists, with their transposes for its back.
 
     Its last tiles may be short, which it calls masked.
     """
@@ -137,25 +115,28 @@ def flash_attention_4_lists(plan: BlockPlan) -> Contender:
     from multimodal_gen.kernels.block_sparse.fa4 import make_lists
 
     function = importlib.import_module("flash_attn.cute").flash_attn_func
-    tensors = importlib.import_module("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch
-    by_query, by_key = (
-        tensors(
-            mask_block_cnt=lists.mask_counts.expand(lists.full_counts.shape).contiguous(),
-            mask_block_idx=lists.mask_indices.expand(*lists.full_counts.shape, 1).contiguous(),
-            full_block_cnt=lists.full_counts,
-            full_block_idx=lists.full_indices.contiguous(),
-            block_size=(plan.q.size, plan.kv.size),
+    options = {}
+    if plan.q.size == 128:
+        tensors = importlib.import_module("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch
+        by_query, by_key = (
+            tensors(
+                mask_block_cnt=lists.mask_counts.expand(lists.full_counts.shape).contiguous(),
+                mask_block_idx=lists.mask_indices.expand(*lists.full_counts.shape, 1).contiguous(),
+                full_block_cnt=lists.full_counts,
+                full_block_idx=lists.full_indices.contiguous(),
+                block_size=(plan.q.size, plan.kv.size),
+            )
+            for lists in (make_lists(x, plan.kv.size) for x in (plan, transposed(plan)))
         )
-        for lists in (make_lists(x, plan.kv.size) for x in (plan, transposed(plan)))
+        options = {
+            "pack_gqa": False,
+            "block_sparse_tensors": by_query,
+            "block_sparse_tensors_bwd": by_key,
+        }
+    return Contender(
+        attend=lambda q, k, v: first_of(function(q, k, v, **options)),
+        version=version_of("flash-attn-4"),
     )
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = function(
-            q, k, v, pack_gqa=False, block_sparse_tensors=by_query, block_sparse_tensors_bwd=by_key
-        )
-        return first_of(out)
-
-    return Contender(attend=attend, plan=plan, version=version_of("flash-attn-4"))
 
 
 def fastvideo(plan: BlockPlan) -> Contender:
@@ -163,16 +144,13 @@ def fastvideo(plan: BlockPlan) -> Contender:
     function = importlib.import_module("fastvideo_kernel.block_sparse_attn").block_sparse_attn
     keep = kept_blocks(plan)
     sizes = torch.full((plan.kv.num,), plan.kv.size, dtype=torch.int32, device=DEVICE)
-    sizes[-1] = plan.kv.total - (plan.kv.num - 1) * plan.kv.size
     if plan.kv.total % plan.kv.size:
         raise ValueError(f"it takes whole blocks of {plan.kv.size}, got {plan.kv.total} tokens")
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out, _ = function(q, k, v, keep, sizes)
-        return out
-
-    version = version_of("fastvideo-kernel")
-    return Contender(attend=attend, plan=plan, version=version, heads_first=True)
+    return Contender(
+        attend=lambda q, k, v: function(q, k, v, keep, sizes)[0],
+        version=version_of("fastvideo-kernel"),
+        heads_first=True,
+    )
 
 
 def flex(plan: BlockPlan) -> Contender:
@@ -183,17 +161,13 @@ def flex(plan: BlockPlan) -> Contender:
     counts = keep.sum(-1, dtype=torch.int32)
     indices = keep.byte().argsort(dim=-1, descending=True, stable=True).int()
     size = plan.q.size
-
-    def kept(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
-        return keep[0, h, i // size, j // size]
-
     mask = BlockMask.from_kv_blocks(
         torch.zeros_like(counts),
         indices,
         counts,
         indices,
         BLOCK_SIZE=size,
-        mask_mod=kept,
+        mask_mod=lambda b, h, i, j: keep[0, h, i // size, j // size],
         seq_lengths=(plan.q.total, plan.kv.total),
     )
     compiled = torch.compile(flex_attention, dynamic=False)
@@ -202,49 +176,21 @@ def flex(plan: BlockPlan) -> Contender:
         heads_first = (x.transpose(1, 2) for x in (q, k, v))
         return compiled(*heads_first, block_mask=mask).transpose(1, 2)
 
-    return Contender(attend=attend, plan=plan, version=version_of("torch"))
+    return Contender(attend=attend, version=version_of("torch"))
 
 
-def contenders_of(case: Case, *, quick: bool) -> dict[str, Contender]:
-    """Return what is measured of a case, by name; says what is left out."""
-    dense, r128, r64 = (lists_of(case, blocks) for blocks in ("dense", "128x128", "64x64"))
-    makers: dict[str, Callable[[], Contender]] = {
-        "engine dense": partial(engine, dense),
-        "engine 128x128": partial(engine, r128),
-        "engine 64x64": partial(engine, r64),
-    }
-    if DEVICE == "cpu":
-        makers["sdpa dense"] = partial(torchs_own, SDPBackend.MATH, dense)
-    else:
-        makers["cudnn dense"] = partial(torchs_own, SDPBackend.CUDNN_ATTENTION, dense)
-        makers["flash dense"] = partial(torchs_own, SDPBackend.FLASH_ATTENTION, dense)
-        makers["fa4 dense"] = partial(flash_attention_4, dense)
-        makers["fa4 128x128"] = partial(flash_attention_4_lists, r128)
-        makers["fastvideo 64x64"] = partial(fastvideo, r64)
-        if not quick:
-            makers["flex 128x128"] = partial(flex, r128)
-            makers["flex 64x64"] = partial(flex, r64)
-    found = {}
-    for name, make in makers.items():
-        try:
-            found[name] = make()
-        except Exception as error:  # a broken package fails in many ways
-            print(f"left out of {case.name}: {name}, {type(error).__name__}: {error}", flush=True)
-    return found
-
-
-def gradients_of(
-    contender: Contender, inputs: tuple[torch.Tensor, ...], upstream: torch.Tensor
-) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """Return what runs the backward pass alone, again and again.
-
-    Args:
-        contender: what is measured.
-        inputs: q, k and v, in its layout.
-        upstream: gradient of out, in its layout.
-    """
-    out = contender.attend(*inputs)
-    return partial(torch.autograd.grad, out, inputs, upstream, retain_graph=True)
+# Name, whose end is the pairs that are kept -> what makes it.
+OURS = {f"engine {blocks}": engine for blocks in ("dense", "128x128", "64x64")}
+ON_CPU = {**OURS, "sdpa dense": partial(torchs_own, SDPBackend.MATH)}
+ON_GPU = {
+    **OURS,
+    "cudnn dense": partial(torchs_own, SDPBackend.CUDNN_ATTENTION),
+    "flash dense": partial(torchs_own, SDPBackend.FLASH_ATTENTION),
+    "fa4 dense": flash_attention_4,
+    "fa4 128x128": flash_attention_4,
+    "fastvideo 64x64": fastvideo,
+}
+SLOW = {"flex 128x128": flex, "flex 64x64": flex}  # compile for long
 
 
 def errors_of(
@@ -273,225 +219,51 @@ def measure(case: Case, bench: Bench) -> None:
     inputs = tuple(x.requires_grad_() for x in given)
     turned = [x.detach().transpose(1, 2).contiguous() for x in (*inputs, upstream)]
     heads_first = tuple(x.requires_grad_() for x in turned[:3])
-    forward: dict[str, Run] = {}
-    backward: dict[str, Run] = {}
+    makers = ON_CPU if DEVICE == "cpu" else ON_GPU | ({} if bench.options.quick else SLOW)
+    plans = {blocks: lists_of(case, blocks) for blocks in ("dense", "128x128", "64x64")}
+    runs: dict[str, dict[str, Run]] = {"forward": {}, "backward": {}}
     errors, flops, versions = {}, {}, {}
-    for name, contender in contenders_of(case, quick=bench.options.quick).items():
+    for name, make in makers.items():
+        plan = plans[name.rpartition(" ")[2]]
+        try:
+            contender = make(plan)
+        except Exception as error:  # a broken package fails in many ways
+            print(f"left out of {case.name}: {name}, {type(error).__name__}: {error}", flush=True)
+            continue
         try:
             taken, above = (heads_first, turned[3]) if contender.heads_first else (inputs, upstream)
-            run = gradients_of(contender, taken, above)
+            out = contender.attend(*taken)
+            run = partial(torch.autograd.grad, out, taken, above, retain_graph=True)
             found = run()
             if contender.heads_first:
                 found = tuple(x.transpose(1, 2) for x in found)
-            errors[name], excess = errors_of(found, inputs, upstream, contender.plan)
+            errors[name], excess = errors_of(found, inputs, upstream, plan)
         except Exception as error:  # one contender must not end the others
             print(f"FAILED {name}: {type(error).__name__}: {str(error)[:600]}", flush=True)
-            bench.wrong += [name] if name.startswith("engine") else []
+            bench.wrong += [name] if name in OURS else []
             continue
         if not excess <= 1:
             print(f"WRONG {name}: error {errors[name]:.2e}, {excess:.2f} of what is allowed")
             bench.wrong.append(name)
             continue
-        forward[name], backward[name] = partial(contender.attend, *taken), run
-        pairs = contender.plan.pairs()
-        flops[name] = float(pairs.sum()) * case.heads / pairs.numel() * case.head_size
-        versions[name] = contender.version
-    for kind, runs, factor in (("forward", forward, 4), ("backward", backward, 10)):
-        times = bench.time(runs, block_ms=80.0)
-        work = {name: factor * flop for name, flop in flops.items()}
-        write(bench, case, kind, times, work, factor, errors, versions)
-
-
-def write(
-    bench: Bench,
-    case: Case,
-    kind: str,
-    times: Times,
-    flops: dict[str, float],
-    factor: int,
-    errors: dict[str, float],
-    versions: Mapping[str, str],
-) -> None:
-    """Write rows whose contenders differ in what they compute, by the end of their names."""
-    print(f"-- {case.name}, {kind}")
-    bench.write(
-        times,
-        case,
-        benchmark=f"backward: {kind}",
-        flop=flops,
-        flop_formula=f"{factor}*H*D*kept pairs",
-        errors=errors,
-        versions=versions,
-        group=lambda name: name.rpartition(" ")[2],
-    )
-
-
-Tile = TritonTile | GluonTile
-
-
-def _sm90(*shapes: tuple[int, int, int], own: bool = False) -> dict[str, Tile]:
-    return {
-        f"sm90 {consumers}x64x{keys} s{stages}": GluonTile(
-            consumers=consumers, keys=keys, stages=stages, own=own
+        runs["forward"][name], runs["backward"][name] = partial(contender.attend, *taken), run
+        pairs = plan.pairs().double().mean()
+        flops[name], versions[name] = float(pairs) * case.heads * case.head_size, contender.version
+    for kind, factor in (("forward", 4), ("backward", 10)):
+        print(f"-- {case.name}, {kind}")
+        bench.write(
+            bench.time(runs[kind], block_ms=80.0),
+            case,
+            benchmark=f"backward: {kind}",
+            flop={name: factor * flop for name, flop in flops.items()},
+            flop_formula=f"{factor}*H*D*kept pairs",
+            errors=errors,
+            versions=versions,
+            # Contenders differ in what they compute, by the end of their names.
+            group=lambda name: name.rpartition(" ")[2],
         )
-        for consumers, keys, stages in shapes
-    }
-
-
-# Other shapes of the programs: (blocks, kernel) -> tiles of rows x keys, by name.
-WIDE_DQ = {**triton_tiles("", (128, 64, 8, 3)), **_sm90((2, 64, 4), (2, 64, 3))}
-WIDE_DKV = {**triton_tiles("", (64, 128, 8, 3)), **_sm90((2, 64, 4))}
-NARROW_DQ = {
-    **triton_tiles("", (64, 64, 4, 2)),
-    **_sm90((2, 64, 2), (2, 32, 4), (2, 32, 3), own=True),
-}
-NARROW_DKV = {**triton_tiles("", (32, 64, 4, 3)), **_sm90((2, 64, 2), own=True)}
-# All three gradients: by two kernels, and by one.
-ALL: dict[str, Tile | None] = {
-    "sm90 two": gluon_backward_tile(block=128),
-    "sm90 one": None,
-}
-TILES: dict[tuple[str, str], Mapping[str, Tile | None]] = {
-    ("dense", "all"): ALL,
-    ("128x128", "all"): ALL,
-    ("dense", "dq"): WIDE_DQ,
-    ("dense", "dkv"): WIDE_DKV,
-    ("128x128", "dq"): WIDE_DQ,
-    ("128x128", "dkv"): WIDE_DKV,
-    ("64x64", "dq"): NARROW_DQ,
-    ("64x64", "dkv"): NARROW_DKV,
-}
-
-
-def tile_run(
-    case: Case, blocks: str, kernel: str, tile: Tile | None
-) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """Return what launches one kernel of the backward pass in a shape."""
-    from multimodal_gen.kernels.block_sparse import backward_kernel as portable
-
-    plan = lists_of(case, blocks)
-    generator = torch.Generator(DEVICE).manual_seed(1)
-    shape = (1, case.tokens, case.heads, case.head_size)
-    inputs = tuple(
-        torch.randn(shape, device=DEVICE, generator=generator).bfloat16() for _ in range(4)
-    )
-    of_keys, scale = kernel == "dkv", case.head_size**-0.5
-    count = {"dq": 1, "dkv": 2, "all": 3}[kernel]
-    results = torch.empty((count, *shape), device=DEVICE, dtype=torch.bfloat16)
-    # Any level and delta take as long; these keep weights small.
-    rows = torch.randn((2, 1, case.heads, case.tokens), device=DEVICE, generator=generator)
-    rows[0] += 12.0
-    if isinstance(tile, TritonTile):
-        launch = portable.key_gradients if of_keys else portable.query_gradient
-        # Of what a call gave only the gradient is read.
-        call = Backward(*inputs[:3], plan, inputs[3], rows[0], inputs[3], None, scale)
-        run = partial(launch, call, rows, *results, tile=tile, copy_engine=True)
-    elif tile is None:
-        from multimodal_gen.kernels.block_sparse import gluon_fused_kernel as fused
-
-        call = Backward(*inputs[:3], plan, inputs[3], rows[0], inputs[3], None, scale)
-        return partial(fused.attend_backward, call, rows)
-    elif kernel == "all":
-        from multimodal_gen.kernels.block_sparse import gluon_backward_kernel as sm90
-
-        q, k, v, upstream = inputs
-        pairs, turned = ((q, upstream), (k, v)), portable.transposed(plan)
-
-        def run() -> None:
-            sm90.launch(*pairs, plan, rows, (results[0],), scale=scale, tile=tile)
-            sm90.launch(*pairs[::-1], turned, rows, tuple(results[1:]), scale=scale, tile=tile)
-
-    else:
-        from multimodal_gen.kernels.block_sparse import gluon_backward_kernel as sm90
-
-        q, k, v, upstream = inputs
-        own, others = ((k, v), (q, upstream)) if of_keys else ((q, upstream), (k, v))
-        lists = portable.transposed(plan) if of_keys else plan
-        run = partial(sm90.launch, own, others, lists, rows, tuple(results), scale=scale, tile=tile)
-
-    def launched() -> tuple[torch.Tensor, ...]:
-        run()
-        return tuple(results)
-
-    return launched
-
-
-def compile_apart(blocks: str, kernel: str, names: list[str]) -> set[str]:
-    """Fill Triton's cache in a process of its own; returns what ran in it."""
-    said, failure = run_apart(
-        "backward", "--compile", blocks, kernel, *names, seconds=COMPILE_SECONDS
-    )
-    ran = {line.removeprefix("ran ") for line in said.splitlines() if line.startswith("ran ")}
-    if len(ran) < len(names):
-        failed = ", ".join(name for name in names if name not in ran)
-        print(f"FAILED {blocks} {kernel} {failed}: {(failure or '')[-300:]}", flush=True)
-    return ran
-
-
-def from_the_first() -> Callable[[str, Run], float]:
-    """Return what tells how far the gradients of a call are from those of the first one."""
-    first: list[list[torch.Tensor]] = []
-
-    def error_of(name: str, run: Run) -> float:
-        found = [x.clone() for x in run()]
-        if not first:
-            first.append(found)
-        return max(relative_error(x, y) for x, y in zip(found, first[0], strict=True))
-
-    return error_of
-
-
-def measure_tiles(case: Case, bench: Bench) -> None:
-    """Time the two kernels in other shapes."""
-    jobs = [
-        (*key, list(tiles)[first : first + AT_ONCE])
-        for key, tiles in TILES.items()
-        if bench.options.tiles in ("", *key)
-        for first in range(0, len(tiles), AT_ONCE)
-    ]
-    ran: dict[tuple[str, str], set[str]] = {key: set() for key in TILES}
-    with ThreadPoolExecutor(14) as pool:
-        for job, names in zip(jobs, pool.map(lambda job: compile_apart(*job), jobs), strict=True):
-            ran[job[:2]] |= names
-    for (blocks, kernel), tiles in TILES.items():
-        if not ran[blocks, kernel]:
-            continue
-        made = (
-            (f"{kernel} {name} {blocks}", tile_run(case, blocks, kernel, tile))
-            for name, tile in tiles.items()
-            if name in ran[blocks, kernel]
-        )
-        runs, errors = bench.check(made, from_the_first(), 1e-2)
-        pairs = lists_of(case, blocks).pairs().double().mean()
-        factor = {"dq": 6, "dkv": 8, "all": 10}[kernel]
-        flop = float(pairs) * case.heads * case.head_size * factor
-        times = bench.time(runs, block_ms=40.0)
-        write(bench, case, f"{kernel} alone", times, dict.fromkeys(runs, flop), factor, errors, {})
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark alone."""
     parser.add_argument("--quick", action="store_true", help="leave out what compiles for long")
-    parser.add_argument(
-        "--tiles", nargs="?", const="", help="try other shapes too, of dq, dkv or all"
-    )
-    parser.add_argument("--compile", nargs="+", default=None, help="compile shapes, then stop")
-
-
-def main(bench: Bench) -> int:
-    """Measure the cases, and other shapes where they are asked for."""
-    options = bench.options
-    if options.compile:
-        blocks, kernel, *names = options.compile
-        for name in names:
-            tile_run(CASES[0], blocks, kernel, TILES[blocks, kernel][name])()
-            torch.cuda.synchronize()
-            print(f"ran {name}", flush=True)
-        return 0
-    for case in SMOKE if options.smoke else CASES:
-        if options.only in case.name:
-            measure(case, bench)
-    failed = 1 if bench.wrong else 0
-    if options.tiles is not None and not options.smoke:
-        measure_tiles(CASES[0], bench)
-    return failed

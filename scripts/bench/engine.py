@@ -1,305 +1,358 @@
-"""The block-sparse engine: its variants, checked on small plans and timed beside FA3.
+"""The block-sparse engine: its kernels in other shapes, checked first and timed beside FA3.
 
-Variants are checked first, each in a process of its own, so that one that fails or hangs costs only
-itself; the same step fills the kernel cache. Those that pass are timed in interleaved rounds.
+`forward` variants are checked on small plans against the reference; those of the backward pass
+(`dq`, `dkv`, `all` three gradients by two kernels or by one) at full size, against the first one.
+Each is tried in a process of its own, so that one that fails or hangs costs only itself; the same
+step fills the kernel cache. Those that pass are timed in interleaved rounds.
 
-    python3 scripts/bench/run.py engine --commit HASH [--only sta] [--rounds 7]
+    python3 scripts/bench/run.py engine --commit HASH [--only "sta forward|dq"] [--rounds 7]
+    python3 scripts/bench/run.py engine --commit HASH --smoke    # what is checked, on any machine
 """
 
 import argparse
-import dataclasses
 import math
+import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
-from _attention import FA3, Case, fa3_run, random_lists, triton_tiles
-from _harness import Bench, Row, relative_error, run_apart, version_of
+from _attention import FA3, Case, fa3_run, random_lists
+from _harness import DEVICE, Bench, Row, relative_error, run_apart, version_of
 
-from multimodal_gen.kernels.block_sparse.api import request_for
-from multimodal_gen.kernels.block_sparse.call import Call, CallForm
+from multimodal_gen.kernels.block_sparse.api import block_sparse_attention, request_for
+from multimodal_gen.kernels.block_sparse.call import Backward, Call, CallForm
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.reference import attention_reference
-from multimodal_gen.kernels.block_sparse.tuning import GluonTile, TritonTile
+from multimodal_gen.kernels.block_sparse.tuning import GluonTile, TritonTile, gluon_backward_tile
+from tests.helpers.block_plans import tile_lists
 
-HEADS, TOKENS, HEAD_SIZE = 24, 115_200, 128
-CHECK_SECONDS = 200
-BOUND = 4e-3
+HEADS, HEAD_SIZE = 24, 128
+TRIAL_SECONDS, AT_ONCE = 200, 12
+BOUND, BACKWARD_BOUND = 4e-3, 1e-2
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, BlockPlan, float], torch.Tensor]
+Tile = TritonTile | GluonTile | None
+Tiles = Mapping[str, Tile]
 
+
+def triton(*shapes: tuple[int, int, int, int]) -> Tiles:
+    """Return tiles of (rows, keys, warps, stages) by name."""
+    return {
+        f"triton {rows}x{keys} w{warps} s{stages}": TritonTile(
+            rows=rows, keys=keys, warps=warps, stages=stages
+        )
+        for rows, keys, warps, stages in shapes
+    }
+
+
+def softmaxes(name: str, tile: GluonTile, *kinds: str) -> Tiles:
+    """Return a tile with a fixed reference (fast), the online softmax, and that which is lazy."""
+    forms: dict[str, dict[str, Any]] = {
+        "fast": {},
+        "exact": {"fast": False},
+        "lazy": {"fast": False, "lazy": True},
+    }
+    return {f"gluon {name} {kind}": replace(tile, **forms[kind]) for kind in kinds}
+
+
+def sm90(*shapes: tuple[int, int, int], own: bool = False) -> Tiles:
+    """Return tiles of the backward pass of (consumers, keys, stages) by name."""
+    return {
+        f"sm90 {consumers}x64x{keys} s{stages}": GluonTile(
+            consumers=consumers, keys=keys, stages=stages, own=own
+        )
+        for consumers, keys, stages in shapes
+    }
+
+
+ALL = ("fast", "exact", "lazy")
 WIDE = GluonTile(consumers=3, keys=64, stages=4, q_registers=False, registers=160)
 PAIR = GluonTile(consumers=2, keys=128, stages=2)
 SHORT = GluonTile(consumers=2, keys=64, stages=4)
 OWN = GluonTile(consumers=2, keys=64, stages=3, own=True)
-
-
-def exact(tile: GluonTile, **changes: object) -> GluonTile:
-    """Return the exact variant of a tile."""
-    return dataclasses.replace(tile, fast=False, **changes)
-
-
-def lazy(tile: GluonTile, **changes: object) -> GluonTile:
-    """Return the exact variant that keeps its reference while it can."""
-    return exact(tile, lazy=True, **changes)
-
-
-TRITON = triton_tiles(
-    "triton ", (128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3)
-)
-TRITON_64 = triton_tiles("triton ", (64, 64, 4, 4), (64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 8, 3))
-VARIANTS: dict[str, dict[str, GluonTile | TritonTile]] = {
-    "sta": {
-        "gluon 3x64 fast": WIDE,
-        "gluon 3x64 exact": exact(WIDE),
-        "gluon 3x64 lazy": lazy(WIDE),
-        "gluon 2x128 fast": PAIR,
-        "gluon 2x128 exact": exact(PAIR),
-        "gluon 2x128 lazy": lazy(PAIR),
-        **TRITON,
-    },
-    "r128": {
-        "gluon 2x128 fast": PAIR,
-        "gluon 2x128 fast, sync 4": dataclasses.replace(PAIR, sync=4),
-        "gluon 2x128 fast, sync 4, 3 stages": dataclasses.replace(PAIR, sync=4, stages=3),
-        "gluon 2x128 exact": exact(PAIR),
-        "gluon 2x128 exact, sync 4": exact(PAIR, sync=4),
-        "gluon 2x128 lazy, sync 4": lazy(PAIR, sync=4),
-        "gluon 2x64 fast": SHORT,
-        **TRITON,
-    },
-    "r64": {
-        "gluon own fast": OWN,
-        "gluon own fast, sync 8": dataclasses.replace(OWN, sync=8),
-        "gluon own exact": exact(OWN),
-        "gluon own exact, sync 8": exact(OWN, sync=8),
-        "gluon own lazy, sync 8": lazy(OWN, sync=8),
-        **TRITON_64,
-    },
-    "dense": {
-        "gluon 3x64 fast": WIDE,
-        "gluon 2x128 fast": PAIR,
-        "gluon 2x128 exact": exact(PAIR),
-        "gluon 3x64 exact": exact(WIDE),
-        "gluon 3x64 lazy": lazy(WIDE),
-        "gluon 2x128 lazy": lazy(PAIR),
-        **{name: tile for name, tile in TRITON.items() if "128x64" in name},
-    },
+LARGE = triton((128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3))
+DENSE = {
+    **softmaxes("3x64", WIDE, *ALL),
+    **softmaxes("2x128", PAIR, *ALL),
+    **triton((128, 64, 4, 3), (128, 64, 8, 3)),
 }
-VARIANTS["ragged dense"] = VARIANTS["dense"]
+DQ = {**triton((128, 64, 8, 3)), **sm90((2, 64, 4), (2, 64, 3))}
+DKV = {**triton((64, 128, 8, 3)), **sm90((2, 64, 4))}
+ALL_THREE: Tiles = {"two kernels": gluon_backward_tile(block=128), "one kernel": None}
+# (pattern, kernel) -> the shapes of its programs.
+VARIANTS: dict[tuple[str, str], Tiles] = {
+    ("sta", "forward"): {
+        **softmaxes("3x64", WIDE, *ALL),
+        **softmaxes("2x128", PAIR, *ALL),
+        **LARGE,
+    },
+    ("r128", "forward"): {
+        **softmaxes("2x128", PAIR, "fast", "exact"),
+        **softmaxes("2x128, sync 4,", replace(PAIR, sync=4), *ALL),
+        **softmaxes("2x128, sync 4, 3 stages,", replace(PAIR, sync=4, stages=3), "fast"),
+        **softmaxes("2x64", SHORT, "fast"),
+        **LARGE,
+    },
+    ("r64", "forward"): {
+        **softmaxes("own", OWN, "fast", "exact"),
+        **softmaxes("own, sync 8,", replace(OWN, sync=8), *ALL),
+        **triton((64, 64, 4, 4), (64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 8, 3)),
+    },
+    ("dense", "forward"): DENSE,
+    ("ragged dense", "forward"): DENSE,
+    ("dense", "all"): ALL_THREE,
+    ("r128", "all"): ALL_THREE,
+    ("dense", "dq"): DQ,
+    ("dense", "dkv"): DKV,
+    ("r128", "dq"): DQ,
+    ("r128", "dkv"): DKV,
+    ("r64", "dq"): {
+        **triton((64, 64, 4, 2)),
+        **sm90((2, 64, 2), (2, 32, 4), (2, 32, 3), own=True),
+    },
+    ("r64", "dkv"): {**triton((32, 64, 4, 3)), **sm90((2, 64, 2), own=True)},
+}
+FACTORS = {"forward": 4, "dq": 6, "dkv": 8, "all": 10}
+BLOCKS = {"r128": 128, "r64": 64}
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanCase(Case):
-    """One plan at full size."""
-
-    plan: BlockPlan
-
-    @property
-    def kept_flop(self) -> float:
-        """FLOP of the kept pairs, all heads."""
-        pairs = self.plan.pairs()
-        return 4.0 * HEAD_SIZE * float(pairs.sum()) * HEADS / pairs.numel()
-
-
-def make_case(name: str, device: str) -> PlanCase:
-    """Return the case of a pattern."""
-    tokens = 75_600 if name == "ragged dense" else TOKENS
-    blocks = Blocks.regular(tokens, 384)
-    if name == "sta":
-        plan = BlockPlan.from_map(sta_map((5, 6, 10), (3, 3, 3)).to(device), blocks, blocks)
-        plan = dataclasses.replace(plan, uniform=True, indices=plan.indices[..., :27].contiguous())
-    elif "dense" in name:
-        plan = BlockPlan.dense(blocks, blocks, device)
+def make_case(pattern: str, kernel: str) -> tuple[Case, BlockPlan]:
+    """Return the tokens of a pattern, and its plan."""
+    if kernel != "forward":
+        case = Case(name=pattern, grid=(1, 1, 40_768), heads=16)
     else:
-        plan = random_lists(tokens, HEADS, int(name[1:]), share=0.1)
-    return PlanCase(name=name, grid=(1, 1, tokens), heads=HEADS, plan=plan)
+        tokens = 75_600 if pattern == "ragged dense" else 115_200
+        case = Case(name=pattern, grid=(1, 1, tokens), heads=HEADS)
+    blocks = Blocks.regular(case.tokens, 384)
+    if pattern == "sta":
+        indices, counts, uniform = tile_lists(((3, 3, 3),), (5, 6, 10), device=DEVICE)
+        plan = BlockPlan(indices=indices, counts=counts, q=blocks, kv=blocks, uniform=uniform)
+        return case, plan
+    if "dense" in pattern:
+        return case, BlockPlan.dense(blocks, blocks, DEVICE)
+    return case, random_lists(case.tokens, case.heads, BLOCKS[pattern], share=0.1)
 
 
-def sta_map(grid: tuple[int, int, int], window: tuple[int, int, int]) -> torch.Tensor:
-    """Return which tiles attend to which, [1, 1, N, N]: the window is shifted inside at borders."""
-    keep = torch.ones(1, 1, dtype=torch.bool)
-    for size, width in zip(grid, window, strict=True):
-        tiles = torch.arange(size)
-        centre = tiles.clamp(width // 2, size - 1 - width // 2)
-        axis = (centre.view(-1, 1) - tiles).abs() <= width // 2
-        keep = torch.kron(keep, axis)
-    return keep.view(1, 1, *keep.shape)
+def forward(tile: Tile, q: Any, k: Any, v: Any, plan: BlockPlan, scale: float) -> torch.Tensor:
+    """Run a variant of the forward pass, without the operator around it."""
+    if DEVICE == "cpu":  # to try the script
+        return block_sparse_attention(q, k, v, plan, scale=scale)
+    out = torch.full_like(q, math.nan)
+    form = CallForm(request_for(q, k, v, plan, backward=False))
+    call = Call(q, k, v, plan, scale, False, False, form)
+    if isinstance(tile, GluonTile):
+        from multimodal_gen.kernels.block_sparse.gluon_kernel import prepare
+
+        key = (tile, q.shape)
+        prepared = plan.cache.get(key)
+        if prepared is None:
+            prepared = prepare(call, out, None, tile=tile)
+            plan.remember(key, prepared)
+        prepared(call, out, None)
+    else:
+        from multimodal_gen.kernels.block_sparse.triton_kernel import attend
+
+        attend(call, out, None, tile=tile, copy_engine=True)
+    return out
 
 
-def runner(tile: GluonTile | TritonTile) -> Attend:
-    """Return what runs a variant, without the operator around it."""
+def gradients(pattern: str, kernel: str, tile: Tile) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """Return what launches kernels of the backward pass in a shape."""
+    from multimodal_gen.kernels.block_sparse import backward_kernel as portable
 
-    def run(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: BlockPlan, scale: float
-    ) -> torch.Tensor:
-        out = torch.full_like(q, math.nan)
-        form = CallForm(request_for(q, k, v, plan, backward=False))
-        call = Call(q, k, v, plan, scale, False, False, form)
-        if isinstance(tile, GluonTile):
-            from multimodal_gen.kernels.block_sparse.gluon_kernel import prepare
+    case, plan = make_case(pattern, kernel)
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    shape = (1, case.tokens, case.heads, case.head_size)
+    q, k, v, upstream = (
+        torch.randn(shape, device=DEVICE, generator=generator).bfloat16() for _ in range(4)
+    )
+    scale, results = case.head_size**-0.5, torch.empty((3, *shape), device=DEVICE, dtype=q.dtype)
+    # Any level and delta take as long; these keep weights small.
+    rows = torch.randn((2, 1, case.heads, case.tokens), device=DEVICE, generator=generator)
+    rows[0] += 12.0
+    # Of what a call gave only the gradient is read.
+    call = Backward(q, k, v, plan, upstream, rows[0], upstream, None, scale)
+    wanted = {"dq": results[:1], "dkv": results[1:], "all": results}[kernel]
+    if tile is None:
+        from multimodal_gen.kernels.block_sparse import gluon_fused_kernel as fused
 
-            key = (tile, q.shape)
-            prepared = plan.cache.get(key)
-            if prepared is None:
-                prepared = prepare(call, out, None, tile=tile)
-                plan.remember(key, prepared)
-            prepared(call, out, None)
-        else:
-            from multimodal_gen.kernels.block_sparse.triton_kernel import attend
+        return partial(fused.attend_backward, call, rows)
 
-            attend(call, out, None, tile=tile, copy_engine=True)
-        return out
+    def run() -> tuple[torch.Tensor, ...]:
+        for of_keys in {"dq": (False,), "dkv": (True,), "all": (False, True)}[kernel]:
+            out = tuple(results[1:] if of_keys else results[:1])
+            if isinstance(tile, TritonTile):
+                launch = portable.key_gradients if of_keys else portable.query_gradient
+                launch(call, rows, *out, tile=tile, copy_engine=True)
+                continue
+            from multimodal_gen.kernels.block_sparse import gluon_backward_kernel as own
+
+            sides = ((k, v), (q, upstream)) if of_keys else ((q, upstream), (k, v))
+            kept = portable.transposed(plan) if of_keys else plan
+            own.launch(*sides, kept, rows, out, scale=scale, tile=tile)
+        return tuple(wanted)
 
     return run
 
 
 def small_plans(pattern: str) -> dict[str, BlockPlan]:
     """Return plans that take every path a variant has: whole, ragged end, padded, ragged."""
-    size = {"r128": 128, "r64": 64}.get(pattern, 384)
-    generator = torch.Generator("cuda").manual_seed(1)
+    size = BLOCKS.get(pattern, 384)
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    draw = partial(torch.rand, device=DEVICE, generator=generator)
 
     def lists(q: Blocks, kv: Blocks) -> BlockPlan:
-        keep = torch.rand(1, 4, q.num, kv.num, device="cuda", generator=generator) < 0.5
+        keep = draw(1, 4, q.num, kv.num) < 0.5
         keep[0, 0, 0] = False
         return BlockPlan.from_map(keep, q, kv)
 
-    lengths = torch.randint(0, size + 1, (1, 4, 7), device="cuda", generator=generator).int()
+    lengths = torch.randint(0, size + 1, (1, 4, 7), device=DEVICE, generator=generator).int()
     padded = Blocks.padded(lengths, size)
     q, kv = Blocks.regular(6 * size, size), Blocks.regular(8 * size, size)
-    some = torch.rand(1, 4, 6, 8, device="cuda", generator=generator).topk(3, dim=-1).indices
-    whole = torch.zeros(1, 4, 6, 8, device="cuda", dtype=torch.bool).scatter_(-1, some, True)
+    some = draw(1, 4, 6, 8).topk(3, dim=-1).indices
+    whole = torch.zeros(1, 4, 6, 8, device=DEVICE, dtype=torch.bool).scatter_(-1, some, True)
     short_q, short_kv = Blocks.regular(5 * size - 50, size), Blocks.regular(6 * size - 37, size)
     plans = {
-        "whole": dataclasses.replace(BlockPlan.from_map(whole, q, kv), uniform=True),
+        "whole": replace(BlockPlan.from_map(whole, q, kv), uniform=True),
         "ragged end": lists(short_q, short_kv),
         "padded": lists(padded, padded),
     }
-    if pattern == "sta":
-        plans["dense"] = BlockPlan.dense(short_q, short_kv, "cuda")
+    if pattern == "sta" or "dense" in pattern:
+        plans["dense"] = BlockPlan.dense(short_q, short_kv, DEVICE)
     return plans
 
 
-def check(pattern: str, variant: str) -> None:
-    """Check one variant on the small plans; prints the worst error."""
-    run = runner(VARIANTS[pattern][variant])
+def check_small(pattern: str, tile: Tile) -> None:
+    """Check a variant of the forward pass on the small plans; prints the errors."""
     errors = {}
     for name, plan in small_plans(pattern).items():
         torch.manual_seed(0)
-        q = torch.randn(2, plan.q.total, 4, HEAD_SIZE, device="cuda").bfloat16()
-        k, v = (
-            torch.randn(2, plan.kv.total, 2, HEAD_SIZE, device="cuda").bfloat16() for _ in range(2)
-        )
+        q = torch.randn(2, plan.q.total, 4, HEAD_SIZE, device=DEVICE).bfloat16()
+        shape = (2, plan.kv.total, 2, HEAD_SIZE)
+        k, v = (torch.randn(shape, device=DEVICE).bfloat16() for _ in range(2))
         for deviation in (1.0, 30.0):
             scale = deviation * HEAD_SIZE**-0.5
-            expected, _ = attention_reference(q.double(), k.double(), v.double(), plan, scale=scale)
-            error = relative_error(run(q, k, v, plan, scale), expected)
+            exact = attention_reference(q.double(), k.double(), v.double(), plan, scale=scale)
+            error = relative_error(forward(tile, q, k, v, plan, scale), exact[0])
             errors[f"{name} std {deviation:g}"] = error
     print(" ".join(f"{name} {error:.1e};" for name, error in errors.items()))
     if not all(error < BOUND * 2 for error in errors.values()):
         raise SystemExit("wrong")
 
 
-def check_apart(pattern: str, variant: str) -> tuple[bool, str]:
-    """Run `check` in a process of its own."""
+def alone(pattern: str, kernel: str, name: str) -> None:
+    """Try one variant, in a process of its own."""
+    tile = VARIANTS[pattern, kernel][name]
+    if kernel == "forward":
+        check_small(pattern, tile)
+    else:
+        gradients(pattern, kernel, tile)()
+        torch.cuda.synchronize()
+
+
+def tried(job: tuple[str, str, str]) -> bool:
+    """Run `alone` in a process of its own; says how it went."""
     began = time.perf_counter()
-    said, failure = run_apart("engine", "--check", pattern, variant, seconds=CHECK_SECONDS)
-    seconds = time.perf_counter() - began
-    return failure is None, f"{seconds:.0f} s {said}{failure or ''}".strip()
+    said, failure = run_apart("engine", "--alone", *job, seconds=TRIAL_SECONDS)
+    text = f"{time.perf_counter() - began:.0f} s {said}{failure or ''}".strip()
+    print(f"{'FAILED' if failure else 'ok    '} {' '.join(job):50} {text}", flush=True)
+    return failure is None
 
 
-def sampled_error(
-    out: torch.Tensor, inputs: tuple[torch.Tensor, ...], plan: BlockPlan, scale: float
-) -> float:
+def sampled_error(out: torch.Tensor, inputs: Any, plan: BlockPlan, scale: float) -> float:
     """Return the relative error on a few query blocks against the fp32 reference."""
     q, k, v = inputs
-    size = plan.q.size
+    size, heads = plan.q.size, slice(0, 4)
     chosen = [0, plan.q.num // 3, plan.q.num - 2]
     rows = torch.cat([torch.arange(i * size, (i + 1) * size, device=q.device) for i in chosen])
     part = BlockPlan(
-        indices=plan.indices[:, :, chosen],
-        counts=plan.counts[:, :, chosen],
+        indices=plan.indices[:, heads, chosen],
+        counts=plan.counts[:, heads, chosen],
         q=Blocks.regular(len(rows), size),
         kv=plan.kv,
     )
-    heads = slice(0, 4)
-    if part.counts.shape[1] > 1:
-        part = dataclasses.replace(
-            part, indices=part.indices[:, heads], counts=part.counts[:, heads]
-        )
-    expected, _ = attention_reference(
-        q[:, rows, heads].float(),
-        k[:, :, heads].float(),
-        v[:, :, heads].float(),
-        part,
-        scale=scale,
-    )
+    few = (q[:, rows, heads].float(), k[:, :, heads].float(), v[:, :, heads].float())
+    expected, _ = attention_reference(*few, part, scale=scale)
     return relative_error(out[:, rows, heads], expected)
 
 
-def measure(pattern: str, passed: list[str], bench: Bench) -> None:
-    """Time the variants of a pattern that passed their check, and FlashAttention 3 dense."""
-    case = make_case(pattern, "cuda")
-    qkv, scale = case.normal(), HEAD_SIZE**-0.5
-    variants = {
-        name: partial(runner(VARIANTS[pattern][name]), *qkv, case.plan, scale) for name in passed
-    }
-    runs, errors = bench.check(
-        variants.items(),
-        lambda name, run: sampled_error(run(), qkv, case.plan, scale),
-        BOUND,
-    )
-    times = bench.time({**runs, **fa3_run(qkv)})
-    baseline = times.pop(FA3, None)
-    fa3_rate = case.flop / statistics.median(baseline) / 1e9 if baseline else math.nan
+def measure(pattern: str, kernel: str, names: list[str], bench: Bench) -> None:
+    """Time the variants of a kernel that passed their trial, and FlashAttention 3 dense."""
+    case, plan = make_case(pattern, kernel)
+    tiles = {name: VARIANTS[pattern, kernel][name] for name in names}
+    pairs = float(plan.pairs().double().mean())
+    flop = FACTORS[kernel] * case.heads * case.head_size * pairs
+    if kernel == "forward":
+        qkv, scale = case.draw(torch.bfloat16), case.head_size**-0.5
+        runs = {name: partial(forward, tile, *qkv, plan, scale) for name, tile in tiles.items()}
+        right, errors = bench.check(
+            runs.items(), lambda name, run: sampled_error(run(), qkv, plan, scale), BOUND
+        )
+        beside = fa3_run(qkv)
+    else:
+        runs = {name: gradients(pattern, kernel, tile) for name, tile in tiles.items()}
+        right, errors = bench.check(runs.items(), from_the_first(), BACKWARD_BOUND)
+        beside = {}
+    times = bench.time({**right, **beside}, block_ms=80.0)
+    fa3_rate = case.flop / statistics.median(times.get(FA3, [math.nan])) / 1e9
 
     def show(row: Row) -> str:
         return (
-            f"   {row['contender']:30} {row['median_ms']:8.3f} ms {row['tflops']:6.0f} TFLOP/s  "
+            f"   {row['contender']:36} {row['median_ms']:8.3f} ms {row['tflops']:6.0f} TFLOP/s  "
             f"x{row['tflops'] / fa3_rate:.3f} of fa3  error {row['relative_error']:.1e}"
         )
 
-    print(f"-- {pattern}: {case.kept_flop / 1e12:.2f} TFLOP; fa3 dense {fa3_rate:.0f} TFLOP/s")
-    groups = [(times, case.kept_flop, "4*H*D*kept pairs", {})]
-    if baseline:
-        groups.append(({FA3: baseline}, case.flop, "4*H*S*S*D", {FA3: version_of("fa3-fwd")}))
-    for group, flop, formula, versions in groups:
-        bench.write(
-            dict(sorted(group.items(), key=lambda item: statistics.median(item[1]))),
-            case=pattern,
-            shape=case.shape,
-            flop=flop,
-            flop_formula=formula,
-            errors=errors,
-            versions=versions,
-            show=show,
-        )
+    bench.write(
+        dict(sorted(times.items(), key=lambda item: statistics.median(item[1]))),
+        case,
+        benchmark="engine" if kernel == "forward" else f"engine: {kernel} alone",
+        flop={name: case.flop if name == FA3 else flop for name in times},
+        flop_formula=f"{FACTORS[kernel]}*H*D*kept pairs",
+        errors=errors,
+        versions={FA3: version_of("fa3-fwd")},
+        show=show,
+    )
+
+
+def from_the_first() -> Callable[[str, Callable[[], Any]], float]:
+    """Return what tells how far the gradients of a call are from those of the first one."""
+    first: list[list[torch.Tensor]] = []
+
+    def error_of(name: str, run: Callable[[], Any]) -> float:
+        found = [x.clone() for x in run()]
+        if not first:
+            first.append(found)
+        return max(relative_error(x, y) for x, y in zip(found, first[0], strict=True))
+
+    return error_of
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark alone."""
     parser.set_defaults(rounds=7)
-    parser.add_argument("--check", nargs=2, default=None, help="check one variant, then stop")
+    parser.add_argument("--alone", nargs=3, default=None, help="try one variant, then stop")
+    parser.add_argument("--smoke", action="store_true", help="check small plans, anywhere")
 
 
-def main(bench: Bench) -> None:
-    """Check every variant apart, then time the ones that are right."""
-    if bench.options.check:
-        check(*bench.options.check)
-        return
-    patterns = [pattern for pattern in VARIANTS if bench.options.only in pattern]
-    # The dense variants are those of the tiles, on the same block sizes.
-    checked = list(dict.fromkeys("sta" if "dense" in p else p for p in patterns))
-    jobs = [(pattern, name) for pattern in checked for name in VARIANTS[pattern]]
-    with ThreadPoolExecutor(12) as pool:
-        results = list(pool.map(lambda job: check_apart(*job), jobs))
-    for (pattern, name), (right, text) in zip(jobs, results, strict=True):
-        print(f"{'ok    ' if right else 'FAILED'} {pattern:6} {name:30} {text}", flush=True)
-    passed = {job for job, (right, _) in zip(jobs, results, strict=True) if right}
-    for pattern in patterns:
-        group = "sta" if "dense" in pattern else pattern
-        measure(pattern, [name for name in VARIANTS[pattern] if (group, name) in passed], bench)
+def main(bench: Bench) -> int:
+    """Try every variant apart, then time the ones that are right."""
+    options = bench.options
+    if options.alone:
+        alone(*options.alone)
+        return 0
+    if options.smoke:
+        check_small("r64", OWN)
+        return 0
+    keys = [key for key in VARIANTS if re.search(options.only, " ".join(key))]
+    jobs = [(*key, name) for key in keys for name in VARIANTS[key]]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        passed = dict(zip(jobs, pool.map(tried, jobs), strict=True))
+    for key in keys:
+        names = [name for name in VARIANTS[key] if passed[(*key, name)]]
+        if names:
+            measure(*key, names, bench)
+    return bench.status()

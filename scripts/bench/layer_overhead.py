@@ -95,7 +95,7 @@ def layer_of(case: Case, name: str, config: dict[str, object]) -> LocalAttention
 
 def main(bench: Bench) -> None:
     """Time layers and the kernels behind them, interleaved."""
-    q, k, v = SMALL.normal(torch.bfloat16)
+    q, k, v = SMALL.draw(torch.bfloat16)
     for name in ("torch_sdpa", "torch_cudnn_sdpa", "fa", "sage_attn"):
         if bench.options.only not in f"{name} direct":
             continue
@@ -131,7 +131,7 @@ def write(bench: Bench, case: str, times: Times, shape: str, distribution: str) 
 def time_own_layers(bench: Bench) -> None:
     """Time layers on the package's own kernels."""
     case = replace(SMALL, grid=GRID)
-    qkv = case.normal(torch.bfloat16)
+    qkv = case.draw(torch.bfloat16)
     contenders: dict[str, Run] = {}
     with torch.inference_mode(), set_forward_context(0, latent_grid=GRID, num_steps=2):
         for name, config in OWN.items():

@@ -26,7 +26,7 @@ def read_rows(path: Path, case: str) -> list[dict[str, str]]:
         SystemExit: there are none.
     """
     if not path.exists():
-        raise SystemExit(f"{path} must exist; scripts/bench/error_curves.py writes it")
+        raise SystemExit(f"{path} must exist; `run.py error_curves` writes it")
     with path.open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if case in row["case"]]
     if not rows:

@@ -1,4 +1,4 @@
-"""Run benchmarks, each a module of this folder, and append what they measure to its CSV file.
+"""Run benchmarks and append what they measure to a CSV file of their name.
 
     python3 scripts/bench/run.py NAME... --commit HASH [--only TEXT] [--rounds N] [--out FOLDER]
     python3 scripts/bench/run.py NAME --commit HASH --against CHECKOUT [--turns 2]
@@ -6,10 +6,11 @@
     python3 scripts/bench/run.py NAME --help                   # its own options
     python3 scripts/bench/run.py --list                        # what there is
 
-A benchmark has `CASES`, tiny ones in `SMOKE` where it has any, and `measure(case, bench)`, which
-checks, times and writes one; or `main(bench)` in their place. Where it takes more than the options
-of all it has `add_options(parser)`; `--case` among them selects cases, and `--only` what is
-measured of each. What CSV rows hold is in `_harness.py`.
+A benchmark is a module of this folder, or a list of layers in `layers.yaml`. A module has `CASES`,
+tiny ones in `SMOKE` where it has any, and `measure(case, bench)`, which checks, times and writes
+one; or `main(bench)` in their place. Where it takes more than the options of all it has
+`add_options(parser)`; `--case` among them selects cases, and `--only` what is measured of each.
+What CSV rows hold is in `_harness.py`.
 """
 
 import argparse
@@ -22,26 +23,30 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
+import yaml
 from _against import add_turns, run_by_turns
 from _harness import RESULTS, Bench
 
-BENCHMARKS = (
-    "auto", "backward", "by_triton", "compare_cost", "dense", "dense_above", "engine",
-    "error_curves", "graphs", "layer_overhead", "parallel", "quantized", "shared_loads", "sla",
-    "sparse", "sparse_routers", "streaming", "svg2", "tail", "tile_order", "tile_pool",
-    "train_step", "vmoba", "wan_forward",
+FOLDER = Path(__file__).parent
+LAYERS = yaml.safe_load((FOLDER / "layers.yaml").read_text("utf-8"))["benchmarks"]
+MODULES = (
+    "auto", "backward", "dense", "engine", "graphs", "layer_overhead",
+    "parallel", "stages", "streaming", "train_step", "wan_forward",
 )  # fmt: skip
+BENCHMARKS = tuple(sorted((*MODULES, *LAYERS)))
 
 
-def question(name: str) -> str:
-    """Return the first line of a benchmark's docstring, without importing what it needs."""
-    source = Path(__file__).with_name(f"{name}.py").read_text()
-    return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+def about(name: str) -> str:
+    """Return what a benchmark says of itself, without importing what it needs."""
+    if name in LAYERS:
+        return LAYERS[name]["about"]
+    return ast.get_docstring(ast.parse((FOLDER / f"{name}.py").read_text())) or ""
 
 
 def make_parser(name: str, module: ModuleType) -> argparse.ArgumentParser:
     """Return a parser with the options of all benchmarks and those of one."""
-    parser = add_turns(argparse.ArgumentParser(prog=f"run.py {name}", description=module.__doc__))
+    form = {"prog": f"run.py {name}", "formatter_class": argparse.RawDescriptionHelpFormatter}
+    parser = add_turns(argparse.ArgumentParser(description=about(name), **form))
     parser.add_argument("--commit", default="", help="commit that is measured")
     parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds (9)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the CSV files")
@@ -55,7 +60,7 @@ def make_parser(name: str, module: ModuleType) -> argparse.ArgumentParser:
 
 def run(name: str, words: Sequence[str]) -> int:
     """Run a benchmark on the words of its command line; returns the exit status."""
-    module = importlib.import_module(name)
+    module = importlib.import_module("layers" if name in LAYERS else name)
     parser = make_parser(name, module)
     options = parser.parse_args(words)
     if not options.commit and not getattr(options, "table", False):
@@ -73,15 +78,12 @@ def run(name: str, words: Sequence[str]) -> int:
 
 def run_cases(module: ModuleType, bench: Bench) -> int:
     """Measure the cases of a benchmark that are asked for; 1 if anything was wrong."""
-    options, failed = bench.options, []
+    options = bench.options
     for case in module.SMOKE if getattr(options, "smoke", False) else module.CASES:
         if getattr(options, "case", options.only) in case.name:
-            bench.wrong.clear()
-            module.measure(case, bench)
-            failed += [f"{case.name}: {name}" for name in bench.wrong]
-    if failed:
-        print(f"wrong: {'; '.join(failed)}", file=sys.stderr)
-    return 1 if failed else 0
+            with bench.case(case.name):
+                module.measure(case, bench)
+    return bench.status()
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -89,7 +91,7 @@ def main(words: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else words
     if [*words] == ["--list"]:
         for name in BENCHMARKS:
-            print(f"{name:16}{question(name)}")
+            print(f"{name:16}{about(name).partition(chr(10))[0]}")
         return 0
     names = list(takewhile(lambda word: not word.startswith("-"), words))
     unknown = [name for name in names if name not in BENCHMARKS]

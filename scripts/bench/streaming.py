@@ -283,7 +283,7 @@ def prepare(case: Case) -> tuple[Run, dict[str, LocalAttention]]:
         case=case,
         model=model,
         found=found,
-        text=torch.randn(1, case.text, case.width, **drawn),
+        text=torch.randn(1, case.prompt, case.width, **drawn),
         time=torch.randn(6, case.width, **drawn),
         noise=torch.randn(1, case.tokens, case.width, **drawn),
     )

@@ -4,18 +4,25 @@ import csv
 from pathlib import Path
 
 import pytest
+import torch
 
 BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
-NEED_TRITON = ("shared_loads", "tile_order", "tile_pool")
 
 
-def test_layers_of_every_method_run(run_bench, tmp_path):
-    result = run_bench("by_triton", "--smoke", "--rounds", "1", "--out", tmp_path)
+@pytest.mark.parametrize("name", ["dense", "engine", "stages"])
+def test_a_tiny_run_is_right(run_bench, name, tmp_path):
+    result = run_bench(name, "--smoke", "--rounds", "1", "--out", tmp_path)
     assert result.code == 0, result.out + result.err
-    with (tmp_path / "by_triton.csv").open() as file:
-        rows = {row["contender"]: row["label"] for row in csv.DictReader(file)}
-    assert rows["vsa 0.9"] == "video_sparse_attn (reference)"
-    assert len(rows) == 11, "all but sage_attn's kernel, which needs a GPU"
+    assert "WRONG" not in result.out
+
+
+def test_a_kernel_that_is_wrong_is_told_and_not_timed(run_bench, bench, monkeypatch, tmp_path):
+    stages = bench("stages")
+    monkeypatch.setattr(stages, "pool_tiles_reference", lambda x, tiles: torch.ones(()))
+    result = run_bench("stages", "--smoke", "--only", "pool", "--out", tmp_path)
+    assert result.code == 1
+    assert "WRONG pool q, k: relative error" in result.out
+    assert "wrong: smoke: pool q, k; smoke: pool cells of q, k" in result.err
 
 
 def test_the_host_time_of_layers_is_measured(run_bench, tmp_path, monkeypatch, bench):
@@ -41,8 +48,6 @@ def test_the_host_time_of_layers_is_measured(run_bench, tmp_path, monkeypatch, b
 def test_benchmarks_import(bench, name):
     for package in ("diffusers", "matplotlib"):
         pytest.importorskip(package)
-    if name in NEED_TRITON:
-        pytest.importorskip("triton")
     assert bench(name).__doc__
 
 
@@ -72,3 +77,5 @@ def test_rows_of_other_columns_are_not_appended(bench, tmp_path):
     assert table.read_text() == "case,median_ms\nsmoke,1.0\nsmoke,1.0\n"
     with pytest.raises(SystemExit, match=r"must have the columns \['case', 'density'\], got"):
         write(table, [{"case": "smoke", "density": 1.0}])
+    write(table, [{"case": "less"}])
+    assert table.read_text().endswith("smoke,1.0\nless,nan\n")
