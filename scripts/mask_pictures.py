@@ -2,6 +2,7 @@
 
     python scripts/mask_pictures.py [--check] [METHOD...]
 
+A page says in a comment what is drawn, `<!-- mask NAME`, and the fields of `Picture` as YAML.
 Each method runs as a layer on the CPU, over a small latent grid and inputs that vary over it as a
 video's do. Every picture shows the attention matrix, rows of queries and columns of keys in raster
 order, and what the queries at one place keep of every frame.
@@ -9,16 +10,17 @@ order, and what the queries at one place keep of every frame.
 
 import argparse
 import math
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 
 # A checkout works without being installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+import yaml
 
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.scope import LayerSite, scope_from
@@ -26,8 +28,10 @@ from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import recorded_p
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-PICTURES = REPOSITORY / "docs" / "pages" / "methods" / "masks"
+PAGES = REPOSITORY / "docs" / "pages" / "methods"
+PICTURES = PAGES / "masks"
 KEPT, POOLED, QUERY, LINE, PAPER = "#3949ab", "#c5cae9", "#fb8c00", "#90a4ae", "#ffffff"
+DESCRIBED = re.compile(r"<!-- mask (\w+)\n(.*?)-->", re.DOTALL)
 WAVES = 12
 MATRIX, FRAME, GAP = 320, 72, 14
 
@@ -55,126 +59,11 @@ class Picture:
     pooled: bool = False
 
 
-CHUNKS = {
-    "moba_select_mode": "topk",
-    "temporal_chunk_size": 2,
-    "temporal_topk": 2,
-    "spatial_chunk_size": [4, 4],
-    "spatial_topk": 2,
-    "st_chunk_size": [4, 4, 4],
-    "st_topk": 2,
-    "first_full_step": 0,
-}
-LVSA = {"pattern": "lvsa", "window_size": 1, "reference_latent_frames": 5}
-PICTURES_OF: Mapping[str, Picture] = MappingProxyType(
-    {
-        "sliding_tile_attn": Picture(
-            method="sliding_tile_attn",
-            grid=(10, 8, 8),
-            config={"window": [3, 3, 3], "tile_size": [2, 2, 2], "skip_time_steps": 0},
-            query=(4, 3, 3),
-            about="tiles of 2x2x2 tokens, a window of 3x3x3 tiles",
-        ),
-        "video_sparse_attn": Picture(
-            method="video_sparse_attn",
-            grid=(8, 8, 16),
-            config={"sparsity": 0.75},
-            query=(1, 5, 9),
-            about="tiles of 4x4x4 tokens, sparsity 0.75",
-        ),
-        "vmoba_attn_temporal": Picture(
-            method="vmoba_attn",
-            grid=(8, 8, 8),
-            config=CHUNKS,
-            about="a layer of temporal chunks: 2 frames each, 2 chunks kept",
-        ),
-        "vmoba_attn_spatial": Picture(
-            method="vmoba_attn",
-            grid=(8, 8, 8),
-            config=CHUNKS,
-            layer=1,
-            about="a layer of spatial chunks: 4x4 positions each, 2 chunks kept",
-        ),
-        "vmoba_attn_st": Picture(
-            method="vmoba_attn",
-            grid=(8, 8, 8),
-            config=CHUNKS,
-            layer=2,
-            about="a layer of spatio-temporal chunks: 4x4x4 positions each, 2 chunks kept",
-        ),
-        "sla_attn": Picture(
-            method="sla_attn",
-            grid=(8, 8, 16),
-            config={"topk_ratio": 0.25, "BLKQ": 128, "BLKK": 64},
-            about="blocks of 128 queries and 64 keys, topk_ratio 0.25",
-        ),
-        "sage_sla_attn": Picture(
-            method="sage_sla_attn",
-            grid=(8, 8, 16),
-            config={"topk_ratio": 0.25, "BLKQ": 128, "BLKK": 64},
-            about="blocks of 128 queries and 64 keys, topk_ratio 0.25",
-        ),
-        "sparse_video_gen_2_attn": Picture(
-            method="sparse_video_gen_2_attn",
-            grid=(6, 8, 8),
-            config={
-                "svg2_num_q_centroids": 12,
-                "svg2_num_k_centroids": 24,
-                "svg2_top_p_kmeans": 0.6,
-                "svg2_kmeans_iter_init": 8,
-                "svg2_first_times_fp": 0,
-                "svg2_first_layers_fp": 0,
-            },
-            about="12 clusters of queries, 24 of keys, 0.6 of the mass",
-        ),
-        "sol_attn": Picture(
-            method="sol_attn",
-            grid=(8, 16, 8),
-            config={"dense_steps": 0, "dense_layers": None},
-            pooled=True,
-            about="blocks of 64 tokens, tau 1",
-        ),
-        "subblock_sparse_attn": Picture(
-            method="subblock_sparse_attn",
-            grid=(8, 16, 16),
-            config={"skip_first_steps": 0, "min_seq_len": 0},
-            about="blocks of 64 tokens, sparsity 0.75",
-        ),
-        "pisa_attn": Picture(
-            method="pisa_attn",
-            grid=(8, 8, 16),
-            config={"density": 0.2},
-            pooled=True,
-            about="blocks of 64 tokens, density 0.2",
-        ),
-        "static_sparse_attn_radial": Picture(
-            method="static_sparse_attn",
-            grid=(12, 24, 32),
-            query=(4, 12, 16),
-            about="pattern radial, blocks of 128 tokens",
-        ),
-        "static_sparse_attn_lvsa": Picture(
-            method="static_sparse_attn",
-            grid=(12, 4, 8),
-            config=LVSA,
-            query=(6, 2, 3),
-            about="pattern lvsa, a window of 1 frame on either side",
-        ),
-        "sparge_attn": Picture(
-            method="sparge_attn",
-            grid=(8, 8, 16),
-            config={"topk": 0.25},
-            about="blocks of 128 queries and 64 keys, topk 0.25",
-        ),
-        "cube_sparse_attn": Picture(
-            method="cube_sparse_attn",
-            grid=(8, 8, 16),
-            config={"topk_ratio": 0.2},
-            query=(1, 5, 9),
-            about="cubes of 4x4x4 tokens, topk_ratio 0.2",
-        ),
-    }
-)
+def pictures() -> Iterator[tuple[str, Picture]]:
+    """Yield the pictures that the pages of methods describe, by their names."""
+    for page in sorted(PAGES.glob("*.md")):
+        for name, text in DESCRIBED.findall(page.read_text("utf-8")):
+            yield name, Picture(method=page.stem, **yaml.safe_load(text))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -185,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     PICTURES.mkdir(exist_ok=True)
     stale = []
-    for name, picture in PICTURES_OF.items():
+    for name, picture in pictures():
         path = PICTURES / f"{name}.svg"
         if args.names and name not in args.names:
             continue

@@ -24,9 +24,9 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_every_sparse_method_has_a_picture_on_its_page(script: ModuleType) -> None:
-    drawn = {picture.method for picture in script.PICTURES_OF.values()}
+    drawn = {picture.method for _, picture in script.pictures()}
     assert drawn == {str(name) for name in AttentionBackendEnum if name.is_sparse}
-    for name, picture in script.PICTURES_OF.items():
+    for name, picture in script.pictures():
         page = script.PICTURES.parent / f"{picture.method}.md"
         assert f"(masks/{name}.svg)" in page.read_text()
         assert (script.PICTURES / f"{name}.svg").exists()
