@@ -6,10 +6,9 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from _harness import DEVICE, Bench, relative_error
-from _ranks import ONE, Contender, Ranks, Reading, sent_bytes
+from _harness import DEVICE, Bench
+from _ranks import ONE, Contender, Ranks, own_tokens, sent_bytes
 
-from multimodal_gen.errors import MultimodalGenError
 from multimodal_gen.runtime.distributed.collectives import (
     gather_heads,
     partition_heads,
@@ -47,14 +46,6 @@ def make_qkv(tokens: int, heads: int) -> QKV:
     return q, k, v
 
 
-def own_tokens(x: torch.Tensor) -> torch.Tensor:
-    """Return this rank's tokens of [B, S, H, D]."""
-    groups = parallel_groups()
-    if groups is None:
-        return x
-    return x.tensor_split(groups.sequence.size, dim=1)[groups.sequence.index]
-
-
 def layer_contender(
     name: str,
     qkv: QKV,
@@ -71,9 +62,9 @@ def layer_contender(
     layer = USPAttention(heads, size, prefix="blocks.0.attn1", scope=scope_from_args(args))
 
     @contextmanager
-    def around() -> Iterator[Reading]:
+    def around() -> Iterator[USPAttention]:
         with torch.inference_mode(), set_forward_context(0, latent_grid=grid, num_steps=2):
-            yield lambda: layer.report().times
+            yield layer
 
     def run() -> torch.Tensor:
         return layer(*(own_tokens(x) for x in qkv))
@@ -83,31 +74,7 @@ def layer_contender(
     )
     if backend == "sliding_tile_attn" and mesh.ring > 1:
         sent = math.nan  # what the windows of other ranks reach, which is less than a ring's
-    return Contender(name=name, run=run, mesh=mesh, around=around, sent=sent, **more)
-
-
-def check(ranks: Ranks, contenders: list[Contender]) -> dict[str, float]:
-    """Return the errors of outputs on the worst rank, against the first contender's on one GPU.
-
-    This warms up, too. Contenders that fail or are wrong are left out, and the run fails at its
-    end.
-    """
-    with ranks.sharing(ONE), contenders[0].around():
-        expected = contenders[0].run()
-    errors = {}
-    for c in list(contenders):
-        with ranks.sharing(c.mesh, c.chunks), c.around():
-            try:
-                error = ranks.worst(relative_error(c.run(), own_tokens(expected)))
-            except MultimodalGenError as failure:
-                ranks.fail(f"{c.name}: {failure}")
-                contenders.remove(c)
-                continue
-        errors[c.name] = error
-        if not error < LARGEST_ERROR:
-            ranks.fail(f"{c.name} is wrong, relative error {error:.2e}")
-            contenders.remove(c)
-    return errors
+    return Contender(name=name, run=run, mesh=mesh, around=around, sent=sent, split=True, **more)
 
 
 def layer_contenders(ranks: Ranks, qkv: QKV, name: str, **options: object) -> list[Contender]:
@@ -132,8 +99,7 @@ def layer_case(ranks: Ranks, bench: Bench, method: str, config: dict[str, object
     qkv = make_qkv(tokens, heads)
     backend = None if method == "dense" else method
     contenders = layer_contenders(ranks, qkv, method, backend=backend, config=config, grid=grid)
-    errors = check(ranks, contenders)
-    _measure(ranks, bench, contenders, f"layer {method}", tokens, heads, errors)
+    _measure(ranks, bench, contenders, f"layer {method}", tokens, heads)
 
 
 def exchange_case(ranks: Ranks, bench: Bench) -> None:
@@ -157,10 +123,7 @@ def exchange_case(ranks: Ranks, bench: Bench) -> None:
             lambda g: Transfer(g, (k, v), [k.shape, v.shape]).wait(),
         )
     )
-    for c in contenders:
-        with ranks.sharing(c.mesh), c.around():
-            c.run()
-    _measure(ranks, bench, contenders, "exchange", tokens, heads, {})
+    _measure(ranks, bench, contenders, "exchange", tokens, heads)
 
 
 def _exchange(
@@ -169,12 +132,17 @@ def _exchange(
     """Return a contender that gets the group of a mesh of one dimension; `tensors` leave."""
     sent = tensors * query.nbytes
 
-    def in_group() -> object:
+    def in_group() -> None:
         groups = parallel_groups()
         assert groups is not None, "contenders share a mesh"
-        return run(groups.ring if mesh.ring > 1 else groups.ulysses)
+        run(groups.ring if mesh.ring > 1 else groups.ulysses)
 
-    return Contender(name=name, run=in_group, mesh=mesh, sent=sent, around=torch.inference_mode)
+    @contextmanager
+    def around() -> Iterator[None]:
+        with torch.inference_mode():
+            yield
+
+    return Contender(name=name, run=in_group, mesh=mesh, sent=sent, around=around)
 
 
 def _bare_exchanges(ranks: Ranks, qkv: QKV) -> Exchanges:
@@ -240,27 +208,20 @@ def growth_case(ranks: Ranks, bench: Bench) -> None:
             layer_contender(f"dense, {layout}", qkv, mesh, one_gpu=one)
             for layout, mesh in meshes.items()
         ]
-        errors = check(ranks, contenders)
-        _measure(ranks, bench, contenders, f"growth {tokens // 1024}K", tokens, heads, errors)
+        _measure(ranks, bench, contenders, f"growth {tokens // 1024}K", tokens, heads)
 
 
 def _measure(
-    ranks: Ranks,
-    bench: Bench,
-    contenders: list[Contender],
-    case: str,
-    tokens: int,
-    heads: int,
-    errors: dict[str, float],
+    ranks: Ranks, bench: Bench, contenders: list[Contender], case: str, tokens: int, heads: int
 ) -> None:
     ranks.measure(
         bench,
         contenders,
+        bound=LARGEST_ERROR,
         rounds=bench.options.layer_rounds,
         block_ms=1 if bench.options.smoke else 60,
         case=case,
         shape=f"B1 H{heads} S{tokens} D{SIZE} bf16",
         flop=0.0 if case == "exchange" else 4.0 * heads * tokens**2 * SIZE,
         flop_formula="4*H*S*S*D of the whole sequence, as if dense",
-        errors=errors,
     )

@@ -5,16 +5,26 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from _harness import DEVICE, Bench, Row, Times, event_ms, shuffled_rounds, synchronize
+from _harness import (
+    DEVICE,
+    Bench,
+    Row,
+    Times,
+    event_ms,
+    relative_error,
+    shuffled_rounds,
+    synchronize,
+)
 
 from multimodal_gen.runtime.distributed.groups import (
     ParallelGroups,
     build_groups,
     init_world,
+    parallel_groups,
     use_parallel_groups,
 )
 from multimodal_gen.runtime.distributed.mesh import Mesh
@@ -22,7 +32,12 @@ from multimodal_gen.runtime.distributed.timing import TimeTaken
 
 ONE = Mesh()
 
-Reading = Callable[[], TimeTaken | None] | None
+
+class Reported(Protocol):
+    """A layer, or a model that `apply` was called on."""
+
+    def report(self) -> Any:
+        """Return what ran, and the times so far."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +46,14 @@ class Contender:
 
     Attributes:
         name: its name in the rows.
-        run: what is timed; gets nothing.
+        run: what is timed; its output is compared with that of the first contender, if it has one.
         mesh: how GPUs share the sequence; those left over do the same beside it.
         one_gpu: the contender that does the same on one GPU, or "".
         chunks: chunks of heads that Ulysses exchanges them in.
         sent: bytes each GPU sends.
-        around: entered around every run, outside of the timed region; gives what reads the times
-            so far, or None.
+        around: entered around every run, outside of the timed region; gives what has a report.
+        check: checks the report of the first run.
+        split: whether the output is that of this rank's tokens.
     """
 
     name: str
@@ -46,7 +62,9 @@ class Contender:
     one_gpu: str = ""
     chunks: int = 1
     sent: float = 0.0
-    around: Callable[[], AbstractContextManager[Reading]] = nullcontext
+    around: Callable[[], AbstractContextManager[Reported | None]] = nullcontext
+    check: Callable[[Any], None] | None = None
+    split: bool = False
 
 
 @dataclass
@@ -101,19 +119,50 @@ class Ranks:
         dist.all_reduce(told, op=dist.ReduceOp.MAX)
         return float(told)
 
+    def check(self, contenders: list[Contender], bound: float) -> dict[str, float]:
+        """Return the errors of outputs on the worst rank, against the first contender's on one GPU.
+
+        This warms up, too. Contenders that fail or are wrong are left out, and the run fails at its
+        end.
+        """
+        expected: torch.Tensor | None = None
+        errors = {}
+        for c in list(contenders):
+            with self.sharing(c.mesh, c.chunks), c.around() as reported:
+                try:
+                    out = c.run()
+                    if c.check is not None and reported is not None:
+                        c.check(reported.report())
+                except (RuntimeError, ValueError) as error:  # the rest is worth having without it
+                    self.fail(f"{c.name}: {error}")
+                    contenders.remove(c)
+                    continue
+                if not isinstance(out, torch.Tensor):
+                    continue
+                expected = out if expected is None else expected
+                wanted = own_tokens(expected) if c.split else expected
+                errors[c.name] = self.worst(relative_error(out, wanted))
+            self.say(f"{c.name} has relative error {errors[c.name]:.2e}")
+            if not errors[c.name] < bound:
+                self.fail(f"{c.name} is wrong, relative error {errors[c.name]:.2e}")
+                contenders.remove(c)
+        return errors
+
     def measure(
         self,
         bench: Bench,
-        contenders: Sequence[Contender],
+        contenders: list[Contender],
         *,
+        bound: float,
         rounds: int,
         block_ms: float = 0.0,
         **of_all: Any,
     ) -> None:
-        """Time the contenders of a case, and append their rows; `of_all` as `rows_of` takes it."""
+        """Check and time contenders, and append their rows; `of_all` as `rows_of` takes it."""
+        errors = self.check(contenders, bound)
         times, taken = self._time(contenders, rounds=rounds, block_ms=block_ms)
         if self.rank == 0:
-            self._write(bench, contenders, times, taken, of_all)
+            self._write(bench, contenders, times, taken, {**of_all, "errors": errors})
 
     def _time(
         self, contenders: Sequence[Contender], *, rounds: int, block_ms: float
@@ -141,12 +190,12 @@ class Ranks:
         return times, taken
 
     def _once(self, contender: Contender, repeat: int) -> tuple[float, TimeTaken | None]:
-        with self.sharing(contender.mesh, contender.chunks), contender.around() as reading:
-            before = reading() if reading else None
+        with self.sharing(contender.mesh, contender.chunks), contender.around() as reported:
+            before = reported.report().times if reported else None
             synchronize()
             dist.barrier()
             spent = self.worst(event_ms(contender.run, repeat=repeat))
-            after = reading() if reading else None
+            after = reported.report().times if reported else None
         return spent, _per_run(before, after, repeat)
 
     def _write(
@@ -181,6 +230,14 @@ class Ranks:
             }
 
         bench.write(times, **of_all, more=more)
+
+
+def own_tokens(x: torch.Tensor) -> torch.Tensor:
+    """Return this rank's tokens of [B, S, H, D]."""
+    groups = parallel_groups()
+    if groups is None:
+        return x
+    return x.tensor_split(groups.sequence.size, dim=1)[groups.sequence.index]
 
 
 def sent_bytes(mesh: Mesh, *, tokens: int, heads: int, size: int, itemsize: int = 2) -> float:

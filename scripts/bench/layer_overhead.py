@@ -19,15 +19,7 @@ from types import MappingProxyType
 
 import torch
 from _attention import Case, fa3, layer_on, sdpa
-from _harness import (
-    Bench,
-    Row,
-    Run,
-    Times,
-    shuffled_rounds,
-    synchronize,
-    version_of,
-)
+from _harness import Bench, Run, Times, shuffled_rounds, synchronize, version_of
 
 from multimodal_gen.errors import UnsupportedBackendError
 from multimodal_gen.runtime.layers.attention import LocalAttention
@@ -84,40 +76,49 @@ def layer_of(case: Case, name: str, config: dict[str, object]) -> LocalAttention
     """Return a layer on a backend; None, and says why, where it cannot run."""
     try:
         layer = layer_on(case, name, config, strict=False)
+        if str(layer.backend) == name:
+            return layer
+        print(f"left out: {name}, {layer.report().entries[-1].selection.reason}")
     except UnsupportedBackendError as error:
         print(f"left out: {error}")
-        return None
-    if str(layer.backend) != name:
-        print(f"left out: {name}, {layer.report().entries[-1].selection.reason}")
-        return None
-    return layer
+    return None
 
 
+@torch.inference_mode()
 def main(bench: Bench) -> None:
     """Time layers and the kernels behind them, interleaved."""
-    q, k, v = SMALL.draw(torch.bfloat16)
+    qkv = SMALL.draw(torch.bfloat16)
     for name in ("torch_sdpa", "torch_cudnn_sdpa", "fa", "sage_attn"):
-        if bench.options.only not in f"{name} direct":
-            continue
         # What a package takes is known by calling it; our own kernels follow below.
-        layer = layer_of(SMALL, name, {"kernel": "sageattention"} if name == "sage_attn" else {})
-        if layer is None:
-            continue
-        direct = direct_call(name, q, k, v)
-        with torch.inference_mode():
-            expected, actual = direct(), layer(q, k, v)
+        config = {"kernel": "sageattention"} if name == "sage_attn" else {}
+        wanted = bench.options.only in f"{name} direct"
+        layer = layer_of(SMALL, name, config) if wanted else None
+        if layer is not None:
+            direct = direct_call(name, *qkv)
+            expected, actual = direct(), layer(*qkv)
             torch.testing.assert_close(actual, expected.view_as(actual))
-            contenders = {f"{name} direct": direct, f"{name} layer": partial(layer, q, k, v)}
-            times = host_ms(contenders, bench)
-        rows = write(bench, f"host time per call, {name}", times, SMALL.shape, "torch")
-        added = (rows[1]["median_ms"] - rows[0]["median_ms"]) * 1e3
-        print(f"{name}: the layer adds {added:.1f} us per call")
-    time_own_layers(bench)
+            runs = {f"{name} direct": direct, f"{name} layer": partial(layer, *qkv)}
+            write(bench, f"host time per call, {name}", host_ms(runs, bench), SMALL.shape, "torch")
+    case = replace(SMALL, grid=GRID)
+    qkv, runs = case.draw(torch.bfloat16), {}
+    with set_forward_context(0, latent_grid=GRID, num_steps=2):
+        for name, config in OWN.items():
+            wanted = bench.options.only in f"{name} own"
+            layer = layer_of(case, name, config) if wanted else None
+            if layer is not None:
+                layer(*qkv)
+                label = layer.report().entries[-1].selection.label
+                runs[label] = partial(layer, *qkv)
+        times = host_ms(runs, bench)
+    shape = case.shape.replace(" S", f" {'x'.join(map(str, GRID))} S")
+    for label, figures in times.items():
+        name = f"host time per call of a whole layer, {label}"
+        write(bench, name, {label: figures}, shape, "triton")
 
 
-def write(bench: Bench, case: str, times: Times, shape: str, distribution: str) -> list[Row]:
-    """Write and return rows of host times."""
-    return bench.write(
+def write(bench: Bench, case: str, times: Times, shape: str, distribution: str) -> None:
+    """Write rows of host times."""
+    bench.write(
         times,
         case=case,
         shape=shape,
@@ -128,43 +129,15 @@ def write(bench: Bench, case: str, times: Times, shape: str, distribution: str) 
     )
 
 
-def time_own_layers(bench: Bench) -> None:
-    """Time layers on the package's own kernels."""
-    case = replace(SMALL, grid=GRID)
-    qkv = case.draw(torch.bfloat16)
-    contenders: dict[str, Run] = {}
-    with torch.inference_mode(), set_forward_context(0, latent_grid=GRID, num_steps=2):
-        for name, config in OWN.items():
-            if bench.options.only not in f"{name} own":
-                continue
-            layer = layer_of(case, name, config)
-            if layer is None:
-                continue
-            layer(*qkv)
-            contenders[layer.report().entries[-1].selection.label] = partial(layer, *qkv)
-        times = host_ms(contenders, bench) if contenders else {}
-    shape = case.shape.replace(" S", f" {'x'.join(map(str, GRID))} S")
-    for label, figures in times.items():
-        name = f"host time per call of a whole layer, {label}"
-        (row,) = write(bench, name, {label: figures}, shape, "triton")
-        print(f"{label}: {row['median_ms'] * 1e3:.1f} us per call of the layer")
-
-
 def direct_call(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Run:
     """Return the plain kernel call a careful user would write, with nothing around it."""
-    if name == "torch_sdpa":
-        return partial(sdpa, q, k, v)
     if name == "torch_cudnn_sdpa":
         cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+        heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+        return lambda: cudnn(*heads_first, None, True)[0].transpose(1, 2)
+    if name == "sage_attn":
+        import sageattention
 
-        def run_cudnn() -> torch.Tensor:
-            heads_first = (x.transpose(1, 2) for x in (q, k, v))
-            return cudnn(*heads_first, None, True)[0].transpose(1, 2)
-
-        return run_cudnn
-    if name == "fa":
-        return partial(fa3(), q, k, v)
-    import sageattention
-
-    # The kernel smooths K in place, so a careful caller hands it a copy.
-    return lambda: sageattention.sageattn(q, k.clone(), v, tensor_layout="NHD")
+        # The kernel smooths K in place, so a careful caller hands it a copy.
+        return lambda: sageattention.sageattn(q, k.clone(), v, tensor_layout="NHD")
+    return partial(fa3() if name == "fa" else sdpa, q, k, v)
