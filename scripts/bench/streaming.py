@@ -39,7 +39,6 @@ from _harness import (
     DEVICE,
     Bench,
     Row,
-    Times,
     capture,
     relative_error,
     time_calls,
@@ -70,11 +69,10 @@ FLOP = "4*L*H*D*queries*keys of the self-attention, per forward"
 
 
 class Past:
-    """Keeps nothing but how many chunks are past."""
+    """Keeps nothing but how many chunks are past; `gib` is what keys and values take."""
 
     number = 0
     gib = 0.0
-    """What keys and values take."""
 
     def reset(self) -> None:
         """Start anew."""
@@ -83,13 +81,9 @@ class Past:
     def begin(self) -> None:
         """Make room for the next chunk, and take it."""
 
-    def commit(self) -> None:
-        """Make the chunk past."""
+    def commit(self, *kept: torch.Tensor) -> None:
+        """Make a chunk past; with keys and values, those of every layer, if they are kept."""
         self.number += 1
-
-    def commit_with(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Make a chunk past in which every layer has the same keys and values, if they are kept."""
-        self.commit()
 
 
 class ShiftedPast(Past):
@@ -159,16 +153,12 @@ class SlottedPast(Past):
         """Place the next chunk."""
         self.cache.begin(self.number * self.case.tokens, self.case.tokens)
 
-    def commit(self) -> None:
+    def commit(self, *kept: torch.Tensor) -> None:
         """Make the chunk past."""
+        for layer in self.cache.layers if kept else ():
+            layer.append(*kept)
         super().commit()
         self.cache.commit()
-
-    def commit_with(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Make a chunk past in which every layer has the same keys and values."""
-        for layer in self.cache.layers:
-            layer.append(key, value)
-        self.commit()
 
     def attend(
         self,
@@ -204,31 +194,34 @@ class Flex:
 
 def contenders(case: Case) -> tuple[dict[str, tuple[Past, Attend]], dict[str, LocalAttention]]:
     """Return past and attention by name, and the layers of ours among them."""
-    shifted, slotted, bytes_ = ShiftedPast(case), SlottedPast(case), SlottedPast(case, bits=8)
-    tall = SlottedPast(case, tile=case.tall_tile)
+    shifted, slotted = ShiftedPast(case), SlottedPast(case)
+    flash, on_gpu = fa3(), DEVICE == "cuda"
     found: dict[str, tuple[Past, Attend]] = {}
-    flash = fa3()
-    if flash is not None:
-        found["fa3, clone-and-shift"] = (shifted, shifted.attend(flash))
-    found["sdpa, clone-and-shift"] = (shifted, shifted.attend(sdpa))
-    if DEVICE == "cuda":
-        found["flex, clone-and-shift"] = (shifted, shifted.attend(Flex(case)))
+    for name, attention in (
+        ("fa3", flash),
+        ("sdpa", sdpa),
+        ("flex", Flex(case) if on_gpu else None),
+    ):
+        if attention is not None:
+            found[f"{name}, clone-and-shift"] = (shifted, shifted.attend(attention))
     found[NOTHING] = (Past(), lambda i, q, k, v: v)
-    spaces = {IN_WINDOWS: case.space, IN_TALL: case.tall}
-    layers = {name: layer_on(case) for name in ("cache, auto", IN_PIECES, *spaces)}
-    if DEVICE == "cuda":
-        chooses = {"sparsity": SPARSITY, "tile_size": [4, *case.tile]}
-        layers[CHOSEN] = layer_on(case, "video_sparse_attn", chooses)
-        layers["cache, triton_attn"] = layer_on(case, "triton_attn")
-        layers["cache, sage_attn"] = layer_on(case, "sage_attn")
-        if flash is not None:
-            layers["cache, fa"] = layer_on(case, "fa")
-    for name, layer in layers.items():
-        window = case.window - 1 if name == IN_PIECES else None
-        past = tall if name == IN_TALL else slotted
-        found[name] = (past, past.attend(layer, window=window, space=spaces.get(name)))
-    layers["cache, 8 bits"] = layer_on(case)
-    found["cache, 8 bits"] = (bytes_, bytes_.attend(layers["cache, 8 bits"]))
+    chooses = {"sparsity": SPARSITY, "tile_size": [4, *case.tile]}
+    layers = {}
+    # Name, past, backend, its parameters, and what is seen of the past.
+    for name, past, backend, config, seen in (
+        ("cache, auto", slotted, None, None, {}),
+        (IN_PIECES, slotted, None, None, {"window": case.window - 1}),
+        (IN_WINDOWS, slotted, None, None, {"space": case.space}),
+        (IN_TALL, SlottedPast(case, tile=case.tall_tile), None, None, {"space": case.tall}),
+        (CHOSEN, slotted, "video_sparse_attn", chooses, {}),
+        ("cache, triton_attn", slotted, "triton_attn", None, {}),
+        ("cache, sage_attn", slotted, "sage_attn", None, {}),
+        ("cache, fa", slotted, "fa", None, {}),
+        ("cache, 8 bits", SlottedPast(case, bits=8), None, None, {}),
+    ):
+        if backend is None or (on_gpu and (backend != "fa" or flash is not None)):
+            layers[name] = layer_on(case, backend, config)
+            found[name] = (past, past.attend(layers[name], **seen))
     return found, layers
 
 
@@ -243,14 +236,19 @@ class Run:
     time: torch.Tensor
     noise: torch.Tensor
 
-    def chunk(self, name: str, *, forwards: int = FORWARDS) -> torch.Tensor:
-        """Make the next chunk of the contender's past."""
+    def chunk(
+        self,
+        name: str,
+        *,
+        forwards: int = FORWARDS,
+        forward: Callable[[], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Make the next chunk of the contender's past, or have `forward` make it."""
         past, attend = self.found[name]
         past.begin()
         self.model.place(past.number)
-        out = self.noise
         for _ in range(forwards):
-            out = self.model(self.noise, self.time, self.text, attend)
+            out = forward() if forward else self.model(self.noise, self.time, self.text, attend)
         past.commit()
         return out
 
@@ -312,24 +310,27 @@ def check(run: Run) -> tuple[dict[str, float], list[str]]:
     return errors, wrong
 
 
+def replayed(call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """Return what replays a graph of a call."""
+    call()
+    replay, out = capture(call)
+
+    def run() -> torch.Tensor:
+        replay()
+        return out
+
+    return run
+
+
 def captured(run: Run, name: str) -> Callable[[], torch.Tensor]:
     """Return what makes a chunk by replaying a graph of one forward; slots are its data."""
     past, attend = run.found[name]
     run.chunk(name, forwards=1)
     past.begin()
-    replay, out = capture(lambda: run.model(run.noise, run.time, run.text, attend))
-    replay()
+    forward = replayed(lambda: run.model(run.noise, run.time, run.text, attend))
+    forward()
     past.commit()
-
-    def chunk() -> torch.Tensor:
-        past.begin()
-        run.model.place(past.number)
-        for _ in range(FORWARDS):
-            replay()
-        past.commit()
-        return out
-
-    return chunk
+    return lambda: run.chunk(name, forward=forward)
 
 
 def check_graph(run: Run, name: str, chunk: Callable[[], torch.Tensor]) -> None:
@@ -353,7 +354,7 @@ def jump(case: Case, past: SlottedPast, number: int) -> None:
     noise = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
     while past.number < number:
         past.begin()
-        past.commit_with(noise, noise)
+        past.commit(noise, noise)
 
 
 def bench_chunks(run: Run, bench: Bench, errors: dict[str, float]) -> None:
@@ -363,17 +364,44 @@ def bench_chunks(run: Run, bench: Bench, errors: dict[str, float]) -> None:
         for name in (name for name in IN_GRAPHS if name in run.found):
             chunks[f"{name}, graph"] = captured(run, name)
             check_graph(run, name, chunks[f"{name}, graph"])
-    for case, number, wanted in (("chunk 30", 30, ""), ("chunk 1000", 1000, "cache, auto")):
+    c = run.case
+    for number, wanted in ((30, ""), (1000, "cache, auto")):
         some = {name: chunk for name, chunk in chunks.items() if name.startswith(wanted)}
         for past in run.pasts():
             if isinstance(past, SlottedPast):
-                jump(run.case, past, number)
+                jump(c, past, number)
         for chunk in some.values():
             run.noise.normal_()
             chunk()
         times, peaks = time_calls(some, bench.options.rounds)
-        pasts = {name: run.found[name.removesuffix(", graph")][0] for name in some}
-        write_chunks(run, bench, case, times, errors, pasts, peaks)
+        medians = {name: statistics.median(samples) for name, samples in times.items()}
+        shares = {name: share_seen(c, name) for name in times}
+
+        def more(
+            row: Row,
+            medians: dict[str, float] = medians,
+            shares: dict[str, float] = shares,
+            peaks: dict[str, float] = peaks,
+        ) -> Row:
+            name = row["contender"]
+            frames = c.grid[0] * FRAMES_OF_LATENT
+            return {
+                "frames_per_second": round(1e3 * frames / row["median_ms"], 2),
+                "rate_to_fa3": round(shares[name] * added_by_fa3(medians, name), 3),
+                "cache_gib": round(run.found[name.removesuffix(", graph")][0].gib, 3),
+                "peak_gib": round(peaks[name], 2),
+            }
+
+        flop = FORWARDS * c.layers * c.flop_of(c.keys)
+        bench.write(
+            times,
+            case=f"{c.name}, chunk {number}, {FORWARDS} forwards",
+            shape=f"B1 H{c.heads} S{c.tokens} K{c.keys} D{c.head_size} L{c.layers} bf16",
+            flop={name: flop * share for name, share in shares.items()},
+            flop_formula=FLOP,
+            errors=errors,
+            more=more,
+        )
 
 
 def share_seen(case: Case, contender: str) -> float:
@@ -402,55 +430,6 @@ def added_by_fa3(medians: dict[str, float], contender: str) -> float:
     return (medians.get(f"fa3, clone-and-shift{kind}", math.nan) - base) / (added or math.nan)
 
 
-def write_chunks(
-    run: Run,
-    bench: Bench,
-    case: str,
-    times: Times,
-    errors: dict[str, float],
-    pasts: dict[str, Past],
-    peaks: dict[str, float],
-) -> None:
-    """Write rows of whole chunks."""
-    c = run.case
-    frames = c.grid[0] * FRAMES_OF_LATENT
-    shares = {name: share_seen(c, name) for name in times}
-    medians = {name: statistics.median(samples) for name, samples in times.items()}
-
-    def more(row: Row) -> Row:
-        name = row["contender"]
-        return {
-            "frames_per_second": round(1e3 * frames / row["median_ms"], 2),
-            "rate_to_fa3": round(shares[name] * added_by_fa3(medians, name), 3),
-            "cache_gib": round(pasts[name].gib, 3),
-            "peak_gib": round(peaks[name], 2),
-        }
-
-    bench.write(
-        times,
-        case=f"{c.name}, {case}, {FORWARDS} forwards",
-        shape=f"B1 H{c.heads} S{c.tokens} K{c.keys} D{c.head_size} L{c.layers} bf16",
-        flop={
-            name: FORWARDS * c.layers * c.flop_of(c.keys) * share for name, share in shares.items()
-        },
-        flop_formula=FLOP,
-        errors=errors,
-        more=more,
-    )
-
-
-def replayed(call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """Return what replays a graph of a call."""
-    call()
-    replay, out = capture(call)
-
-    def run() -> torch.Tensor:
-        replay()
-        return out
-
-    return run
-
-
 def bench_attention(run: Run, bench: Bench) -> None:
     """Time and write one layer's attention over a full window, writing the chunk included."""
     c = run.case
@@ -471,27 +450,30 @@ def bench_attention(run: Run, bench: Bench) -> None:
         calls[FA3] = lambda: flash(q, keys, values)
     times = bench.time(calls, block_ms=60.0)
     for past in run.pasts():
-        past.commit_with(k, v)
+        past.commit(k, v)
     medians = {name: statistics.median(t) for name, t in times.items()}
     fastest = medians.get(FA3, math.nan) / c.flop_of(c.keys)
-    for name in times:
-        seen = round(c.keys * share_seen(c, name))
-        own = {
-            "ratio_to_best": round(medians[name] / min(medians.values()), 4),
+    seen = {name: round(c.keys * share_seen(c, name)) for name in times}
+
+    def more(row: Row) -> Row:
+        name = row["contender"]
+        return {
+            "shape": f"B1 H{c.heads} S{c.tokens} K{seen[name]} D{c.head_size} bf16",
             "frames_per_second": math.nan,
-            "rate_to_fa3": round(fastest / (medians[name] / c.flop_of(seen)), 3),
+            "rate_to_fa3": round(fastest / (medians[name] / c.flop_of(seen[name])), 3),
             "cache_gib": math.nan,
             "peak_gib": math.nan,
         }
-        bench.write(
-            {name: times[name]},
-            case=f"{c.name}, one call",
-            shape=f"B1 H{c.heads} S{c.tokens} K{seen} D{c.head_size} bf16",
-            flop=c.flop_of(seen),
-            flop_formula="4*H*D*queries*keys",
-            versions={FA3: version_of("fa3-fwd")},
-            more=lambda row, own=own: own,
-        )
+
+    bench.write(
+        times,
+        case=f"{c.name}, one call",
+        shape="",
+        flop={name: c.flop_of(keys) for name, keys in seen.items()},
+        flop_formula="4*H*D*queries*keys",
+        versions={FA3: version_of("fa3-fwd")},
+        more=more,
+    )
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
