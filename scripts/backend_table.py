@@ -6,7 +6,6 @@ A page has a place for each table, between `<!-- NAME: generated -->` and `<!-- 
 """
 
 import argparse
-import difflib
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,8 +13,11 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import get_args, get_type_hints
 
-# A checkout works without being installed.
+# A checkout works without being installed, and a script wherever it is run from.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from measured_tables import update
 
 from multimodal_gen.errors import ConfigError
 from multimodal_gen.integrations.models.registry import ADAPTERS
@@ -47,20 +49,7 @@ EXAMPLES = REPOSITORY / "configs/attention"
 # CPU; the others get plans like theirs, in tests/gpu/kernels/block_sparse/test_block_sparse.py and
 # test_quantized_attention.py.
 OWN_KERNELS = {"gluon": "SM90", "triton": "SM90", "reference": "CPU"}
-SPARSE = (
-    "sliding_tile_attn",
-    "video_sparse_attn",
-    "vmoba_attn",
-    "sla_attn",
-    "sage_sla_attn",
-    "sparse_video_gen_2_attn",
-    "sol_attn",
-    "subblock_sparse_attn",
-    "pisa_attn",
-    "static_sparse_attn",
-    "sparge_attn",
-    "cube_sparse_attn",
-)
+SPARSE = tuple(str(name) for name in AttentionBackendEnum if name.is_sparse)
 # Variants the tests run for real; the others are called against stand-ins with the same signature.
 RUN_FOR_REAL = {
     **{(method, kernel): device for method in SPARSE for kernel, device in OWN_KERNELS.items()},
@@ -134,22 +123,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Write the tables that declarations give.")
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
     args = parser.parse_args(argv)
-    stale = 0
-    for name, wanted in pages().items():
-        page = PAGES / name
-        old = page.read_text()
-        new = filled_in(old, wanted, page.name)
-        if new == old:
-            continue
-        if not args.check:
-            page.write_text(new)
-            continue
-        stale = 1
-        lines = (text.splitlines(keepends=True) for text in (old, new))
-        sys.stdout.writelines(difflib.unified_diff(*lines, name, "declarations"))
-    if stale:
-        print("run scripts/backend_table.py and commit the result", file=sys.stderr)
-    return stale
+    tables = pages()
+
+    def fill(text: str, name: str) -> str:
+        return filled_in(text, tables[name], Path(name).name)
+
+    files = (PAGES / name for name in tables)
+    return update(files, fill, base=PAGES, check=args.check, script=Path(__file__).name)
 
 
 def pages() -> dict[str, dict[str, Iterable[Sequence[str]]]]:

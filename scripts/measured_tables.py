@@ -62,7 +62,12 @@ def measured_pages() -> Iterator[Path]:
 
 
 def update(
-    pages: Iterator[Path], fill: Callable[[str, str], str], *, check: bool, script: str
+    pages: Iterator[Path],
+    fill: Callable[[str, str], str],
+    *,
+    check: bool,
+    script: str,
+    base: Path | None = None,
 ) -> int:
     """Write what `fill` makes of each page's text and name, or say that it differs; 1 if it does.
 
@@ -71,10 +76,11 @@ def update(
         fill: from text and name to the new text; raises `TableError`.
         check: whether to compare instead of writing.
         script: what to run, for the message.
+        base: the folder that names are relative to; the repository by default.
     """
     stale = 0
     for page in pages:
-        name, old = page.relative_to(REPOSITORY).as_posix(), page.read_text()
+        name, old = page.relative_to(base or REPOSITORY).as_posix(), page.read_text()
         try:
             new = fill(old, name)
         except TableError as error:

@@ -1,5 +1,8 @@
 """The block-sparse engine: its kernels in other shapes, checked first and timed beside FA3.
 
+`engine.yaml` lists the shapes: `fast` has a fixed reference, `exact` the online softmax, which is
+`lazy` where it keeps its reference while it can.
+
 `forward` variants are checked on small plans against the reference; those of the backward pass
 (`dq`, `dkv`, `all` three gradients by two kernels or by one) at full size, against the first one.
 Each is tried in a process of its own, so that one that fails or hangs costs only itself; the same
@@ -18,9 +21,11 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from _attention import FA3, Case, fa3_run, random_lists
 from _harness import DEVICE, Bench, Row, relative_error, run_apart, version_of
 
@@ -28,7 +33,7 @@ from multimodal_gen.kernels.block_sparse.api import block_sparse_attention, requ
 from multimodal_gen.kernels.block_sparse.call import Backward, Call, CallForm
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.reference import attention_reference
-from multimodal_gen.kernels.block_sparse.tuning import GluonTile, TritonTile, gluon_backward_tile
+from multimodal_gen.kernels.block_sparse.tuning import GluonTile, TritonTile
 from tests.helpers.block_plans import tile_lists
 
 HEADS, HEAD_SIZE = 24, 128
@@ -36,85 +41,19 @@ TRIAL_SECONDS, AT_ONCE = 200, 12
 BOUND, BACKWARD_BOUND = 4e-3, 1e-2
 
 Tile = TritonTile | GluonTile | None
-Tiles = Mapping[str, Tile]
 
 
-def triton(*shapes: tuple[int, int, int, int]) -> Tiles:
-    """Return tiles of (rows, keys, warps, stages) by name."""
-    return {
-        f"triton {rows}x{keys} w{warps} s{stages}": TritonTile(
-            rows=rows, keys=keys, warps=warps, stages=stages
-        )
-        for rows, keys, warps, stages in shapes
-    }
+def tile_of(sizes: Mapping[str, Any] | None) -> Tile:
+    """Return the tile that a line of `engine.yaml` describes."""
+    if sizes is None:
+        return None
+    return TritonTile(**sizes) if "rows" in sizes else GluonTile(**sizes)
 
 
-def softmaxes(name: str, tile: GluonTile, *kinds: str) -> Tiles:
-    """Return a tile with a fixed reference (fast), the online softmax, and that which is lazy."""
-    forms: dict[str, dict[str, Any]] = {
-        "fast": {},
-        "exact": {"fast": False},
-        "lazy": {"fast": False, "lazy": True},
-    }
-    return {f"gluon {name} {kind}": replace(tile, **forms[kind]) for kind in kinds}
-
-
-def sm90(*shapes: tuple[int, int, int], own: bool = False) -> Tiles:
-    """Return tiles of the backward pass of (consumers, keys, stages) by name."""
-    return {
-        f"sm90 {consumers}x64x{keys} s{stages}": GluonTile(
-            consumers=consumers, keys=keys, stages=stages, own=own
-        )
-        for consumers, keys, stages in shapes
-    }
-
-
-ALL = ("fast", "exact", "lazy")
-WIDE = GluonTile(consumers=3, keys=64, stages=4, q_registers=False, registers=160)
-PAIR = GluonTile(consumers=2, keys=128, stages=2)
-SHORT = GluonTile(consumers=2, keys=64, stages=4)
-OWN = GluonTile(consumers=2, keys=64, stages=3, own=True)
-LARGE = triton((128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3))
-DENSE = {
-    **softmaxes("3x64", WIDE, *ALL),
-    **softmaxes("2x128", PAIR, *ALL),
-    **triton((128, 64, 4, 3), (128, 64, 8, 3)),
-}
-DQ = {**triton((128, 64, 8, 3)), **sm90((2, 64, 4), (2, 64, 3))}
-DKV = {**triton((64, 128, 8, 3)), **sm90((2, 64, 4))}
-ALL_THREE: Tiles = {"two kernels": gluon_backward_tile(block=128), "one kernel": None}
 # (pattern, kernel) -> the shapes of its programs.
-VARIANTS: dict[tuple[str, str], Tiles] = {
-    ("sta", "forward"): {
-        **softmaxes("3x64", WIDE, *ALL),
-        **softmaxes("2x128", PAIR, *ALL),
-        **LARGE,
-    },
-    ("r128", "forward"): {
-        **softmaxes("2x128", PAIR, "fast", "exact"),
-        **softmaxes("2x128, sync 4,", replace(PAIR, sync=4), *ALL),
-        **softmaxes("2x128, sync 4, 3 stages,", replace(PAIR, sync=4, stages=3), "fast"),
-        **softmaxes("2x64", SHORT, "fast"),
-        **LARGE,
-    },
-    ("r64", "forward"): {
-        **softmaxes("own", OWN, "fast", "exact"),
-        **softmaxes("own, sync 8,", replace(OWN, sync=8), *ALL),
-        **triton((64, 64, 4, 4), (64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 8, 3)),
-    },
-    ("dense", "forward"): DENSE,
-    ("ragged dense", "forward"): DENSE,
-    ("dense", "all"): ALL_THREE,
-    ("r128", "all"): ALL_THREE,
-    ("dense", "dq"): DQ,
-    ("dense", "dkv"): DKV,
-    ("r128", "dq"): DQ,
-    ("r128", "dkv"): DKV,
-    ("r64", "dq"): {
-        **triton((64, 64, 4, 2)),
-        **sm90((2, 64, 2), (2, 32, 4), (2, 32, 3), own=True),
-    },
-    ("r64", "dkv"): {**triton((32, 64, 4, 3)), **sm90((2, 64, 2), own=True)},
+VARIANTS: dict[tuple[str, str], dict[str, Tile]] = {
+    tuple(key.rsplit(" ", 1)): {name: tile_of(sizes) for name, sizes in tiles.items()}
+    for key, tiles in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()).items()
 }
 FACTORS = {"forward": 4, "dq": 6, "dkv": 8, "all": 10}
 BLOCKS = {"r128": 128, "r64": 64}
@@ -345,7 +284,7 @@ def main(bench: Bench) -> int:
         alone(*options.alone)
         return 0
     if options.smoke:
-        check_small("r64", OWN)
+        check_small("r64", next(iter(VARIANTS["r64", "forward"].values())))
         return 0
     keys = [key for key in VARIANTS if re.search(options.only, " ".join(key))]
     jobs = [(*key, name) for key in keys for name in VARIANTS[key]]

@@ -1,9 +1,10 @@
-"""The kernels around attention: moving tokens, pooling, choosing blocks, lists, the pooled tail.
+"""Kernels around attention in other shapes: moving tokens, choosing blocks, lists, the pooled tail.
 
-Every contender is checked first. The one without figures in its name is what runs by default;
-others are shapes of the same program. Of kernels that move memory `flop` holds bytes, read and
-written, and `tflops` terabytes per second: `device copy` is the most that there is. `tail` are
-lists of random blocks without and with a tail, and what a call with one consists of.
+What they take inside of a layer are its pieces, see `layers.py`. Every contender is checked first.
+The one without figures in its name is what runs by default. Of kernels that move memory `flop`
+holds bytes, read and written, and `tflops` terabytes per second: `device copy` is the most that
+there is. `tail` are lists of random blocks without and with a tail, and what a call with one
+consists of.
 
     python3 scripts/bench/run.py stages --commit HASH [--only "select|tail"] [--case 21x45x80]
     python3 scripts/bench/run.py stages --commit HASH --smoke    # a tiny case, on any machine
@@ -27,7 +28,6 @@ from multimodal_gen.kernels.block_sparse.tail import PooledTail, add_tail, kept_
 from multimodal_gen.kernels.block_sparse.tuning import GluonTile
 from multimodal_gen.kernels.launch.launcher import form_of
 from multimodal_gen.kernels.select.api import (
-    add_gated,
     mark_tiles,
     pool_cells,
     pool_tiles,
@@ -36,8 +36,6 @@ from multimodal_gen.kernels.select.api import (
 from multimodal_gen.kernels.select.reference import (
     Ranking,
     Tiles,
-    add_gated_reference,
-    pool_tiles_reference,
     select_tiles_reference,
 )
 from multimodal_gen.kernels.tile_order.api import gather_tokens, scatter_tokens, tile_order
@@ -167,23 +165,6 @@ def copy_tiles(move: str) -> Iterator[tuple[str, Any]]:
             yield f"{move} {tokens} tokens x {row_bytes} B w{warps}", tile
 
 
-def pool(case: TiledCase) -> Stage:
-    """The means of tiles, and of their cells."""
-    q, k, _ = case.qkv
-    by_cells = partial(pool_cells, tiles=case.tiles, cells=4)
-    few = q[:, :, :HEADS].float()
-
-    def error(name: str, out: torch.Tensor) -> float:
-        tiles = case.tiles.cells(4) if "cells" in name else case.tiles
-        return relative_error(out[:, :HEADS], pool_tiles_reference(few, tiles))
-
-    runs: dict[str, Run] = {
-        "pool q, k": lambda: pool_tiles((q, k), case.tiles)[0],
-        "pool cells of q, k": lambda: (by_cells(q), by_cells(k))[0][0],
-    }
-    return Stage(runs=runs, error=error, work=2.0 * q.nbytes)
-
-
 def select(case: TiledCase) -> Stage:
     """The best tiles by products of means, and by those of cells."""
     q, k, _ = case.qkv
@@ -249,22 +230,6 @@ def lists(case: TiledCase) -> Stage:
     return Stage(runs=runs, error=error, unit="time only")
 
 
-def gate(case: TiledCase) -> Stage:
-    """The gated sum of an output and the coarse stage."""
-    q, k, _ = case.qkv
-    (coarse,) = pool_tiles((k,), case.tiles)
-    few = [x[:, :, :HEADS].float() for x in (q, k)]
-    wanted = add_gated_reference(*few, coarse[:, :HEADS].float(), case.tiles)
-    summed = q.clone()
-
-    def error(name: str, found: torch.Tensor) -> float:
-        found = add_gated(q.clone(), k, coarse, case.tiles)
-        return relative_error(found[:, :, :HEADS], wanted)
-
-    runs: dict[str, Run] = {"gated sum": lambda: add_gated(summed, k, coarse, case.tiles)}
-    return Stage(runs=runs, error=error, work=3.0 * q.nbytes)
-
-
 def tail(case: TiledCase) -> Stage:
     """Lists of random blocks, of which 15 % are kept, and the means of the others."""
     q, k, v = case.qkv
@@ -310,7 +275,7 @@ def tail(case: TiledCase) -> Stage:
     return Stage(runs={**runs, **parts}, error=error, work=flop, unit="4*H*D*kept pairs")
 
 
-STAGES = {stage.__name__: stage for stage in (gather, scatter, pool, select, lists, gate, tail)}
+STAGES = {stage.__name__: stage for stage in (gather, scatter, select, lists, tail)}
 
 
 @torch.no_grad()

@@ -18,11 +18,11 @@ def test_a_tiny_run_is_right(run_bench, name, tmp_path):
 
 def test_a_kernel_that_is_wrong_is_told_and_not_timed(run_bench, bench, monkeypatch, tmp_path):
     stages = bench("stages")
-    monkeypatch.setattr(stages, "pool_tiles_reference", lambda x, tiles: torch.ones(()))
-    result = run_bench("stages", "--smoke", "--only", "pool", "--out", tmp_path)
+    monkeypatch.setattr(stages, "mark_tiles", lambda *_, **__: torch.rand(1, 2, 9, 9) < 0.5)
+    result = run_bench("stages", "--smoke", "--only", "lists", "--out", tmp_path)
     assert result.code == 1
-    assert "WRONG pool q, k: relative error" in result.out
-    assert "wrong: smoke: pool q, k; smoke: pool cells of q, k" in result.err
+    assert "WRONG map: relative error" in result.out
+    assert "wrong: smoke: map" in result.err
 
 
 def test_the_host_time_of_layers_is_measured(run_bench, tmp_path, monkeypatch, bench):
