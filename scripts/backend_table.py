@@ -7,6 +7,7 @@ A page has a place for each table, between `<!-- NAME: generated -->` and `<!-- 
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
@@ -89,26 +90,9 @@ COLUMNS = (
     *("capability", "platforms", "tested on", "package"),
 )
 PARAMETER = ["parameter", "takes", "default", "meaning"]
-# What no declaration says of a method: what its blocks are, and what they are chosen by.
-IN_WORDS = {
-    "sliding_tile_attn": ("tiles of the grid", "place: windows, given or searched"),
-    "video_sparse_attn": ("tiles of the grid", "products of means, the best of every row"),
-    "vmoba_attn": ("chunks of the grid, three kinds by turns", "every query, by means of keys"),
-    "sla_attn": ("pieces of the sequence", "products of means, the best of every row"),
-    "sage_sla_attn": ("pieces of the sequence", "products of means, the best of every row"),
-    "sparse_video_gen_2_attn": ("clusters of similar tokens", "the attention of centroids"),
-    "sol_attn": ("pieces of the sequence, or tiles", "products of means, above a threshold"),
-    "subblock_sparse_attn": ("pieces of the sequence", "products of the means of their cells"),
-    "pisa_attn": ("pieces of the sequence", "products of means, the best of every row"),
-    "static_sparse_attn": ("pieces of the sequence, or frames", "distance in time"),
-    "sparge_attn": ("pieces of the sequence", "products of means, where these describe a block"),
-    "cube_sparse_attn": ("tiles of the grid", "products of means, the best of every row"),
-}
-TRAINED = {
-    "sla_attn": "for its linear branch",
-    "sage_sla_attn": "for its linear branch",
-    "video_sparse_attn": "for its gate; optional",
-}
+# What no declaration says of a method, on its page: what its blocks are, what chooses them, and
+# whether a model must be trained for it.
+IN_WORDS = re.compile(r"<!-- in words: (.*) -->")
 ROUNDING = ("sage_attn", "sage_attn_3", "aiter_sage")
 LIMITS = {
     "ulysses": "Ulysses",
@@ -214,12 +198,11 @@ def methods() -> Iterator[Sequence[str]]:
     for name in SPARSE:
         (backend,) = backends_of(AttentionBackendEnum.parse(name))
         trains = any(Feature.BACKWARD in variant.features for variant in backend.variants)
-        yield [
-            f"[`{name}`]({name}.md)",
-            *IN_WORDS[name],
-            "yes" if trains else "no",
-            TRAINED.get(name, "no"),
-        ]
+        words = IN_WORDS.search((PAGES / "methods" / f"{name}.md").read_text("utf-8"))
+        if words is None:
+            raise SystemExit(f"error: {name}.md must say `<!-- in words: ... | ... | ... -->`")
+        blocks, chosen, trained = words[1].split(" | ")
+        yield [f"[`{name}`]({name}.md)", blocks, chosen, "yes" if trains else "no", trained]
 
 
 def common() -> Iterator[Sequence[str]]:

@@ -87,19 +87,17 @@ def entry(version: int) -> str:
 
 def manifest(name: str, version: int, repository: str | None) -> str:
     """Return `build.toml`."""
-    backends = ", ".join(f'"{backend}"' for backend in BACKENDS)
-    lines = [
-        "[general]",
-        f'name = "{name}"',
-        f"version = {version}",
-        "edition = 5",
-        f'license = "{LICENSE}"',
-        f"backends = [{backends}]",
-        "",
-    ]
-    if repository is not None:
-        lines += ["[general.hub]", f'repo-id = "{repository}"', ""]
-    return "\n".join([*lines, "[torch-noarch]", ""])
+    hub = "" if repository is None else f'[general.hub]\nrepo-id = "{repository}"\n\n'
+    return f"""\
+[general]
+name = "{name}"
+version = {version}
+edition = 5
+license = "{LICENSE}"
+backends = {json.dumps(BACKENDS)}
+
+{hub}[torch-noarch]
+"""
 
 
 def build(folder: Path, name: str, version: int, repository: str | None = None) -> None:

@@ -26,7 +26,6 @@ HEADS, SIZE = 40, 128
 GRID = (21, 45, 80)
 SMALL_HEADS, SMALL_GRID = 4, (4, 6, 8)
 CHUNKS = (1, 2, 4)
-CTAS = (8, 16, 32, 64)
 GROWTH = tuple(2**n for n in range(15, 19))
 # Outputs in bf16 of kernels that sum in another order, and of parts that are rounded once more.
 LARGEST_ERROR = 1e-2
@@ -108,7 +107,7 @@ def exchange_case(ranks: Ranks, bench: Bench) -> None:
     tokens = math.prod(grid) // ranks.size * ranks.size
     with ranks.sharing(Mesh(ulysses=ranks.size)):
         q, k, v = (own_tokens(x).contiguous() for x in make_qkv(tokens, heads))
-    made = {**_bare_exchanges(ranks, (q, k, v)), **_layer_exchanges(ranks, (q, k, v))}
+    made = {**_bare_exchanges((q, k, v)), **_layer_exchanges(ranks, (q, k, v))}
     share = (ranks.size - 1) / ranks.size
     contenders = [
         _exchange(name, Mesh(ulysses=ranks.size), q, tensors * share, run)
@@ -145,19 +144,12 @@ def _exchange(
     return Contender(name=name, run=in_group, mesh=mesh, sent=sent, around=around)
 
 
-def _bare_exchanges(ranks: Ranks, qkv: QKV) -> Exchanges:
-    """Return exchanges of memory as it lies, on any number of multiprocessors."""
+def _bare_exchanges(qkv: QKV) -> Exchanges:
+    """Return exchanges of memory as it lies."""
     packed = torch.cat(qkv, dim=-1)
     landed, received = torch.empty_like(packed), torch.empty_like(qkv[0])
     exchange = dist.all_to_all_single
     return {
-        **{
-            f"all_to_all, q k v in one, {ctas} CTAs": (
-                3,
-                lambda _, handle=handle: exchange(landed, packed, group=handle),
-            )
-            for ctas, handle in _groups_by_ctas(ranks).items()
-        },
         "all_to_all, q k v in one": (3, lambda g: exchange(landed, packed, group=g.handle)),
         "all_to_all, 1 tensor": (1, lambda g: exchange(received, qkv[0], group=g.handle)),
     }
@@ -184,16 +176,6 @@ def _layer_exchanges(ranks: Ranks, qkv: QKV) -> Exchanges:
         "gather output": (1, gather),
         "scatter and gather": (4, lambda g: (scatter(g, q, k, v), gather(g))),
     }
-
-
-def _groups_by_ctas(ranks: Ranks) -> dict[int, dist.ProcessGroup]:
-    """Return groups of all ranks whose exchanges run on that many multiprocessors."""
-    found = {}
-    for ctas in CTAS if DEVICE == "cuda" else ():
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        options.config.min_ctas = options.config.max_ctas = ctas
-        found[ctas] = dist.new_group(list(range(ranks.size)), backend="nccl", pg_options=options)
-    return found
 
 
 def growth_case(ranks: Ranks, bench: Bench) -> None:
