@@ -99,7 +99,7 @@ class Method:
     name: str
     plain: str
     curve: str
-    setting: str
+    setting: str = ""
     backend: str | None = None
     peer: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -389,7 +389,7 @@ def _marked(piece: str, function: Callable[..., Any], spans: list[Any]) -> Calla
 
 
 class Columns:
-    """The columns of a benchmark, by what was measured of a case.
+    """What was measured of a case, by contender, as the columns of benchmarks have it.
 
     Args:
         found: the layers.
@@ -402,100 +402,63 @@ class Columns:
 
     def of(self, name: str, column: str) -> object:
         """Return the value of a column for a contender."""
-        value = getattr(self, column)(name)
+        value = COLUMNS[column](self, name)
         return float(f"{value:.4g}") if isinstance(value, float) else value
 
-    def over(self, name: str, other: str) -> float:
-        """Return the time of a contender over that of another, nan where it was not timed."""
-        return self.ms[name] / self.ms.get(other, math.nan)
+    def over(self, name: str, other: str | None = None) -> float:
+        """Return the time of a contender over another's, the base's by default; nan without it."""
+        return self.ms[name] / self.ms.get(other or self.found.base, math.nan)
 
-    def method_of(self, name: str) -> Method | None:
-        """Return what a contender is; None for dense attention."""
-        return self.found.methods.get(name)
-
-    def label(self, name: str) -> str:
-        """The backend and the kernel that ran."""
-        return self.found.layers[name].report().entries[-1].selection.label
-
-    def density(self, name: str) -> float:
-        """See `_harness.py`, as of the next columns."""
-        return self.found.density(name)[0]
-
-    def error_to_dense(self, name: str) -> float:
-        """See there."""
-        return self.found.to_dense.get(name, math.nan)
-
-    def extra_memory_share(self, name: str) -> float:
-        """See there."""
-        run, method = self.found.runs[name], self.method_of(name)
-        return extra_memory(run, inputs=4 if method is not None and method.gate else 3)
-
-    def speedup_over_fa3(self, name: str) -> float:
-        """See there."""
-        return 1 / self.over(name, FA3)
-
-    def dense_calls(self, name: str) -> float:
-        """The share of calls that were dense."""
-        return self.found.density(name)[1]
-
-    def over_fa3(self, name: str) -> float:
-        """The time over that of the benchmark's base."""
-        return self.over(name, self.found.base)
-
-    def over_dense(self, name: str) -> float:
-        """The time over that of dense attention over as many steps at once.
-
-        A GPU that is busy for long runs slower.
-        """
-        method, base = self.method_of(name), self.found.base
-        sustained = method is not None and method.generation
-        return self.over(name, f"{base}, a generation" if sustained else base)
-
-    def over_ideal(self, name: str) -> float:
-        """The time over density x dense attention's."""
-        return self.over(name, self.found.base) / self.density(name)
-
-    def over_without_tail(self, name: str) -> float:
-        """The time over that of the method without the variant."""
-        method = self.method_of(name)
-        return self.over(name, name if method is None else method.plain)
-
-    def over_plain(self, name: str) -> float:
-        """The same, of variants alone."""
-        method = self.method_of(name)
-        plain = method is None or method.plain == name
-        return math.nan if plain else self.over_without_tail(name)
-
-    def skipped(self, name: str) -> float:
-        """The share of the kernel's steps that `skip_below` left out."""
-        return self.found.skipped.get(name, math.nan)
-
-    def share_of_layer(self, name: str) -> float:
-        """Of pieces alone."""
-        return math.nan
-
-    def method(self, name: str) -> str:
-        """The curve that a setting is part of."""
-        method = self.method_of(name)
-        return "dense" if method is None else method.curve
-
-    def setting(self, name: str) -> str:
-        """What is varied along it."""
-        method = self.method_of(name)
-        return "" if method is None else method.setting
+    def method(self, name: str) -> Method:
+        """Return what a contender is."""
+        return self.found.methods.get(name, Method(name=name, plain=name, curve="dense"))
 
     def tail(self, name: str) -> str:
-        """What becomes of pairs that are not kept."""
-        method = self.method_of(name)
-        return "none" if method is None else str(method.config.get("tail", "none"))
+        """Return what becomes of the pairs that a contender does not keep."""
+        return str(self.method(name).config.get("tail", "none"))
+
+    def memory(self, name: str) -> float:
+        """Return the extra memory of a contender."""
+        inputs = 4 if self.method(name).gate else 3
+        return extra_memory(self.found.runs[name], inputs=inputs)
+
+    def over_dense(self, name: str) -> float:
+        """Return the time over dense attention's over as many steps: busy GPUs run slower."""
+        base, long = self.found.base, self.method(name).generation
+        return self.over(name, f"{base}, a generation" if long else base)
 
     def error_at_equal_time(self, name: str) -> float:
-        """The error of a tail over that without it after the same time."""
+        """Return the error of a tail over that without it after the same time."""
         if self.tail(name) != "pooled":
             return math.nan
-        alike = [x for x in self.ms if self.method(x) == self.method(name)]
-        plain = [(self.ms[x], self.error_to_dense(x)) for x in alike if self.tail(x) == "none"]
-        return self.error_to_dense(name) / error_at(plain, self.ms[name])
+        errors = self.found.to_dense
+        alike = [x for x in self.ms if self.method(x).curve == self.method(name).curve]
+        plain = [(self.ms[x], errors[x]) for x in alike if self.tail(x) == "none"]
+        return errors[name] / error_at(plain, self.ms[name])
+
+
+# `_harness.py` and the benchmarks in `layers.yaml` say what they are.
+COLUMNS: dict[str, Callable[[Columns, str], Any]] = {
+    "label": lambda of, name: of.found.layers[name].report().entries[-1].selection.label,
+    "method": lambda of, name: of.method(name).curve,
+    "setting": lambda of, name: of.method(name).setting,
+    "tail": Columns.tail,
+    "density": lambda of, name: of.found.density(name)[0],
+    "dense_calls": lambda of, name: of.found.density(name)[1],
+    "skipped": lambda of, name: of.found.skipped.get(name, math.nan),
+    "error_to_dense": lambda of, name: of.found.to_dense.get(name, math.nan),
+    "error_at_equal_time": Columns.error_at_equal_time,
+    "extra_memory_share": Columns.memory,
+    "speedup_over_fa3": lambda of, name: 1 / of.over(name, FA3),
+    "over_fa3": Columns.over,
+    "over_dense": Columns.over_dense,
+    "over_ideal": lambda of, name: of.over(name) / of.found.density(name)[0],
+    "over_without_tail": lambda of, name: of.over(name, of.method(name).plain),
+    "over_plain": lambda of, name: (
+        math.nan if of.method(name).plain == name else of.over(name, of.method(name).plain)
+    ),
+    "share_of_layer": lambda of, name: math.nan,  # of pieces
+}
 
 
 def error_at(curve: list[tuple[float, float]], ms: float) -> float:
@@ -516,9 +479,6 @@ def error_at(curve: list[tuple[float, float]], ms: float) -> float:
     return best[-1][1]
 
 
-SHORT = Method(name="", plain="", curve="", setting="")
-
-
 def measure(part: Mapping[str, Any], case: Case, bench: Bench) -> None:
     """Check, time and write the layers of a case, then their pieces."""
     with torch.set_grad_enabled(bench.options.backward):
@@ -526,7 +486,8 @@ def measure(part: Mapping[str, Any], case: Case, bench: Bench) -> None:
         errors = found.check()
         if bench.options.trial:
             return
-        long = [name for name in found.runs if found.methods.get(name, SHORT).generation]
+        long = [name for name in found.runs if name in found.methods]
+        long = [name for name in long if found.methods[name].generation]
         times = bench.time(
             {name: run for name, run in found.runs.items() if name not in long}, block_ms=80.0
         )
@@ -540,7 +501,7 @@ def measure(part: Mapping[str, Any], case: Case, bench: Bench) -> None:
             times,
             case,
             benchmark=f"{bench.name}{' backward' if found.backward else ''}",
-            flop={name: factor * case.flop * columns.density(name) for name in times},
+            flop={name: factor * case.flop * found.density(name)[0] for name in times},
             flop_formula=FLOP.replace("4*", "10*") if found.backward else FLOP,
             errors=errors,
             versions=found.versions,
