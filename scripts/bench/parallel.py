@@ -12,19 +12,22 @@ one GPU's before it is timed, and rows are written as each case ends. The forwar
 import argparse
 import sys
 import time
+from pathlib import Path
 
 import torch.distributed as dist
+import yaml
 from _harness import Bench
 from _parallel_layers import exchange_case, growth_case, layer_case
 from _ranks import Ranks
 
+_MODELS = yaml.safe_load(Path(__file__).with_name("models.yaml").read_text("utf-8"))
 SPARSE_LAYERS = {
-    "sliding_tile_attn": {"window": [3, 3, 3], "skip_time_steps": 0},
-    "video_sparse_attn": {"sparsity": 0.9},
+    name: _MODELS[name]["config"] for name in ("sliding_tile_attn", "video_sparse_attn")
 }
+# Tiles that a tiny video has several of.
 SMOKE = {
+    **SPARSE_LAYERS,
     "sliding_tile_attn": {"window": [1, 3, 1], "tile_size": [2, 2, 2], "skip_time_steps": 0},
-    "video_sparse_attn": {"sparsity": 0.5},
 }
 # What overlaps depends on how a kernel shares the GPU: these run beside `dense`, the choice.
 DENSE_LAYERS = ("fa", "triton_attn")

@@ -16,8 +16,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
+import yaml
 from _harness import DEVICE, Bench, relative_error, time_calls, version_of
 from diffusers import WanTransformer3DModel
 from diffusers.models.attention_dispatch import attention_backend
@@ -27,35 +29,8 @@ from multimodal_gen.runtime.layers.attention.report import AttentionReport
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.sparse.windows import pair_density
 
-TILE, WINDOW, SPARSITY = (6, 8, 8), (3, 3, 3), 0.9
-SPARSE = {
-    "sliding_tile_attn": {"window": list(WINDOW), "skip_time_steps": 0},
-    "video_sparse_attn": {"sparsity": SPARSITY},
-    "sla_attn": {"topk_ratio": 1 - SPARSITY},
-    "sage_sla_attn": {"topk_ratio": 1 - SPARSITY},
-    # The chunks and counts that the paper has for 720p.
-    "vmoba_attn": {
-        "temporal_chunk_size": 3, "temporal_topk": 2, "spatial_chunk_size": [9, 10],
-        "spatial_topk": 10, "st_chunk_size": [7, 15, 20], "st_topk": 9,
-        "moba_select_mode": "topk", "first_full_step": 0,
-    },
-    # Random weights give flat scores, of which 90 % of the mass is 90 % of the clusters: here the
-    # least share decides instead. As many iterations as a step that starts warm.
-    "sparse_video_gen_2_attn": {
-        "svg2_top_p_kmeans": 0.0, "svg2_min_kc_ratio": 1 - SPARSITY, "svg2_kmeans_iter_init": 2,
-        "svg2_first_layers_fp": 0, "svg2_first_times_fp": 0,
-    },
-}  # fmt: skip
-# The share of token pairs that each should attend to, where the data have a say.
-DENSITIES = {
-    # Of the few heads of a rank, too.
-    "video_sparse_attn": (0.06, 0.13),
-    "sla_attn": (0.09, 0.11),
-    "sage_sla_attn": (0.09, 0.11),
-    "vmoba_attn": (0.2, 0.35),
-    # A tenth of the clusters; they are kept by weight, so that large ones come first.
-    "sparse_video_gen_2_attn": (0.05, 0.35),
-}
+SPARSE = yaml.safe_load(Path(__file__).with_name("models.yaml").read_text("utf-8"))
+TILE = (6, 8, 8)
 MODES = ("eager", "compiled")
 
 Context = Callable[[], AbstractContextManager]
@@ -132,9 +107,11 @@ def build(case: Case) -> tuple[WanTransformer3DModel, dict[str, torch.Tensor]]:
 
 
 def applied(model: torch.nn.Module, backend: str | None = None) -> multimodal_gen.AttentionHandle:
-    """Run a model on a backend with what `SPARSE` has for it, or on the automatic choice."""
+    """Run a model on a backend with what `models.yaml` has for it, or on the automatic choice."""
     return multimodal_gen.apply(
-        model, attention_backend=backend, attention_backend_config=SPARSE.get(backend or "")
+        model,
+        attention_backend=backend,
+        attention_backend_config=SPARSE.get(backend, {}).get("config"),
     )
 
 
@@ -164,10 +141,11 @@ def sparse_backend(contender: str) -> str | None:
 def expected_density(case: Case, backend: str) -> tuple[float, float]:
     """Return bounds of the share of token pairs that a sparse backend should attend to."""
     if backend == "sliding_tile_attn":
-        density = pair_density(WINDOW, case.grid, TILE)
+        window = SPARSE[backend]["config"]["window"]
+        density = pair_density(tuple(window), case.grid, TILE)
         return density - 1e-3, density + 1e-3
     # Few blocks round far.
-    return (0.0, 1.01) if case.name == SMOKE[0].name else DENSITIES[backend]
+    return (0.0, 1.01) if case.name == SMOKE[0].name else tuple(SPARSE[backend]["density"])
 
 
 def check_report(
