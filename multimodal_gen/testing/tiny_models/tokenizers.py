@@ -46,22 +46,25 @@ _QWEN_CHAT_TEMPLATE: Final = (
 )
 
 
-def t5_tokenizer(*, model_max_length: int = 512) -> Any:
+def t5_tokenizer(
+    *, model_max_length: int = 512, sentences: Sequence[str] = SENTENCES
+) -> Any:
     """Return a `T5Tokenizer`, as T5 and UMT5 text encoders expect it.
 
     Args:
         model_max_length: Longest prompt in tokens.
+        sentences: Texts whose words become single tokens.
     """
     from tokenizers import Tokenizer, models
     from transformers import T5Tokenizer
 
     backend = T5Tokenizer(extra_ids=0).backend_tokenizer
     alphabet = [_SPACE, *_PRINTABLE]
-    merges = _learn_merges(SENTENCES, backend.pre_tokenizer, alphabet)
+    merges = _learn_merges(sentences, backend.pre_tokenizer, alphabet)
     pieces = _unique([*alphabet, *(left + right for left, right in merges)])
     segmenter = Tokenizer(models.BPE({p: i for i, p in enumerate(pieces)}, list(merges)))
     segmenter.pre_tokenizer = backend.pre_tokenizer
-    counts = Counter(token for text in SENTENCES for token in segmenter.encode(text).tokens)
+    counts = Counter(token for text in sentences for token in segmenter.encode(text).tokens)
     total = sum(counts.values()) + len(pieces)
     scores = [(piece, math.log((counts[piece] + 1) / total)) for piece in pieces]
     vocab = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *scores]
