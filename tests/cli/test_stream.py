@@ -1,5 +1,6 @@
 """`sglang generate --stream` and its generator, against the same pipelines called as a whole."""
 
+import errno
 import functools
 import json
 import os
@@ -10,6 +11,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import diffusers
 import imageio_ffmpeg
@@ -28,7 +30,7 @@ from multimodal_gen.cli.main import main
 from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.integrations.generator import DiffGenerator
 from multimodal_gen.runtime.distributed.mesh import Mesh
-from multimodal_gen.runtime.generator import stream
+from multimodal_gen.runtime.generator import output, stream
 from multimodal_gen.runtime.generator import streamed as pipelines
 from multimodal_gen.runtime.generator.output import GrowingVideo, OutputTarget
 from multimodal_gen.runtime.generator.stream import Streaming
@@ -459,6 +461,32 @@ def test_what_a_taker_of_chunks_raises_is_what_the_caller_gets(generator, tmp_pa
         generator.generate(**call, on_chunk=take, output_path=tmp_path / "a.mp4")
     assert found.value.__cause__ is None
     assert num_frames(tmp_path / "a.mp4") == 9
+    record = json.loads((tmp_path / "a.json").read_text())
+    assert (record["interrupted"], record["outputs"]) == (True, ["a.mp4"])
+    assert record["arguments"]["prompt"] == "a fox"
+
+
+@pytest.mark.parametrize(("room", "left"), [(0, []), (1, ["a.json", "a.mp4"])])
+def test_a_disk_that_fills_up_leaves_no_video_without_a_record(
+    room: int, left: list[str], generator, tmp_path, monkeypatch
+) -> None:
+    """It is full when the first record, or the last one, is to be written."""
+    call = {**HELIOS_CALL, "prompt": "a fox", "seed": 0, "stream": True}
+    write, written = output.write_record, []
+
+    def fill_up(record: dict[str, Any], path: Path) -> None:
+        if len(written) == room:
+            path.write_bytes(b"{")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written.append(path)
+        write(record, path)
+
+    monkeypatch.setattr(output, "write_record", fill_up)
+    with pytest.raises(UsageError, match=r"could not be .*No space left on device"):
+        generator.generate(**call, output_path=tmp_path / "a.mp4")
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
+    if left:
+        assert json.loads((tmp_path / "a.json").read_text())["interrupted"]
 
 
 def test_ctrl_c_ends_the_video_with_what_is_done(sglang, helios, tmp_path, monkeypatch) -> None:
@@ -546,7 +574,7 @@ def test_a_killed_process_leaves_a_video_that_plays(
     # Two chunks of the video, but for what the codec loses.
     off = [np.abs(left[n] - whole.pixels[0][n]).mean() for n in range(17)]
     assert max(off) < 0.1 < np.abs(left[0] - whole.pixels[0][9]).mean(), off
-    assert not path.with_suffix(".json").exists()
+    assert json.loads(path.with_suffix(".json").read_text())["interrupted"]
 
 
 @pytest.mark.slow

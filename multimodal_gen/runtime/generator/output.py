@@ -13,15 +13,16 @@ import logging
 import os
 import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 
 from multimodal_gen.errors import MissingDependencyError, UsageError
-from multimodal_gen.files import is_taken, nearest_existing, require_writable
+from multimodal_gen.files import atomic_write, is_taken, nearest_existing, require_writable
 from multimodal_gen.runtime.generator.progress import each_frame
 from multimodal_gen.runtime.layers.attention.report import Json
 
@@ -283,11 +284,13 @@ def _even(data: Any, path: Path) -> tuple[Any, str | None]:
 class GrowingVideo:
     """An MP4 in fragments, which plays while it is written, and wherever writing ends.
 
-    It gets its name with the first frames: the target's, or a free one in its folder.
+    It gets its name with the first frames: the target's, or a free one in its folder. So that it is
+    never without a record, one that says it was interrupted lies beside it until it is done.
 
     Args:
         target: where to write.
         fps: frames per second.
+        record: what that says besides.
 
     Attributes:
         names: the files of the generation, once frames were written.
@@ -295,10 +298,12 @@ class GrowingVideo:
         num_frames: frames that were written.
     """
 
-    def __init__(self, target: OutputTarget, fps: int) -> None:
+    def __init__(
+        self, target: OutputTarget, fps: int, record: Mapping[str, Json] = MappingProxyType({})
+    ) -> None:
         self.names: OutputNames | None = None
         self.note: str | None = None
-        self._target, self._fps = target, fps
+        self._target, self._fps, self._record = target, fps, record
         self.num_frames = 0
         self._writer: Any = None
 
@@ -356,6 +361,13 @@ class GrowingVideo:
                 if self._target.is_file:
                     raise
                 continue  # another run took the name in the folder meanwhile
+            record = {**self._record, "outputs": [names.media[0].name], "interrupted": True}
+            try:
+                with atomic_write(names.record) as partial:
+                    write_record(record, partial)
+            except BaseException:
+                names.media[0].unlink()
+                raise
             return names
 
 

@@ -263,7 +263,8 @@ class Session:
         """Generate an image or a video, and write it with a record of the run.
 
         Options that do not fit the pipeline or the disk are refused before the first step. After an
-        error or Ctrl-C no file is left, but a video that is streamed stays with what is done of it.
+        error or Ctrl-C no file is left, but a video that is streamed stays with what is done of it,
+        and with a record that says so.
 
         Args:
             args: what to generate and where to write it; what concerns loading is as it was.
@@ -290,7 +291,8 @@ class Session:
         video, stream = None, None
         if args.stream:
             rate = args.fps or default_fps(self.index)
-            video = None if target is None else GrowingVideo(target, rate)
+            record = self._record(args, facts)
+            video = None if target is None else GrowingVideo(target, rate, record)
             stream = Streaming(args, partial(_give, video, on_chunk))
         try:
             with _with_callers_errors(), out_of_memory_explained():
@@ -304,7 +306,8 @@ class Session:
         shape = produced(run.pixels) if stream is None else stream.produced()
         if video is not None:  # Ctrl-C may come between two frames
             shape["num_frames"] = video.num_frames
-        record = self._record(args, facts, shape, report)
+        record = self._record(args, facts)
+        record |= {"produced": shape, "attention": report.as_dict()}
         also = _attention_record(args, record, report, check)
         record |= {} if stream is None else stream.as_dict()
         notes = (*call.notes, *self._notes, *run.notes, *differences(shape, args))
@@ -324,10 +327,9 @@ class Session:
         )
         if target is not None:
             write = partial(_write, target, made, timings, mark, also)
-            if video is None:
-                made = _save(target, len(made.pixels), also, write)
-            elif video.names is not None:
-                made = write(video.names)
+            names = None if video is None else video.names
+            if video is None or names is not None:
+                made = _save(target, len(made.pixels), also, write, names)
         return replace(made, seconds=time.perf_counter() - started)
 
     def close(self) -> None:
@@ -382,13 +384,8 @@ class Session:
             if guider is not None:
                 pipe.guider = guider
 
-    def _record(
-        self,
-        args: ServerArgs,
-        facts: Mapping[str, Json],
-        made: Mapping[str, Json],
-        report: Report,
-    ) -> dict[str, Json]:
+    def _record(self, args: ServerArgs, facts: Mapping[str, Json]) -> dict[str, Json]:
+        """Return what is known before anything is made."""
         mesh = _mesh()
         return {
             **facts,
@@ -396,8 +393,6 @@ class Session:
             "pipeline": self.index.name,
             "arguments": as_plain(args),
             "mesh": None if mesh is None else {**asdict(mesh), "ranks": mesh.world_size},
-            "produced": dict(made),
-            "attention": report.as_dict(),
         }
 
 
@@ -544,10 +539,14 @@ def _save(
     count: int,
     also: Collection[Path],
     write: Callable[[OutputNames], Generated],
+    streamed: OutputNames | None,
 ) -> Generated:
-    """Write everything under names that are free, or nothing; return what was written."""
+    """Write everything under names that are free, or nothing; return what was written.
+
+    A video that was streamed has its names, and keeps its first record where no other fits.
+    """
     while True:
-        names = target.names(count)
+        names = streamed or target.names(count)
         try:
             with ending_signals_raise():
                 return write(names)
@@ -558,7 +557,7 @@ def _save(
                     f"--record-attention must not exist yet, got {str(taken)!r}, which another "
                     f"program wrote meanwhile; run again with another name, or --overwrite"
                 ) from None
-            if target.overwrite or not names.taken:
+            if streamed is not None or target.overwrite or not names.taken:
                 raise
             if target.is_file:
                 raise UsageError(
@@ -606,6 +605,8 @@ def _write(
         }
         for path, each in {names.record: record, **also}.items():
             output.write_record(each, staging.path(path))
+        if not made.pixels:
+            names.record.unlink(missing_ok=True)  # that of a video which is not done
     return replace(
         made,
         record=record,
