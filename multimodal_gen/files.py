@@ -6,7 +6,6 @@ at the end. Importing this module needs the standard library only.
 
 import errno
 import os
-import re
 import shutil
 import stat
 import tempfile
@@ -67,28 +66,6 @@ def read_text(path: Path, *, what: str) -> str:
         return read_small_file(path)
     except MalformedError as error:
         raise ConfigError(f"{what} must be a readable file, got {str(path)!r}: {error}") from None
-
-
-def read_lines(path: Path, *, flag: str) -> list[str]:
-    """Return the lines of a regular text file, without a byte order mark.
-
-    They end where editors and JSON end them: `str.splitlines` also cuts at characters that are
-    part of a text, such as U+2028.
-
-    Args:
-        path: the file.
-        flag: what names it, for messages.
-
-    Raises:
-        ConfigError: as `read_small_file`.
-    """
-    try:
-        text = read_small_file(path, encoding="utf-8-sig")
-    except MalformedError as error:
-        raise ConfigError(
-            f"{flag} must be a readable text file, got {str(path)!r}: {error}"
-        ) from None
-    return re.split(r"\r\n|\r|\n", text)
 
 
 @contextmanager

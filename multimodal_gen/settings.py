@@ -749,6 +749,24 @@ class Setting:
         return ConfigError(f"{self.flag} must be {expected}, got {short(value)}")
 
 
+_KINDS = (bool, int, float, Path, str)
+
+
+def declared(name: str, hint: Any, default: Any) -> Setting:
+    """Return the setting of a field, or of a command's parameter.
+
+    Args:
+        name: its name.
+        hint: its annotation, `Annotated[type, Setting(...)]`.
+        default: its default, or `MISSING`.
+    """
+    annotation, setting = get_args(hint)
+    members = [annotation, *get_args(annotation)]
+    members += [inner for member in members for inner in get_args(member)]
+    kind = next(kind for kind in _KINDS if kind in members)
+    return dataclasses.replace(setting, name=name, kind=kind, default=default)
+
+
 def as_flag(setting: str) -> str:
     """Return the flag of a setting: `--attention-config` for `attention_config`."""
     return "--" + setting.replace("_", "-")
@@ -771,6 +789,31 @@ def expanded(path: str | Path, name: str) -> Path:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"{name} must be a path, got {short(str(path))}: {reason}") from error
     return found
+
+
+def lines_of(file: str | Path, flag: str) -> Iterator[tuple[int, str]]:
+    """Yield the lines of a text file that are not empty: their numbers, and their text in them.
+
+    They end where editors and JSON end them: `str.splitlines` also cuts at characters that are
+    part of a text, such as U+2028. A byte order mark is no part of the first.
+
+    Args:
+        file: the file.
+        flag: what names it, for messages.
+
+    Raises:
+        ConfigError: as `read_small_file`.
+    """
+    path = expanded(file, flag)
+    try:
+        text = read_small_file(path, encoding="utf-8-sig")
+    except MalformedError as error:
+        raise ConfigError(
+            f"{flag} must be a readable text file, got {str(path)!r}: {error}"
+        ) from None
+    for number, line in enumerate(re.split(r"\r\n|\r|\n", text), 1):
+        if line.strip():
+            yield number, line.strip()
 
 
 def as_pairs(setting: Setting, value: object) -> dict[str, object]:

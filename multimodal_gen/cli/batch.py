@@ -14,9 +14,17 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from multimodal_gen.errors import ConfigError, MultimodalGenError, nearest, short
-from multimodal_gen.files import MalformedError, read_lines
+from multimodal_gen.files import MalformedError
 from multimodal_gen.runtime.server_args import LOADING_SETTINGS, SETTINGS
-from multimodal_gen.settings import Setting, as_flag, as_plain, expanded, read_json, read_mapping
+from multimodal_gen.settings import (
+    Setting,
+    as_flag,
+    as_plain,
+    expanded,
+    lines_of,
+    read_json,
+    read_mapping,
+)
 
 if TYPE_CHECKING:
     from multimodal_gen.integrations.generator import Job
@@ -170,10 +178,8 @@ def _named(given: Mapping[Any, Any], where: str) -> dict[str, Any]:
 def _lines(path: object, settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the settings that each line of a file of prompts gives."""
     _PROMPT_FILE.normalised(path)
-    lines = read_lines(expanded(str(path), "--prompt-file"), flag="--prompt-file")
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            yield _line(line.strip(), f"--prompt-file {str(path)!r}, line {number},", settings)
+    for number, line in lines_of(str(path), "--prompt-file"):
+        yield _line(line, f"--prompt-file {str(path)!r}, line {number},", settings)
 
 
 def _line(text: str, where: str, settings: Mapping[str, Any]) -> dict[str, Any]:

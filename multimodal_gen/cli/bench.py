@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from multimodal_gen.cli.options import AsJson, Settings, number_of, path_of, takes
+from multimodal_gen.cli.options import AsJson, Settings, takes
 from multimodal_gen.cli.table import Row, echo, table, wrapped
 from multimodal_gen.errors import UsageError, short
 from multimodal_gen.files import is_taken, require_writable
 from multimodal_gen.runtime.backend_names import parse_attention_backend
 from multimodal_gen.runtime.server_args import SETTINGS
+from multimodal_gen.settings import Setting
 
 if TYPE_CHECKING:
     import torch
@@ -37,8 +38,8 @@ _TEXT = (77, 256, 512)
 
 _ShapeOption = Annotated[
     list[str] | None,
-    typer.Option(
-        "--shape",
+    Setting(
+        many=True,
         metavar="BxSxHxD",
         help="Batch, tokens, heads and head size of the calls to measure, e.g. 1x4096x24x128; "
         ":keys=N and :kv_heads=N where they differ, :mask with some keys masked. May be "
@@ -47,37 +48,34 @@ _ShapeOption = Annotated[
 ]
 _TokensOption = Annotated[
     list[int] | None,
-    typer.Option(
-        "--tokens",
+    Setting(
+        many=True,
         metavar="N",
-        parser=number_of("--tokens", int, 1),
+        ge=1,
         help="Tokens of the denoiser with --model-path. May be repeated. Default: "
         f"{', '.join(map(str, _TOKENS))}.",
     ),
 ]
 _BackendOption = Annotated[
     list[str] | None,
-    typer.Option(
-        "--backend",
+    Setting(
+        many=True,
         metavar="NAME",
         help="Measure these alone. May be repeated. Default: every dense one that is present.",
     ),
 ]
 _RoundsOption = Annotated[
     int,
-    typer.Option(
-        "--rounds",
+    Setting(
         metavar="N",
-        parser=number_of("--rounds", int, 1),
+        ge=1,
         help="How often each is timed, in turns.",
     ),
 ]
 _SaveOption = Annotated[
     Path | None,
-    typer.Option(
-        "--save",
+    Setting(
         metavar="FILE",
-        parser=path_of("--save"),
         help="Write what was measured to a new JSON file, for --attention-auto-table.",
     ),
 ]

@@ -1,21 +1,22 @@
 """`sglang attention compare`: what backends do to the output of a model, and what they save."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from multimodal_gen.cli.options import Settings, number_of, path_of, takes
+from multimodal_gen.cli.options import Settings, takes
 from multimodal_gen.cli.prompts import PromptFile, Prompts, read_prompts
 from multimodal_gen.cli.table import Row, echo, table, wrapped
 from multimodal_gen.errors import ConfigError, UsageError, short
 from multimodal_gen.runtime.server_args import SETTINGS, ServerArgs
+from multimodal_gen.settings import Setting, as_flag
 
 if TYPE_CHECKING:
-    from multimodal_gen.runtime.comparison.configurations import Configuration, Plan
+    from multimodal_gen.runtime.comparison.configurations import Plan
     from multimodal_gen.runtime.comparison.record import Report, Run
 
 COMPARED = (
@@ -35,20 +36,10 @@ COMPARED = (
 STEPS = replace(SETTINGS["num_inference_steps"], short="--steps")
 
 
-def _refuse_several(num_gpus: int) -> None:
-    from multimodal_gen.runtime.comparison.configurations import ONE_DEVICE
-
-    if num_gpus != 1:
-        raise UsageError(f"--num-gpus must be 1, got {num_gpus}: {ONE_DEVICE}")
-
-
 OneGpu = Annotated[
     int,
-    typer.Option(
-        "--num-gpus",
+    Setting(
         metavar="N",
-        parser=number_of("--num-gpus", int),
-        callback=_refuse_several,
         help="Must be 1; `sglang generate --num-gpus` takes several, for a backend at a time.",
     ),
 ]
@@ -56,8 +47,7 @@ OneGpu = Annotated[
 
 _Backends = Annotated[
     str,
-    typer.Option(
-        "--backends",
+    Setting(
         metavar="CONFIGS",
         help="What is compared: backends between semicolons, each with its parameters behind a "
         "colon, as in 'sliding_tile_attn:window=[3,3,3];sage_attn'.",
@@ -65,28 +55,23 @@ _Backends = Annotated[
 ]
 _Output = Annotated[
     Path,
-    typer.Option(
-        "--output",
+    Setting(
         metavar="FOLDER",
-        parser=path_of("--output"),
         help="Folder for report.json, report.html and the clips; new or empty without --resume.",
     ),
 ]
 _Reference = Annotated[
     str,
-    typer.Option("--reference", metavar="CONFIG", help="Dense backend the others are put beside."),
+    Setting(metavar="CONFIG", help="Dense backend the others are put beside."),
 ]
 _Floor = Annotated[
     str | None,
-    typer.Option(
-        "--floor",
+    Setting(
         metavar="CONFIGS",
         help="Exact backends whose difference is noise. Default: up to two that run here.",
     ),
 ]
-_Seeds = Annotated[
-    str, typer.Option("--seeds", metavar="N-N,N", help="Seeds of the noise, for every prompt.")
-]
+_Seeds = Annotated[str, Setting(metavar="N-N,N", help="Seeds of the noise, for every prompt.")]
 _Resume = Annotated[
     bool,
     typer.Option(
@@ -97,20 +82,18 @@ _Resume = Annotated[
 ]
 _Replayed = Annotated[
     int | None,
-    typer.Option(
-        "--replayed-steps",
+    Setting(
         metavar="N",
-        parser=number_of("--replayed-steps", int, 0),
+        ge=0,
         help="Denoising steps of a generation whose attention calls all backends are given, for "
         "errors by layer and head. Default: one in ten, up to three.",
     ),
 ]
 _LayersFor = Annotated[
     int | None,
-    typer.Option(
-        "--layers-for",
+    Setting(
         metavar="N",
-        parser=number_of("--layers-for", int, 1),
+        ge=1,
         help="Prompts and seeds of which that is done, one of each prompt first. Default: all.",
     ),
 ]
@@ -142,38 +125,40 @@ def compare(
     difference is the noise, and on each backend. Writes report.json and report.html. A backend that
     fails or runs out of memory is a row of the report.
     """
-    del num_gpus
-    report = run_comparison(
-        settings,
-        backends=backends,
-        folder=output,
+    from multimodal_gen.runtime.comparison.configurations import plan_of
+
+    refuse_several(num_gpus)
+    plan = plan_of(
         prompts=read_prompts(prompt, prompts, "a comparison"),
+        seeds=read_seeds(seeds),
+        backends=backends,
         reference=reference,
         floor=floor,
-        seeds=seeds,
+        folder=output,
         resume=resume,
         replayed_steps=replayed_steps,
         layers_for=layers_for,
-        page=page,
+        spell=as_flag,
     )
+    report = run_comparison(settings, plan, page=page)
     print_report(report)
     typer.echo(f"\nreport: {output / 'report.json'}")
     if page:
         typer.echo(f"page:   {output / 'report.html'}")
 
 
+def refuse_several(num_gpus: int) -> None:
+    """Refuse what was given up in 0.2."""
+    from multimodal_gen.runtime.comparison.configurations import ONE_DEVICE
+
+    if num_gpus != 1:
+        raise UsageError(f"--num-gpus must be 1, got {num_gpus}: {ONE_DEVICE}")
+
+
 def run_comparison(
     settings: Settings,
+    plan: "Plan",
     *,
-    backends: str,
-    folder: Path,
-    prompts: Sequence[str],
-    reference: str,
-    floor: str | None,
-    seeds: str,
-    resume: bool,
-    replayed_steps: int | None,
-    layers_for: int | None = None,
     page: bool = True,
     check: Callable[["Plan", ServerArgs], object] = lambda plan, args: None,
 ) -> "Report":
@@ -182,7 +167,7 @@ def run_comparison(
     Before anything is loaded, `check` may refuse what is planned.
     """
     from multimodal_gen.integrations.comparison import run_plan
-    from multimodal_gen.runtime.comparison.configurations import ONE_DEVICE, Plan
+    from multimodal_gen.runtime.comparison.configurations import ONE_DEVICE
     from multimodal_gen.runtime.comparison.page import require_page
     from multimodal_gen.runtime.comparison.store import check_folder
     from multimodal_gen.runtime.distributed.launch import is_launched_rank
@@ -194,20 +179,8 @@ def run_comparison(
     if is_launched_rank():
         raise UsageError(ONE_DEVICE)
     args = ServerArgs(**settings, prompt="", backend="sglang")
-    dense, exact, candidates = _configurations(reference, floor, backends)
-    plan = Plan(
-        prompts=tuple(dict.fromkeys(prompts)),
-        seeds=_seeds(seeds),
-        reference=dense,
-        candidates=candidates,
-        floor=exact,
-        folder=folder,
-        resume=resume,
-        replayed_steps=replayed_steps,
-        layers_for=layers_for,
-    )
     check(plan, args)
-    check_folder(folder, resume=resume)
+    check_folder(plan.folder, resume=plan.resume)
     if page:
         require_page()
     index = PipelineIndex.read(args.model_path, args.pipeline_class_name)
@@ -284,19 +257,7 @@ def _cost(run: "Run", reference: "Run") -> Iterator[str]:
     yield f"{cost.attention_share:.0%}"
 
 
-def _configurations(
-    reference: str, floor: str | None, backends: str
-) -> tuple["Configuration", tuple["Configuration", ...] | None, tuple["Configuration", ...]]:
-    from multimodal_gen.runtime.comparison.configurations import read_configurations
-
-    (dense,) = read_configurations([reference], name="--reference")
-    candidates = read_configurations(backends, taken=[dense.name])
-    taken = [dense.name, *(each.name for each in candidates)]
-    exact = None if floor is None else read_configurations(floor, name="--floor", taken=taken)
-    return dense, exact, candidates
-
-
-def _seeds(text: str) -> tuple[int, ...]:
+def read_seeds(text: str) -> tuple[int, ...]:
     """Return the seeds of text such as "0-3,7"."""
     found: dict[int, None] = {}
     for part in text.split(","):

@@ -52,7 +52,7 @@ app.add_typer(attention.app, name="attention")
 _TRACEBACK, _LOG_LEVEL = "--traceback", "--log-level"
 
 
-_LEVELS = Setting(name="log_level", choices=("debug", "info", "warning", "error"), help="")
+_LEVELS = Setting(choices=("debug", "info", "warning", "error"), help="")
 
 
 def _print_version(wanted: bool) -> None:
@@ -205,7 +205,7 @@ def _problem(error: Any) -> str:
         return _plain(error)
     if hasattr(error, "param_type"):
         return f"{parameter.opts[0]} must be given"
-    return str(error.message)
+    return f"{parameter.opts[0]} {error.message}"
 
 
 def _plain(error: Any) -> str:

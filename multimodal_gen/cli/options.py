@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeAlias, get_args
 
 import typer
 
 from multimodal_gen.cli.completion import COMPLETIONS
-from multimodal_gen.errors import ConfigError, short
+from multimodal_gen.errors import ConfigError
 from multimodal_gen.files import MalformedError
-from multimodal_gen.settings import Setting, expanded, read_scalar
+from multimodal_gen.settings import Setting, declared, expanded, read_scalar
 
 Settings: TypeAlias = Mapping[str, Any]
 """What was typed, or the defaults, by name of the setting."""
@@ -26,9 +26,11 @@ _CONTEXT = "context"
 def takes(
     *settings: Setting, given_only: bool = False
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command a flag for each of `settings`, whose values it gets as `settings`.
+    """Give a command its flags.
 
-    Help lists the flags where that argument stands among the command's own.
+    A parameter that is annotated with a `Setting`, as fields of `ServerArgs` are, is a flag of its
+    name. The values of `settings` it gets as one argument, `settings`; help lists them where that
+    stands.
 
     Args:
         settings: those of `ServerArgs`, or others declared in the same way.
@@ -41,7 +43,7 @@ def takes(
             typed = {setting.name: _plain(values.pop(setting.name)) for setting in settings}
             if given_only:
                 typed = {name: it for name, it in typed.items() if _was_given(context, name)}
-            run(**{_ARGUMENT: typed}, **values)
+            run(**({_ARGUMENT: typed} if settings else {}), **values)
 
         parameters = list(_parameters(run, settings, required=not given_only))
         context = inspect.Parameter(
@@ -61,10 +63,14 @@ def takes(
 def _parameters(
     run: Callable[..., None], settings: tuple[Setting, ...], *, required: bool
 ) -> Iterator[inspect.Parameter]:
-    """Yield the parameters of a command, with those of the settings in place of `settings`."""
+    """Yield the parameters of a command as typer takes them."""
     for name, parameter in inspect.signature(run).parameters.items():
+        default = MISSING if parameter.default is parameter.empty else parameter.default
         if name == _ARGUMENT:
             yield from (_parameter(setting, required=required) for setting in settings)
+        elif any(isinstance(it, Setting) for it in get_args(parameter.annotation)):
+            setting = declared(name, parameter.annotation, default)
+            yield _parameter(setting, paths=setting.kind is Path)
         else:
             yield parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
 
@@ -75,7 +81,9 @@ def _was_given(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def _parameter(setting: Setting, *, required: bool) -> inspect.Parameter:
+def _parameter(
+    setting: Setting, *, required: bool = True, paths: bool = False
+) -> inspect.Parameter:
     default, text = setting.default, setting.help + _range(setting)
     if default is MISSING:
         default = inspect.Parameter.empty if required else None
@@ -83,14 +91,13 @@ def _parameter(setting: Setting, *, required: bool) -> inspect.Parameter:
     kind: Any = setting.kind
     if kind is Path:  # as text: of an empty one a path would make the folder one is in
         kind, default = str, None if default is None else str(default)
-    if setting.many:
-        kind = list[kind]
     # What a configuration file switches on, the command line can switch off.
     flag = f"{setting.flag}/--no-{setting.flag[2:]}" if kind is bool else setting.flag
+    listed: Any = list[kind] if setting.many else kind
     option = typer.Option(
         *filter(None, (flag, setting.short)),
         metavar=setting.metavar or (f"<{'|'.join(setting.choices)}>" if setting.choices else None),
-        parser=reader(setting) if setting.choices or setting.kind in (int, float) else None,
+        parser=reader(setting) if setting.choices or paths or kind in (int, float) else None,
         help=text,
         show_default=kind is not bool,
         autocompletion=COMPLETIONS.get(setting.name) or _completion(setting),
@@ -99,7 +106,7 @@ def _parameter(setting: Setting, *, required: bool) -> inspect.Parameter:
         setting.name,
         inspect.Parameter.KEYWORD_ONLY,
         default=default,
-        annotation=Annotated[kind | None if default is None else kind, option],
+        annotation=Annotated[listed | None if default is None else listed, option],
     )
 
 
@@ -110,7 +117,10 @@ def _range(setting: Setting) -> str:
 
 
 def reader(setting: Setting) -> Callable[[Any], Any]:
-    """Return what reads one value of a flag, with this package's words for what is wrong."""
+    """Return what reads one value of a flag.
+
+    What is wrong it says in this package's words, in front of which `main` puts the flag.
+    """
     one = replace(setting, many=False)
 
     def read(given: Any) -> Any:
@@ -119,28 +129,10 @@ def reader(setting: Setting) -> Callable[[Any], Any]:
             with suppress(MalformedError):
                 value = read_scalar(given)
         try:
-            return one.normalised(given if isinstance(value, bool) or value is None else value)
+            found = one.normalised(given if isinstance(value, bool) or value is None else value)
+            return expanded(found, one.flag) if isinstance(found, Path) else found
         except ConfigError as error:
-            raise typer.BadParameter(str(error)) from None
-
-    return read
-
-
-def number_of(flag: str, kind: type, ge: float | None = None, le: float | None = None) -> Any:
-    """Return what reads a number of a flag that is no setting."""
-    return reader(Setting(help="", name=flag.removeprefix("--"), kind=kind, ge=ge, le=le))
-
-
-def path_of(flag: str) -> Callable[[Any], Path]:
-    """Return what reads a path, with `~` expanded."""
-
-    def read(given: Any) -> Path:
-        try:
-            if str(given).strip():
-                return expanded(given, flag)
-        except ConfigError as error:
-            raise typer.BadParameter(str(error)) from None
-        raise typer.BadParameter(f"{flag} must be a file or folder, got {short(given)}")
+            raise typer.BadParameter(str(error).removeprefix(f"{one.flag} ")) from None
 
     return read
 

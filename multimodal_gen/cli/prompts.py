@@ -3,18 +3,15 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from multimodal_gen.errors import UsageError
-from multimodal_gen.files import read_lines
+from multimodal_gen.settings import Setting, lines_of
 
 Prompts = Annotated[
     list[str] | None,
-    typer.Option("--prompt", metavar="TEXT", help="What to generate; may be given repeatedly."),
+    Setting(metavar="TEXT", many=True, help="What to generate; may be given repeatedly."),
 ]
 PromptFile = Annotated[
-    Path | None,
-    typer.Option("--prompts", metavar="FILE", help="Text file with one prompt per line."),
+    Path | None, Setting(metavar="FILE", help="Text file with one prompt per line.")
 ]
 
 
@@ -30,10 +27,8 @@ def read_prompts(given: list[str] | None, file: Path | None, what: str) -> list[
         ConfigError: the file cannot be read.
         UsageError: there are none.
     """
-    prompts = [*(given or [])]
-    if file is not None:
-        lines = read_lines(file, flag="--prompts")
-        prompts += [line.strip() for line in lines if line.strip()]
+    lines = () if file is None else lines_of(file, "--prompts")
+    prompts = [*(given or ()), *(line for _, line in lines)]
     if not prompts:
         raise UsageError(
             f"{what} must have at least one prompt, got none; give --prompt or --prompts"

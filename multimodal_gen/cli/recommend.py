@@ -8,12 +8,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from multimodal_gen.cli.compare import COMPARED, STEPS, OneGpu, print_report, run_comparison
-from multimodal_gen.cli.options import AsJson, Settings, number_of, path_of, takes
+from multimodal_gen.cli.compare import (
+    COMPARED,
+    STEPS,
+    OneGpu,
+    print_report,
+    read_seeds,
+    refuse_several,
+    run_comparison,
+)
+from multimodal_gen.cli.options import AsJson, Settings, takes
 from multimodal_gen.cli.prompts import PromptFile, Prompts, read_prompts
 from multimodal_gen.cli.table import echo, wrapped
 from multimodal_gen.errors import UsageError
 from multimodal_gen.runtime.server_args import SETTINGS
+from multimodal_gen.settings import Setting, as_flag
 
 if TYPE_CHECKING:
     from multimodal_gen.runtime.comparison.record import Report
@@ -27,8 +36,7 @@ _MODEL = replace(
 
 _Folder = Annotated[
     Path,
-    typer.Option(
-        "--comparison",
+    Setting(
         metavar="FOLDER",
         help="Folder of a comparison. With --model-path the comparison is made there: new, or this "
         "search's own, which is gone on with.",
@@ -36,46 +44,37 @@ _Folder = Annotated[
 ]
 _MinPsnr = Annotated[
     float | None,
-    typer.Option(
-        "--min-psnr",
+    Setting(
         metavar="DB",
-        parser=number_of("--min-psnr", float),
         help="Least mean PSNR, in dB.",
     ),
 ]
 _MinVmaf = Annotated[
     float | None,
-    typer.Option(
-        "--min-vmaf",
+    Setting(
         metavar="X",
-        parser=number_of("--min-vmaf", float),
         help="Least mean VMAF, 0 to 100.",
     ),
 ]
 _MaxError = Annotated[
     float | None,
-    typer.Option(
-        "--max-error",
+    Setting(
         metavar="X",
-        parser=number_of("--max-error", float),
         help="Largest mean relative L2 distance of the last latents. Without any limit: within "
         "the noise of dense kernels.",
     ),
 ]
 _Output = Annotated[
     Path | None,
-    typer.Option(
-        "--output",
+    Setting(
         metavar="FILE",
-        parser=path_of("--output"),
         help="YAML file to write, for --attention-config of `sglang generate`, or for --config "
         "where a step cache won; an older one is replaced.",
     ),
 ]
 _Backends = Annotated[
     str | None,
-    typer.Option(
-        "--backends",
+    Setting(
         metavar="CONFIGS",
         help="With --model-path: what is searched, as in `sglang attention compare`. Default: "
         "each sparse method that needs no training, from mild to strong, and sage_attn.",
@@ -83,10 +82,8 @@ _Backends = Annotated[
 ]
 _Seeds = Annotated[
     str | None,
-    typer.Option(
-        "--seeds",
+    Setting(
         metavar="N-N,N",
-        show_default="0",
         help="With --model-path: seeds of every prompt.",
     ),
 ]
@@ -115,8 +112,9 @@ def recommend(
     nothing is, says what comes nearest, writes no file, and ends with status 1.
     """
     from multimodal_gen.runtime.comparison import recommend as choice
+    from multimodal_gen.runtime.comparison.configurations import plan_of
 
-    del num_gpus
+    refuse_several(num_gpus)
     limits = choice.Limits(min_psnr=min_psnr, min_vmaf=min_vmaf, max_error=max_error)
     if output is not None:
         choice.check_file(output)
@@ -124,18 +122,16 @@ def recommend(
         _refuse_search(prompt, prompts, backends, seeds, settings)
         report = _read(comparison)
     else:
-        report = run_comparison(
-            settings,
+        plan = plan_of(
+            prompts=read_prompts(prompt, prompts, "a comparison"),
+            seeds=read_seeds("0" if seeds is None else seeds),
             backends=backends or ";".join(choice.GRID),
             folder=comparison,
-            prompts=read_prompts(prompt, prompts, "a comparison"),
-            reference="torch_sdpa",
-            floor=None,
-            seeds="0" if seeds is None else seeds,
             resume=os.path.exists(comparison),
             replayed_steps=0,
-            check=choice.check_search,
+            spell=as_flag,
         )
+        report = run_comparison(settings, plan, check=choice.check_search)
         if not as_json:
             print_report(report)
             typer.echo("")

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from multimodal_gen.cli.options import AsJson, Settings, number_of, path_of, takes
+from multimodal_gen.cli.options import AsJson, Settings, takes
 from multimodal_gen.cli.prompts import PromptFile, Prompts, read_prompts
 from multimodal_gen.cli.table import Row, echo, table
 from multimodal_gen.errors import ConfigError, UsageError, short
 from multimodal_gen.runtime.server_args import CALL_SETTINGS, SETTINGS, ServerArgs
-from multimodal_gen.settings import by_axis
+from multimodal_gen.settings import Setting, by_axis
 
 if TYPE_CHECKING:
     from multimodal_gen.integrations.diffusers import AttentionHandle
@@ -45,46 +45,38 @@ _SEED = replace(SETTINGS["seed"], default=0, help="Seed of the noise.")
 
 _Folder = Annotated[
     Path,
-    typer.Option(
-        "--output",
+    Setting(
         metavar="FOLDER",
-        parser=path_of("--output"),
         help="Folder for the search files; prompts that have theirs already are not repeated.",
     ),
 ]
 _Windows = Annotated[
     list[str] | None,
-    typer.Option(
-        "--window",
+    Setting(
+        many=True,
         metavar="T,H,W",
         help="A window to try, in tiles along time, height and width; may be given repeatedly. "
         "Default: about five that suit the grid.",
     ),
 ]
-_TileSize = Annotated[
-    str, typer.Option("--tile-size", metavar="T,H,W", help="Tokens per tile along each axis.")
-]
+_TileSize = Annotated[str, Setting(metavar="T,H,W", help="Tokens per tile along each axis.")]
 _Searches = Annotated[
     Path,
-    typer.Option(
-        "--searches",
+    Setting(
         metavar="FOLDER",
         help="Folder of the searches, or of those of the positive prompts.",
     ),
 ]
 _StrategyFile = Annotated[
     Path,
-    typer.Option(
-        "--output",
+    Setting(
         metavar="FILE",
-        parser=path_of("--output"),
         help="Strategy file to write; an older one is replaced.",
     ),
 ]
 _Negative = Annotated[
     Path | None,
-    typer.Option(
-        "--negative",
+    Setting(
         metavar="FOLDER",
         help="Folder of the searches of the negative prompts, to tune on both. Default: the "
         "positive ones only.",
@@ -92,38 +84,34 @@ _Negative = Annotated[
 ]
 _TargetDensity = Annotated[
     float | None,
-    typer.Option(
-        "--target-density",
+    Setting(
         metavar="X",
-        parser=number_of("--target-density", float, 0.0, 1.0),
+        ge=0.0,
+        le=1.0,
         help="Largest share of tiles kept, over all steps, the dense ones too: windows with the "
         "least total loss. Default: the best window of each head.",
     ),
 ]
 _SkipTimeSteps = Annotated[
     int,
-    typer.Option(
-        "--skip-time-steps",
+    Setting(
         metavar="N",
-        parser=number_of("--skip-time-steps", int, 0),
+        ge=0,
         help="First denoising steps that stay dense.",
     ),
 ]
 _Shown = Annotated[Path, typer.Argument(metavar="FILE", help="Strategy file.")]
 _Tiles = Annotated[
     str | None,
-    typer.Option(
-        "--tiles",
+    Setting(
         metavar="T,H,W",
         help="Grid of tiles the windows are for. Default: what the file tells.",
     ),
 ]
 _Png = Annotated[
     Path | None,
-    typer.Option(
-        "--png",
+    Setting(
         metavar="FILE",
-        parser=path_of("--png"),
         help="Also draw the windows into a PNG file.",
     ),
 ]
@@ -182,6 +170,7 @@ def search(
 
 
 @app.command()
+@takes()
 def tune(
     searches: _Searches,
     output: _StrategyFile,
@@ -228,6 +217,7 @@ def tune(
 
 
 @app.command()
+@takes()
 def show(file: _Shown, tiles: _Tiles = None, png: _Png = None, as_json: AsJson = False) -> None:
     """Show the density of a strategy file by step and layer, and draw its windows."""
     from multimodal_gen.runtime.layers.attention.sparse.methods.sta.strategy import load_strategy

@@ -9,7 +9,7 @@ from typing import Any
 from multimodal_gen._version import __version__
 from multimodal_gen.errors import UsageError, expect, short
 from multimodal_gen.integrations.diffusers import AttentionHandle, apply
-from multimodal_gen.runtime.comparison.configurations import Plan, read_configurations
+from multimodal_gen.runtime.comparison.configurations import Plan, plan_of
 from multimodal_gen.runtime.comparison.page import require_page, write_page
 from multimodal_gen.runtime.comparison.record import Report
 from multimodal_gen.runtime.comparison.run import Comparison
@@ -91,15 +91,12 @@ def compare(
     prompts = _texts(prompts, "prompts")
     for name, given in (("backends", backends), ("floor", floor or ())):
         _texts(given, name)
-    (dense,) = read_configurations([reference], name="reference")
-    candidates = read_configurations(backends, name="backends", taken=[dense.name])
-    taken = [dense.name, *(each.name for each in candidates)]
-    plan = Plan(
-        prompts=tuple(dict.fromkeys(prompts)),
-        seeds=tuple(dict.fromkeys(_seeds(seeds))),
-        reference=dense,
-        candidates=candidates,
-        floor=None if floor is None else read_configurations(floor, name="floor", taken=taken),
+    plan = plan_of(
+        prompts=prompts,
+        seeds=[*_seeds(seeds)],
+        backends=backends,
+        reference=reference,
+        floor=floor,
         folder=_folder(output),
         resume=resume,
         replayed_steps=_count(replayed_steps, "replayed_steps", 0),

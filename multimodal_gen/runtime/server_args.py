@@ -9,11 +9,11 @@ Importing this module imports neither torch nor diffusers.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 from multimodal_gen.errors import ConfigError, nearest, short
 from multimodal_gen.runtime.backend_names import (
@@ -28,12 +28,10 @@ from multimodal_gen.runtime.described_tokens import (
     parse_text_rows,
 )
 from multimodal_gen.runtime.platforms.interface import AttentionBackendEnum
-from multimodal_gen.settings import Setting, as_flag, as_pairs, frozen
+from multimodal_gen.settings import Setting, as_flag, as_pairs, declared, frozen
 
 QUANTIZATIONS = ("bnb-nf4", "bnb-int8", "torchao-int8", "torchao-fp8", "torchao-fp8-dynamic")
 """Ways to quantise the weights of a component while they are loaded; files in GGUF are another."""
-
-_KINDS = (bool, int, float, Path, str)
 
 
 def _prompt(setting: Setting, text: object) -> str:
@@ -535,8 +533,8 @@ class ServerArgs:
     ] = False
 
     def __post_init__(self) -> None:
-        for name, declared in SETTINGS.items():
-            self._set(name, declared.normalised(getattr(self, name)))
+        for name, setting in SETTINGS.items():
+            self._set(name, setting.normalised(getattr(self, name)))
         if self.component_attention_backends is None:
             self._set("component_attention_backends", frozen({}))
         if self.backend == "diffusers":
@@ -635,13 +633,8 @@ class ServerArgs:
 
 def _settings() -> Mapping[str, Setting]:
     hints = get_type_hints(ServerArgs, include_extras=True)
-    found = {}
-    for field in dataclasses.fields(ServerArgs):
-        annotation, declared = get_args(hints[field.name])
-        members = (annotation, *get_args(annotation))
-        kind = next(kind for kind in _KINDS if kind in members)
-        found[field.name] = replace(declared, name=field.name, kind=kind, default=field.default)
-    return found
+    fields = dataclasses.fields(ServerArgs)
+    return {each.name: declared(each.name, hints[each.name], each.default) for each in fields}
 
 
 SETTINGS: Mapping[str, Setting] = MappingProxyType(_settings())

@@ -8,7 +8,7 @@ that `--attention-backend-config` takes. Behind a plus there may be a step cache
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,6 +134,52 @@ class Plan:
         """Those of them whose calls are replayed."""
         by_seed = [(prompt, seed) for seed in self.seeds for prompt in range(len(self.prompts))]
         return tuple(by_seed[: self.layers_for]) if self.replayed_steps != 0 else ()
+
+
+def plan_of(
+    *,
+    prompts: Sequence[str],
+    seeds: Sequence[int],
+    backends: str | Sequence[str],
+    folder: Path,
+    reference: str = "torch_sdpa",
+    floor: str | Sequence[str] | None = None,
+    resume: bool = False,
+    replayed_steps: int | None = None,
+    layers_for: int | None = None,
+    spell: Callable[[str], str] = str,
+) -> Plan:
+    """Return the plan of a comparison; see `Plan`, and `read_configurations` for its texts.
+
+    Args:
+        prompts: what is generated; what repeats counts once, as for seeds.
+        seeds: of every prompt.
+        backends: what is compared.
+        folder: where everything goes.
+        reference: the dense backend that the others are compared with.
+        floor: exact kernels for the noise.
+        resume: see `Plan`.
+        replayed_steps: see `Plan`.
+        layers_for: see `Plan`.
+        spell: what messages call an argument of a name; by default that name.
+    """
+    (dense,) = read_configurations([reference], name=spell("reference"))
+    candidates = read_configurations(backends, name=spell("backends"), taken=[dense.name])
+    taken = [dense.name, *(each.name for each in candidates)]
+    exact = None
+    if floor is not None:
+        exact = read_configurations(floor, name=spell("floor"), taken=taken)
+    return Plan(
+        prompts=tuple(dict.fromkeys(prompts)),
+        seeds=tuple(dict.fromkeys(seeds)),
+        reference=dense,
+        candidates=candidates,
+        floor=exact,
+        folder=folder,
+        resume=resume,
+        replayed_steps=replayed_steps,
+        layers_for=layers_for,
+    )
 
 
 def read_configurations(

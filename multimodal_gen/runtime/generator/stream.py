@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from multimodal_gen.errors import ConfigError, UsageError, short
-from multimodal_gen.files import read_lines
 from multimodal_gen.runtime.distributed.groups import parallel_groups
 from multimodal_gen.runtime.generator.denoise import Denoised, Timings, denoise
 from multimodal_gen.runtime.generator.index import PipelineIndex
@@ -29,7 +28,7 @@ from multimodal_gen.runtime.generator.sampling import Call
 from multimodal_gen.runtime.generator.streamed import TAKEN, Followed, FramePack, SkyReels
 from multimodal_gen.runtime.layers.attention.report import Json
 from multimodal_gen.runtime.server_args import ServerArgs
-from multimodal_gen.settings import expanded
+from multimodal_gen.settings import lines_of
 
 logger = logging.getLogger(__name__)
 
@@ -131,9 +130,8 @@ def read_timed_prompts(file: Path | str | None) -> tuple[TimedPrompt, ...]:
     if file is None:
         return ()
     found = []
-    lines = read_lines(expanded(str(file), "--prompts-file"), flag="--prompts-file")
-    for number, line in enumerate(lines, 1):
-        if not line.strip() or line.lstrip().startswith("#"):
+    for number, line in lines_of(file, "--prompts-file"):
+        if line.startswith("#"):
             continue
         start, text = (*line.split(maxsplit=1), "")[:2]
         try:
