@@ -151,13 +151,42 @@ def tokens_of(grid: Callable[[ModelCall], Grid | None]) -> Callable[[ModelCall],
     return tokens
 
 
-def video_grid(call: ModelCall, patch: tuple[int, int, int]) -> Grid | None:
-    """Return the grid of `hidden_states` [B, C, frames, height, width] cut into patches."""
+def video_grid(
+    call: ModelCall, patch: tuple[int, int, int], axes: tuple[int, ...] = (2, 3, 4)
+) -> Grid | None:
+    """Return the grid of `hidden_states`, cut into patches.
+
+    Args:
+        call: a call of the model.
+        patch: frames, rows and columns of a patch.
+        axes: those of frames, rows and columns in it, or of an image's rows and columns.
+    """
     latent = call.tensor("hidden_states")
-    if latent is None or latent.dim() != 5:
+    if latent is None or latent.dim() != 2 + len(axes):
         return None
-    sizes = latent.shape[2:]
+    sizes = (*[1] * (3 - len(axes)), *(latent.shape[axis] for axis in axes))
     return (sizes[0] // patch[0], sizes[1] // patch[1], sizes[2] // patch[2])
+
+
+def patch_of(config: Any) -> tuple[int, int, int]:
+    """Return frames, rows and columns of a patch, which configurations say in a few ways."""
+    patch = config.patch_size
+    if isinstance(patch, int):
+        return (getattr(config, "patch_size_t", None) or 1, patch, patch)
+    frames, rows, columns = [1] * (3 - len(patch)) + list(patch)
+    return (frames, rows, columns)
+
+
+def grid_along(*axes: int) -> Callable[[ModelCall], Grid | None]:
+    """Return `video_grid` for the patches of the model; see there for the axes."""
+    return lambda call: video_grid(call, patch_of(call.config), axes)
+
+
+latents_grid = grid_along(2, 3, 4)
+"""The grid of `hidden_states` [B, C, frames, height, width]."""
+
+image_grid = grid_along(2, 3)
+"""The grid of `hidden_states` [B, C, height, width]."""
 
 
 def history_tokens(call: ModelCall, name: str, coarser: int) -> int:
@@ -172,20 +201,8 @@ def history_tokens(call: ModelCall, name: str, coarser: int) -> int:
     latent = call.tensor(f"latents_{name}")
     if latent is None or call.arguments.get(f"indices_latents_{name}") is None:
         return 0
-    config = call.config
-    patch = config.patch_size
-    if isinstance(patch, int):
-        patch = (config.patch_size_t, patch, patch)
-    sizes = zip(latent.shape[2:], patch, strict=True)
+    sizes = zip(latent.shape[2:], patch_of(call.config), strict=True)
     return math.prod(-(-size // (step * coarser)) for size, step in sizes)
-
-
-def image_grid(call: ModelCall, patch: tuple[int, ...]) -> Grid | None:
-    """Return the grid of `hidden_states` [B, C, height, width] cut into patches."""
-    latent = call.tensor("hidden_states")
-    if latent is None or latent.dim() != 4:
-        return None
-    return (1, latent.shape[2] // patch[0], latent.shape[3] // patch[1])
 
 
 def refiner_role(name: str, module: nn.Module) -> AttentionRole:
@@ -202,7 +219,18 @@ def rear_text(grid: Grid | None, length: int) -> TextSpan | None:
     return TextSpan(start=math.prod(grid), length=length)
 
 
+def text_behind(
+    grid: Callable[[ModelCall], Grid | None], *names: str
+) -> Callable[[ModelCall], TextSpan | None]:
+    """Return what finds the text of arguments behind the grid."""
+    return lambda call: rear_text(grid(call), call.length(*names))
+
+
+def front(length: int) -> TextSpan | None:
+    """Return the span of so many tokens in front of the latent ones."""
+    return TextSpan(start=0, length=length) if length else None
+
+
 def front_text(call: ModelCall) -> TextSpan | None:
     """Return the span of `encoder_hidden_states` in front of the latent tokens."""
-    length = call.length("encoder_hidden_states")
-    return TextSpan(start=0, length=length) if length else None
+    return front(call.length("encoder_hidden_states"))

@@ -4,17 +4,10 @@ The causal form of it (`AnyFlowFARTransformer3DModel`) attends by FlexAttention'
 past; layers take those as they are, dense, and it has no adapter.
 """
 
-from multimodal_gen.integrations.models.adapter import Grid, ModelAdapter, ModelCall, tokens_of
+from multimodal_gen.integrations.models.adapter import ModelAdapter, grid_along, tokens_of
 from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
 
-
-def _grid(call: ModelCall) -> Grid | None:
-    latent = call.tensor("hidden_states")
-    if latent is None or latent.dim() != 5:
-        return None
-    frames, _, height, width = latent.shape[1:]
-    patch = call.config.patch_size
-    return (frames // patch[0], height // patch[1], width // patch[2])
+_grid = grid_along(1, 3, 4)
 
 
 ANYFLOW = ModelAdapter(

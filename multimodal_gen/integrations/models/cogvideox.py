@@ -7,23 +7,14 @@ token by token, by modules that take no attention function.
 from dataclasses import replace
 
 from multimodal_gen.integrations.models.adapter import (
-    Grid,
     ModelAdapter,
-    ModelCall,
     front_text,
+    grid_along,
     tokens_of,
 )
 from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
 
-
-def _grid(call: ModelCall) -> Grid | None:
-    latent = call.tensor("hidden_states")
-    if latent is None or latent.dim() != 5:
-        return None
-    frames, _, height, width = latent.shape[1:]
-    patch = call.config.patch_size
-    per_patch = getattr(call.config, "patch_size_t", None) or 1  # which ConsisID lacks
-    return (frames // per_patch, height // patch, width // patch)
+_grid = grid_along(1, 3, 4)
 
 
 COGVIDEOX = ModelAdapter(

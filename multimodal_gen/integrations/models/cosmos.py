@@ -1,18 +1,12 @@
 """Cosmos (1, 2 and 2.5): separate self and cross attention."""
 
 from multimodal_gen.integrations.models.adapter import (
-    Grid,
     ModelAdapter,
     ModelCall,
+    latents_grid,
     tokens_of,
-    video_grid,
 )
 from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
-
-
-def _grid(call: ModelCall) -> Grid | None:
-    frames, height, width = call.config.patch_size
-    return video_grid(call, (frames, height, width))
 
 
 def _refuse(call: ModelCall) -> str | None:
@@ -32,9 +26,9 @@ def _refuse(call: ModelCall) -> str | None:
 
 COSMOS = ModelAdapter(
     classes=("CosmosTransformer3DModel",),
-    grid=_grid,
+    grid=latents_grid,
     split=SplitPlan(
-        tokens=tokens_of(_grid),
+        tokens=tokens_of(latents_grid),
         refuse=_refuse,
         cuts=(
             Cut(module="rope", dim=0, dims=2),

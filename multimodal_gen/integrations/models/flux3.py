@@ -16,7 +16,7 @@ from multimodal_gen.integrations.models.adapter import (
     latent_tokens,
 )
 from multimodal_gen.integrations.models.positions import grid_behind
-from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
+from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan, must_be_none
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 
 _IMAGE = "mode_blocks.image."
@@ -34,13 +34,9 @@ def _grid(call: ModelCall) -> Grid | None:
     return grid if on_grid else None
 
 
-def _refuse(call: ModelCall) -> str | None:
-    if call.arguments.get("image_cond_hidden_states") is None:
-        return None
-    return (
-        "image_cond_hidden_states must be None where ranks share the tokens of an image, got "
-        "reference images, which have no output"
-    )
+_refuse = must_be_none(
+    "image_cond_hidden_states", "reference images, which have no output", "an image"
+)
 
 
 FLUX3 = ModelAdapter(

@@ -6,12 +6,12 @@ The history is attended to by all and attends to all, as text does elsewhere.
 from types import MappingProxyType
 
 from multimodal_gen.integrations.models.adapter import (
-    Grid,
     ModelAdapter,
     ModelCall,
+    front,
     history_tokens,
+    latents_grid,
     tokens_of,
-    video_grid,
 )
 from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
 from multimodal_gen.runtime.managers.forward_context import TextSpan
@@ -20,26 +20,20 @@ from multimodal_gen.runtime.managers.forward_context import TextSpan
 _HISTORY = MappingProxyType({"short": 1, "mid": 2, "long": 4})
 
 
-def _grid(call: ModelCall) -> Grid | None:
-    frames, height, width = call.config.patch_size
-    return video_grid(call, (frames, height, width))
-
-
 def _history(call: ModelCall) -> TextSpan | None:
-    length = sum(
-        history_tokens(call, f"history_{name}", coarser) for name, coarser in _HISTORY.items()
+    return front(
+        sum(history_tokens(call, f"history_{name}", cut) for name, cut in _HISTORY.items())
     )
-    return TextSpan(start=0, length=length) if length else None
 
 
 _CHUNK = "original_context_length"  # how many tokens are not of the history
 
 HELIOS = ModelAdapter(
     classes=("HeliosTransformer3DModel",),
-    grid=_grid,
+    grid=latents_grid,
     text_span=_history,
     split=SplitPlan(
-        tokens=tokens_of(_grid),
+        tokens=tokens_of(latents_grid),
         cuts=(
             Cut(module="blocks.0", argument="hidden_states", dims=3, with_text=True),
             Cut(module="blocks.*", argument="temb", dims=4, with_text=True),

@@ -9,10 +9,10 @@ from multimodal_gen.integrations.models.adapter import (
     ModelAdapter,
     ModelCall,
     image_grid,
+    latents_grid,
     rear_text,
     refiner_role,
     tokens_of,
-    video_grid,
 )
 from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
 from multimodal_gen.integrations.padding import KeyPadding
@@ -21,10 +21,7 @@ from multimodal_gen.runtime.managers.forward_context import TextSpan
 
 
 def _grid(call: ModelCall) -> Grid | None:
-    patch = tuple(call.config.patch_size)
-    if len(patch) == 2:
-        return image_grid(call, patch)
-    return video_grid(call, (patch[0], patch[1], patch[2]))
+    return image_grid(call) if len(call.config.patch_size) == 2 else latents_grid(call)
 
 
 def _has_glyphs(call: ModelCall) -> bool:

@@ -13,11 +13,12 @@ from multimodal_gen.integrations.models.adapter import (
     Grid,
     ModelAdapter,
     ModelCall,
+    front,
     history_tokens,
-    rear_text,
+    latents_grid,
     refiner_role,
+    text_behind,
     tokens_of,
-    video_grid,
 )
 from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
 from multimodal_gen.integrations.padding import FunctionalWithPairMask, KeyPadding
@@ -25,30 +26,16 @@ from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.managers.forward_context import TextSpan
 
 
-def _grid(call: ModelCall) -> Grid | None:
-    patch = call.config.patch_size
-    return video_grid(call, (call.config.patch_size_t, patch, patch))
-
-
-def _span(call: ModelCall) -> TextSpan | None:
-    return rear_text(_grid(call), call.length("encoder_hidden_states"))
-
-
 def _padding(call: ModelCall) -> KeyPadding | None:
-    mask, grid = call.tensor("encoder_attention_mask"), _grid(call)
+    mask, grid = call.tensor("encoder_attention_mask"), latents_grid(call)
     if mask is None or grid is None:
         return None
     return _rear_padding(mask, grid)
 
 
-def _span_15(call: ModelCall) -> TextSpan | None:
-    names = ("image_embeds", "encoder_hidden_states_2", "encoder_hidden_states")
-    return rear_text(_grid(call), call.length(*names))
-
-
 def _padding_15(call: ModelCall) -> KeyPadding | None:
     masks = [call.tensor(f"encoder_attention_mask{suffix}") for suffix in ("_2", "")]
-    image, grid = call.tensor("image_embeds"), _grid(call)
+    image, grid = call.tensor("image_embeds"), latents_grid(call)
     if image is None or masks[0] is None or masks[1] is None or grid is None:
         return None
     # Without an image its embeddings are all zero, and the model masks them out.
@@ -74,21 +61,23 @@ _FIRST_FRAME = tuple(
 HUNYUAN_VIDEO = ModelAdapter(
     classes=("HunyuanVideoTransformer3DModel",),
     role_of=refiner_role,
-    grid=_grid,
-    text_span=_span,
+    grid=latents_grid,
+    text_span=text_behind(latents_grid, "encoder_hidden_states"),
     padding=_padding,
     masks_padding=("HunyuanVideoAttnProcessor2_0",),
-    split=SplitPlan(tokens=tokens_of(_grid), cuts=(*_CUTS, *_FIRST_FRAME)),
+    split=SplitPlan(tokens=tokens_of(latents_grid), cuts=(*_CUTS, *_FIRST_FRAME)),
 )
 
 HUNYUAN_VIDEO_15 = ModelAdapter(
     classes=("HunyuanVideo15Transformer3DModel",),
     role_of=refiner_role,
-    grid=_grid,
-    text_span=_span_15,
+    grid=latents_grid,
+    text_span=text_behind(
+        latents_grid, "image_embeds", "encoder_hidden_states_2", "encoder_hidden_states"
+    ),
     padding=_padding_15,
     masks_padding=("HunyuanVideo15AttnProcessor2_0",),
-    split=SplitPlan(tokens=tokens_of(_grid), cuts=_CUTS),
+    split=SplitPlan(tokens=tokens_of(latents_grid), cuts=_CUTS),
     replacements=MappingProxyType(
         {
             "HunyuanVideo15AttnProcessor2_0": MappingProxyType({"F": FunctionalWithPairMask}),
@@ -101,8 +90,7 @@ _EARLIER = MappingProxyType({"clean": 1, "history_2x": 2, "history_4x": 4})
 
 
 def _earlier(call: ModelCall) -> TextSpan | None:
-    length = sum(history_tokens(call, name, coarser) for name, coarser in _EARLIER.items())
-    return TextSpan(start=0, length=length) if length else None
+    return front(sum(history_tokens(call, name, cut) for name, cut in _EARLIER.items()))
 
 
 def _behind(call: ModelCall) -> int:
@@ -117,10 +105,10 @@ def _behind(call: ModelCall) -> int:
 FRAMEPACK = ModelAdapter(
     classes=("HunyuanVideoFramepackTransformer3DModel",),
     role_of=refiner_role,
-    grid=_grid,
+    grid=latents_grid,
     text_span=_earlier,
     split=SplitPlan(
-        tokens=tokens_of(_grid),
+        tokens=tokens_of(latents_grid),
         cuts=(
             Cut(module="transformer_blocks.0", argument="hidden_states", dims=3, with_text="front"),
             Cut(

@@ -7,18 +7,22 @@ that attends to itself in modules of the role `encoder`: its tokens lie on no gr
 
 from torch import nn
 
-from multimodal_gen.integrations.models.adapter import Grid, ModelAdapter, ModelCall, tokens_of
-from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
+from multimodal_gen.integrations.models.adapter import (
+    Grid,
+    ModelAdapter,
+    ModelCall,
+    grid_along,
+    tokens_of,
+)
+from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan, must_be_none
 from multimodal_gen.integrations.padding import KeyPadding
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 
+_LATENTS = grid_along(1, 2, 3)  # channels come last
+
 
 def _grid(call: ModelCall) -> Grid | None:
-    latent = call.tensor("hidden_states")
-    if latent is None or latent.dim() != 5 or call.arguments.get("sparse_params"):
-        return None
-    sizes, patch = latent.shape[1:4], call.config.patch_size  # channels come last
-    return (sizes[0] // patch[0], sizes[1] // patch[1], sizes[2] // patch[2])
+    return None if call.arguments.get("sparse_params") else _LATENTS(call)
 
 
 def _role(name: str, module: nn.Module) -> AttentionRole:
@@ -28,15 +32,7 @@ def _role(name: str, module: nn.Module) -> AttentionRole:
     return AttentionRole.CROSS if name.endswith("cross_attention") else AttentionRole.SELF
 
 
-def _refuse(call: ModelCall) -> str | None:
-    if call.arguments.get("sparse_params") is None:
-        return None
-    return (
-        "sparse_params must be None where ranks share the tokens of a video, got some: they order "
-        "the tokens of the whole video"
-    )
-
-
+_refuse = must_be_none("sparse_params", "some: they order the tokens of the whole video")
 _BLOCKS = "visual_transformer_blocks"
 
 

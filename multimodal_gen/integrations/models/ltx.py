@@ -7,6 +7,7 @@ from multimodal_gen.integrations.models.adapter import (
     ModelAdapter,
     ModelCall,
     latent_tokens,
+    patch_of,
 )
 from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
 from multimodal_gen.integrations.padding import KeyPadding
@@ -18,10 +19,8 @@ def packed_grid(call: ModelCall) -> Grid | None:
     sizes = [call.arguments.get(name) for name in ("num_frames", "height", "width")]
     if not all(isinstance(size, int) for size in sizes):
         return None
-    patches = (call.config.patch_size_t, call.config.patch_size, call.config.patch_size)
-    frames, height, width = (
-        int(size or 0) // patch for size, patch in zip(sizes, patches, strict=True)
-    )
+    patch = patch_of(call.config)
+    frames, height, width = (int(size or 0) // cut for size, cut in zip(sizes, patch, strict=True))
     # Conditioning frames are appended as further tokens, which lie on no grid.
     on_grid = math.prod((frames, height, width)) == call.length("hidden_states")
     return (frames, height, width) if on_grid else None

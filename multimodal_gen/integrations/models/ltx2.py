@@ -5,9 +5,9 @@ Audio attends to itself in modules of the role `encoder`: its tokens lie on no g
 
 from torch import nn
 
-from multimodal_gen.integrations.models.adapter import ModelAdapter, ModelCall, latent_tokens
+from multimodal_gen.integrations.models.adapter import ModelAdapter, latent_tokens
 from multimodal_gen.integrations.models.ltx import packed_grid
-from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
+from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan, must_be_none
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 
 
@@ -19,22 +19,13 @@ def _role(name: str, module: nn.Module) -> AttentionRole:
     return AttentionRole.SELF if last == "attn1" else AttentionRole.CROSS
 
 
-def _refuse(call: ModelCall) -> str | None:
-    if call.arguments.get("video_self_attention_mask") is None:
-        return None
-    return (
-        "video_self_attention_mask must be None where ranks share the tokens of a video, got one "
-        "over all pairs of them"
-    )
-
-
 LTX2 = ModelAdapter(
     classes=("LTX2VideoTransformer3DModel",),
     role_of=_role,
     grid=packed_grid,
     split=SplitPlan(
         tokens=latent_tokens,
-        refuse=_refuse,
+        refuse=must_be_none("video_self_attention_mask", "one over all pairs of them"),
         cuts=(
             Cut(module="", argument="hidden_states", dims=3),
             Cut(module="", argument="video_keyframes_mask", dims=3),

@@ -7,7 +7,12 @@ the text, keyframes and references, and the sound.
 import torch
 from torch import nn
 
-from multimodal_gen.integrations.models.adapter import Grid, ModelAdapter, ModelCall, tokens_of
+from multimodal_gen.integrations.models.adapter import (
+    Grid,
+    ModelAdapter,
+    ModelCall,
+    tokens_of,
+)
 from multimodal_gen.integrations.models.positions import raster_grid
 from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
 from multimodal_gen.runtime.layers.attention.request import AttentionRole

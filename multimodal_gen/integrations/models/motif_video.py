@@ -9,30 +9,19 @@ import math
 import torch
 
 from multimodal_gen.integrations.models.adapter import (
-    Grid,
     ModelAdapter,
     ModelCall,
-    rear_text,
+    latents_grid,
+    text_behind,
     tokens_of,
-    video_grid,
 )
 from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
 from multimodal_gen.integrations.padding import KeyPadding
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
-from multimodal_gen.runtime.managers.forward_context import TextSpan
-
-
-def _grid(call: ModelCall) -> Grid | None:
-    patch = call.config.patch_size
-    return video_grid(call, (call.config.patch_size_t, patch, patch))
-
-
-def _text(call: ModelCall) -> TextSpan | None:
-    return rear_text(_grid(call), call.length("image_embeds", "encoder_hidden_states"))
 
 
 def _padding(call: ModelCall) -> KeyPadding | None:
-    mask, grid = call.tensor("encoder_attention_mask"), _grid(call)
+    mask, grid = call.tensor("encoder_attention_mask"), latents_grid(call)
     if mask is None or grid is None:
         return None
     image = mask.new_ones(mask.shape[0], call.length("image_embeds"))
@@ -51,12 +40,12 @@ def _refuse(call: ModelCall) -> str | None:
 
 MOTIF_VIDEO = ModelAdapter(
     classes=("MotifVideoTransformer3DModel",),
-    grid=_grid,
-    text_span=_text,
+    grid=latents_grid,
+    text_span=text_behind(latents_grid, "image_embeds", "encoder_hidden_states"),
     padding=_padding,
     masks_padding=("MotifVideoAttnProcessor2_0",),
     split=SplitPlan(
-        tokens=tokens_of(_grid),
+        tokens=tokens_of(latents_grid),
         refuse=_refuse,
         cuts=(Cut(module="rope", dim=0, dims=2), Cut(module="x_embedder", dims=3)),
     ),

@@ -4,16 +4,10 @@ Ranks cannot share its tokens: of its blocks only the cross attention, a small p
 one by one.
 """
 
-from multimodal_gen.integrations.models.adapter import Grid, ModelAdapter, ModelCall, video_grid
-
-
-def _grid(call: ModelCall) -> Grid | None:
-    frames, height, width = call.config.patch_size
-    return video_grid(call, (frames, height, width))
-
+from multimodal_gen.integrations.models.adapter import ModelAdapter, latents_grid
 
 SANA_VIDEO = ModelAdapter(
     classes=("SanaVideoTransformer3DModel",),
-    grid=_grid,
+    grid=latents_grid,
     split="has linear attention and convolutions over frames, which need all tokens on each rank",
 )

@@ -3,24 +3,14 @@
 from torch import nn
 
 from multimodal_gen.integrations.models.adapter import (
-    Grid,
     ModelAdapter,
     ModelCall,
     image_grid,
-    rear_text,
+    text_behind,
     tokens_of,
 )
 from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
-from multimodal_gen.runtime.managers.forward_context import TextSpan
-
-
-def _grid(call: ModelCall) -> Grid | None:
-    return image_grid(call, (call.config.patch_size, call.config.patch_size))
-
-
-def _text(call: ModelCall) -> TextSpan | None:
-    return rear_text(_grid(call), call.length("encoder_hidden_states"))
 
 
 def _role(name: str, module: nn.Module) -> AttentionRole:
@@ -42,12 +32,12 @@ def _refuse(call: ModelCall) -> str | None:
 SD3 = ModelAdapter(
     classes=("SD3Transformer2DModel",),
     role_of=_role,
-    grid=_grid,
-    text_span=_text,
+    grid=image_grid,
+    text_span=text_behind(image_grid, "encoder_hidden_states"),
     batches_guidance=True,
     batched=("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep"),
     split=SplitPlan(
-        tokens=tokens_of(_grid),
+        tokens=tokens_of(image_grid),
         refuse=_refuse,
         cuts=(
             Cut(module="pos_embed", dims=3),

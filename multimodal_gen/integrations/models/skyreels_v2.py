@@ -1,18 +1,12 @@
 """SkyReels-V2: separate self and cross attention, with a timestep per frame if asked for."""
 
 from multimodal_gen.integrations.models.adapter import (
-    Grid,
     ModelAdapter,
     ModelCall,
+    latents_grid,
     tokens_of,
-    video_grid,
 )
 from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
-
-
-def _grid(call: ModelCall) -> Grid | None:
-    frames, height, width = call.config.patch_size
-    return video_grid(call, (frames, height, width))
 
 
 def _refuse(call: ModelCall) -> str | None:
@@ -31,10 +25,10 @@ def _refuse(call: ModelCall) -> str | None:
 
 SKYREELS_V2 = ModelAdapter(
     classes=("SkyReelsV2Transformer3DModel",),
-    grid=_grid,
+    grid=latents_grid,
     causal_blocks="num_frame_per_block",
     split=SplitPlan(
-        tokens=tokens_of(_grid),
+        tokens=tokens_of(latents_grid),
         refuse=_refuse,
         cuts=(
             Cut(module="rope", dims=4),

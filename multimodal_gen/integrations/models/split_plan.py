@@ -79,6 +79,23 @@ class SplitPlan:
     gathered: tuple[Cut, ...] = ()
 
 
+def must_be_none(argument: str, got: str, of: str = "a video") -> Callable[[Any], str | None]:
+    """Return what refuses calls with an argument that cannot be split.
+
+    Args:
+        argument: the argument.
+        got: what it is, and why it cannot be.
+        of: what the tokens are those of.
+    """
+
+    def refuse(call: Any) -> str | None:
+        if call.arguments.get(argument) is None:
+            return None
+        return f"{argument} must be None where ranks share the tokens of {of}, got {got}"
+
+    return refuse
+
+
 _TEXT = ("encoder_", "txt_")
 
 

@@ -6,22 +6,14 @@ from types import MappingProxyType
 from torch import nn
 
 from multimodal_gen.integrations.models.adapter import (
-    Grid,
     ModelAdapter,
-    ModelCall,
+    latents_grid,
     role_by_name,
     tokens_of,
-    video_grid,
 )
 from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
 from multimodal_gen.integrations.trained_layers import wan_projections
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
-
-
-def _grid(call: ModelCall) -> Grid | None:
-    frames, height, width = call.config.patch_size
-    return video_grid(call, (frames, height, width))
-
 
 _CUTS = (
     # One timestep per token, as TI2V has it.
@@ -32,12 +24,12 @@ _CUTS = (
 
 WAN = ModelAdapter(
     classes=("WanTransformer3DModel",),
-    grid=_grid,
+    grid=latents_grid,
     replacements=MappingProxyType(
         {"WanAttnProcessor": MappingProxyType({"_get_qkv_projections": wan_projections})}
     ),
     gated=("WanAttnProcessor",),
-    split=SplitPlan(tokens=tokens_of(_grid), cuts=_CUTS),
+    split=SplitPlan(tokens=tokens_of(latents_grid), cuts=_CUTS),
 )
 
 # Split by the plan that diffusers has for it.
@@ -48,7 +40,7 @@ _CONTROL = Cut(module="vace_patch_embedding", dim=2, dims=5, flat=True, may_end_
 WAN_VACE = replace(
     WAN,
     classes=("WanVACETransformer3DModel",),
-    split=SplitPlan(tokens=tokens_of(_grid), cuts=(*_CUTS, _CONTROL)),
+    split=SplitPlan(tokens=tokens_of(latents_grid), cuts=(*_CUTS, _CONTROL)),
 )
 
 
@@ -62,9 +54,9 @@ def _animate_role(name: str, module: nn.Module) -> AttentionRole:
 WAN_ANIMATE = ModelAdapter(
     classes=("WanAnimateTransformer3DModel",),
     role_of=_animate_role,
-    grid=_grid,
+    grid=latents_grid,
     split=SplitPlan(
-        tokens=tokens_of(_grid),
+        tokens=tokens_of(latents_grid),
         cuts=(
             Cut(module="rope", dims=4),
             # The model adds the pose to what its embedder returns.

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from multimodal_gen.integrations.models.adapter import Grid, ModelAdapter, ModelCall, tokens_of
-from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
+from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan, must_be_none
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.managers.forward_context import TextSpan
 
@@ -49,13 +49,7 @@ def _padded(length: int) -> int:
     return length + -length % _MULTIPLE
 
 
-def _refuse(call: ModelCall) -> str | None:
-    if call.arguments.get("controlnet_block_samples") is None:
-        return None
-    return (
-        "controlnet_block_samples must be None where ranks share the tokens of an image, got some, "
-        "for all of the tokens"
-    )
+_refuse = must_be_none("controlnet_block_samples", "some, for all of the tokens", "an image")
 
 
 Z_IMAGE = ModelAdapter(
