@@ -71,6 +71,12 @@ def unwrap(model: Any) -> Any:
     return inner if isinstance(inner, nn.Module) else model
 
 
+def whole_number(owner: object, *names: str) -> int | None:
+    """Return the first attribute that is a positive whole number: libraries name sizes in ways."""
+    values = (getattr(owner, name, None) for name in names)
+    return next((value for value in values if type(value) is int and value > 0), None)
+
+
 def compute_dtype(module: nn.Module, model: nn.Module) -> torch.dtype:
     """Return the dtype a module most likely computes in, whatever its weights are stored in."""
     for parameter in module.parameters():

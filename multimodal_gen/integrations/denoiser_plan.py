@@ -10,7 +10,7 @@ from torch import nn
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.checkpoint_files import find_checkpoint
-from multimodal_gen.integrations.components import Component, compute_dtype
+from multimodal_gen.integrations.components import Component, compute_dtype, whole_number
 from multimodal_gen.integrations.forward_hooks import DenoiserHooks, forget_checkpoints
 from multimodal_gen.integrations.guidance_branch import note_branch_names
 from multimodal_gen.integrations.hooks import StandIn, untraced_hook
@@ -458,13 +458,15 @@ def _is_diffusers(code: Any) -> bool:
 
 def attention_params(module: nn.Module) -> AttentionParams | None:
     """Read heads and sizes off an attention module of diffusers, or return None."""
-    heads = _whole(module, "heads", "num_heads", "num_attention_heads")
+    heads = whole_number(module, "heads", "num_heads", "num_attention_heads")
     queries = _projected(module, "to_q", "to_query")
-    width = _whole(module, "inner_dim") or queries
-    size = _whole(module, "head_dim", "dim_head") or (width // heads if heads and width else None)
+    width = whole_number(module, "inner_dim") or queries
+    size = whole_number(module, "head_dim", "dim_head") or (
+        width // heads if heads and width else None
+    )
     if not heads or not size:
         return None
-    keys = _whole(module, "inner_kv_dim") or _projected(module, "to_k", "to_key")
+    keys = whole_number(module, "inner_kv_dim") or _projected(module, "to_k", "to_key")
     kv_heads = keys // size if keys and keys % size == 0 else heads
     return AttentionParams(
         num_heads=heads,
@@ -475,13 +477,8 @@ def attention_params(module: nn.Module) -> AttentionParams | None:
 
 def _projected(module: nn.Module, *names: str) -> int | None:
     """Return the channels that a projection makes, by the names that models give it."""
-    found = (_whole(getattr(module, name, None), "out_features") for name in names)
+    found = (whole_number(getattr(module, name, None), "out_features") for name in names)
     return next((size for size in found if size is not None), None)
-
-
-def _whole(owner: object, *names: str) -> int | None:
-    values = (getattr(owner, name, None) for name in names)
-    return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 
 def _restore(patched: _PatchedModule) -> None:

@@ -43,16 +43,19 @@ class StoredLayers:
         """Return what the keys of each layer begin with."""
         return tuple(k.removesuffix(".weight") for k in self._files if k.endswith(".weight"))
 
-    def file(self, prefix: str) -> Path:
-        """Return the file of a layer's weight."""
-        return self._files[f"{prefix}.weight"]
-
-    def read(self, prefix: str, dtype: torch.dtype) -> nn.Linear:
+    def read(
+        self, prefix: str, dtype: torch.dtype, shape: tuple[int | None, ...], meaning: str
+    ) -> nn.Linear:
         """Return a layer, on the CPU and without gradients.
 
         Args:
             prefix: what its keys begin with.
             dtype: dtype of the result.
+            shape: that its weight must have.
+            meaning: why, for messages.
+
+        Raises:
+            UsageError: it has another shape.
         """
         from safetensors import safe_open
 
@@ -62,7 +65,13 @@ class StoredLayers:
             if key in self._files:
                 with safe_open(self._files[key], framework="pt") as file:
                     tensors[part] = file.get_tensor(key).to(dtype)
-        inputs, outputs = tensors["weight"].shape[1], tensors["weight"].shape[0]
+        found = tuple(tensors["weight"].shape)
+        if found != shape:
+            raise UsageError(
+                f"{prefix}.weight in {self._files[f'{prefix}.weight']} must be {list(shape)}, "
+                f"{meaning}, got {list(found)}; the file belongs to another model"
+            )
+        outputs, inputs = found
         layer = nn.Linear(inputs, outputs, bias="bias" in tensors, device="meta")
         layer.load_state_dict(tensors, assign=True)
         return layer.requires_grad_(False)
@@ -179,27 +188,16 @@ def find_gates(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, 
         owners = (name, name.rpartition(".")[0])
         prefix = next((f"{o}.{GATE}" for o in owners if f"{o}.{GATE}" in stored), None)
         if prefix is not None:
-            gates[name] = _read_gate(prefix, stored, module, compute_dtype(module, model))
+            query = getattr(module, "to_q", None)
+            shape = tuple(getattr(query, size, None) for size in ("out_features", "in_features"))
+            dtype = compute_dtype(module, model)
+            gates[name] = stored.read(prefix, dtype, shape, "as the query's projection")
     return gates
 
 
 def attach_gate(module: nn.Module, gate: nn.Module, undo: ExitStack) -> None:
     """Make `gate` part of an attention module, on its device; `undo` takes the way back."""
     attach_child(module, GATE, gate, undo)
-
-
-def _read_gate(
-    prefix: str, stored: StoredLayers, module: nn.Module, dtype: torch.dtype
-) -> nn.Linear:
-    gate = stored.read(prefix, dtype)
-    reference = getattr(module, "to_q", None)
-    wanted = (getattr(reference, "out_features", None), getattr(reference, "in_features", None))
-    if tuple(gate.weight.shape) != wanted:
-        raise UsageError(
-            f"{prefix}.weight in {stored.file(prefix)} must be {list(wanted)}, as the query's "
-            f"projection, got {list(gate.weight.shape)}; the file belongs to another model"
-        )
-    return gate
 
 
 def new_gate(module: nn.Module, dtype: torch.dtype) -> nn.Linear:
@@ -258,7 +256,8 @@ def find_projections(model: nn.Module, sizes: Mapping[str, int]) -> dict[str, nn
         name = _owner(prefix, sizes)
         if name is None:
             continue
-        projection = _read_projection(prefix, stored, sizes[name])
+        shape, meaning = (sizes[name],) * 2, "channels of a head to channels of a head"
+        projection = stored.read(prefix, torch.float32, shape, meaning)
         # Zero is what training starts from: then there is nothing to add.
         if any(bool(p.any()) for p in projection.parameters()):
             found[name] = projection
@@ -286,14 +285,3 @@ def _owner(prefix: str, names: Iterable[str]) -> str | None:
         if any(prefix.startswith(f"{owner}.") for owner in owners):
             return name
     return None
-
-
-def _read_projection(prefix: str, stored: StoredLayers, head_size: int) -> nn.Linear:
-    projection = stored.read(prefix, torch.float32)
-    if tuple(projection.weight.shape) != (head_size, head_size):
-        raise UsageError(
-            f"{prefix}.weight in {stored.file(prefix)} must be {[head_size, head_size]}, channels "
-            f"of a head to channels of a head, got {list(projection.weight.shape)}; the file "
-            f"belongs to another model"
-        )
-    return projection

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.integrations.components import Component, compute_dtype
+from multimodal_gen.integrations.components import Component, compute_dtype, whole_number
 from multimodal_gen.integrations.hooks import StandIn
 from multimodal_gen.integrations.module_attention import AttentionParams, ModuleAttention
 from multimodal_gen.runtime.layers.attention.report import LayerReport
@@ -264,21 +264,16 @@ def _configs(model: nn.Module) -> Iterator[Any]:
 def _params_of(module: nn.Module) -> AttentionParams | None:
     """Read heads, sizes and scale off an attention module of transformers, or return None."""
     config = getattr(module, "config", None)
-    heads = _first(module, int, "n_heads", "num_heads", "num_attention_heads")
-    heads = heads or _first(config, int, "num_attention_heads")
-    size = _first(module, int, "head_dim", "key_value_proj_dim", "attention_head_size")
+    heads = whole_number(module, "n_heads", "num_heads", "num_attention_heads")
+    heads = heads or whole_number(config, "num_attention_heads")
+    size = whole_number(module, "head_dim", "key_value_proj_dim", "attention_head_size")
     if not heads or not size:
         return None
-    groups = _first(module, int, "num_key_value_groups") or 1
+    scales = (getattr(module, name, None) for name in ("scaling", "scale"))
     return AttentionParams(
-        num_heads=int(heads),
-        head_size=int(size),
-        num_kv_heads=int(heads // groups),
-        scale=_first(module, float, "scaling", "scale"),
+        num_heads=heads,
+        head_size=size,
+        num_kv_heads=heads // (whole_number(module, "num_key_value_groups") or 1),
+        scale=next((scale for scale in scales if isinstance(scale, float)), None),
         causal=getattr(module, "is_causal", False) is True,
     )
-
-
-def _first(owner: object, kind: type, *names: str) -> Any:
-    values = (getattr(owner, name, None) for name in names)
-    return next((value for value in values if isinstance(value, kind)), None)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from multimodal_gen.integrations.components import whole_number
 from multimodal_gen.integrations.models.adapter import Grid
 from multimodal_gen.integrations.module_attention import AttentionParams
 from multimodal_gen.runtime.layers.attention.request import AttentionRole, LayerSite
@@ -294,14 +295,9 @@ def _role(name: str, family: Family) -> Iterator[AttentionRole]:
 
 def _sizes(module: nn.Module) -> AttentionParams | None:
     """Read heads and channels off a module of ComfyUI, which names them in a few ways."""
-    heads = _whole(module, "num_heads", "heads")
-    size = _whole(module, "head_dim", "dim_head")
-    width = _whole(module, "inner_dim", "hidden_size", "dim")
+    heads = whole_number(module, "num_heads", "heads")
+    size = whole_number(module, "head_dim", "dim_head")
+    width = whole_number(module, "inner_dim", "hidden_size", "dim")
     if heads and not size and width:
         size = width // heads
     return AttentionParams(heads, size, heads) if heads and size else None
-
-
-def _whole(owner: object, *names: str) -> int | None:
-    values = (getattr(owner, name, None) for name in names)
-    return next((value for value in values if type(value) is int and value > 0), None)
