@@ -1,7 +1,6 @@
 """`sglang attention bench`: what dense attention takes on this machine, and a table of it."""
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +10,8 @@ import typer
 
 from multimodal_gen.cli.options import AsJson, Settings, takes
 from multimodal_gen.cli.table import Row, echo, table, wrapped
-from multimodal_gen.errors import UsageError, short
-from multimodal_gen.files import is_taken, require_writable
+from multimodal_gen.errors import UsageError
+from multimodal_gen.files import require_file
 from multimodal_gen.runtime.backend_names import parse_attention_backend
 from multimodal_gen.runtime.server_args import SETTINGS
 from multimodal_gen.settings import Setting
@@ -151,26 +150,17 @@ def _check_timed(named: "list[AttentionBackendEnum]", results: "list[ShapeTimes]
 
 
 def _check_free(save: Path | None) -> None:
-
     if save is None:
         return
-    try:
-        if save.is_dir():  # as an empty name is
-            raise UsageError(
-                f"--save must name a new file, got the folder {str(save)!r}; name a file in it"
-            )
-        exists = is_taken(save)
-    except OSError as error:  # a name that is too long, say
+    exists = require_file(save, "--save")
+    if save.is_dir():
         raise UsageError(
-            f"--save must name a file, got {short(str(save))}: {error.strerror}"
-        ) from None
+            f"--save must name a new file, got the folder {str(save)!r}; name a file in it"
+        )
     if exists:
         raise UsageError(f"--save must name a new file, {str(save)!r} exists; remove it first")
     if not save.parent.is_dir():
         raise UsageError(f"--save must lie in a folder that exists, got {str(save)!r}")
-    if not os.access(save.parent, os.W_OK):
-        raise UsageError(f"--save must lie in a folder that can be written to, got {str(save)!r}")
-    require_writable(save.parent, "--save")  # permissions alone say little
 
 
 def _shapes(

@@ -131,10 +131,14 @@ def test_bench_overwrites_nothing(sglang, tmp_path):
 
 def test_bench_says_what_keeps_a_table_from_being_written(sglang, tmp_path, monkeypatch):
     file = tmp_path / "table.json"
-    monkeypatch.setattr("os.access", lambda *_: False)
+
+    def refuse(**_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
     outcome = sglang("attention", "bench", *SMALL, "--save", file)
     assert (outcome.code, outcome.out) == (2, "")  # before anything is measured
-    assert "--save must lie in a folder that can be written to" in outcome.err
+    assert "--save must be writable, got" in outcome.err
     monkeypatch.undo()
 
     def full(*_):
