@@ -123,8 +123,8 @@ def denoise(
     start = timings.now()
     watch = _Watch(timings, when_stepped)
     with (
-        follow(pipe) as compilation,
-        _watched(pipe, watch),
+        follow(pipe, watch.starts) as compilation,
+        overridden(pipe.scheduler, step=_WatchedStep(pipe.scheduler, watch)),
         told_of_run(),
         limited_templates(pipe),
     ):
@@ -207,21 +207,6 @@ def _callback(pipe: Any, watch: _Watch) -> dict[str, Any]:
     takes_it = name in inspect.signature(type(pipe).__call__).parameters
     gives_latents = "latents" in getattr(pipe, "_callback_tensor_inputs", ())
     return {name: watch.step_ended} if takes_it and gives_latents else {}
-
-
-@contextmanager
-def _watched(pipe: Any, watch: _Watch) -> Iterator[None]:
-    """Tell `watch` of the start of the steps, and of those of the pipeline's scheduler."""
-    bar = pipe.progress_bar
-
-    @functools.wraps(bar)
-    def watched_bar(*args: Any, **kwargs: Any) -> Any:
-        watch.starts()
-        return bar(*args, **kwargs)
-
-    step = _WatchedStep(pipe.scheduler, watch)
-    with overridden(pipe.scheduler, step=step), overridden(pipe, progress_bar=watched_bar):
-        yield
 
 
 def check_finite(run: Denoised) -> None:

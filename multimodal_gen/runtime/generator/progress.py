@@ -8,11 +8,11 @@
 Nothing is shown where the output is no terminal, and on ranks other than the first.
 """
 
+import functools
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, TypeVar
 
 from multimodal_gen.runtime.distributed.groups import is_main_rank
@@ -81,8 +81,12 @@ class Compilation:
 
 
 @contextmanager
-def follow(pipe: Any) -> Iterator[Compilation]:
+def follow(pipe: Any, starts: Callable[[], object] = lambda: None) -> Iterator[Compilation]:
     """Show the stages of a call of the pipeline that runs in the `with` block.
+
+    Args:
+        pipe: the pipeline.
+        starts: called before the first step.
 
     Yields:
         How long torch compiles meanwhile.
@@ -92,11 +96,13 @@ def follow(pipe: Any) -> Iterator[Compilation]:
     own = pipe.progress_bar
     decoding: list[Any] = []
 
+    @functools.wraps(own)
     def progress_bar(*args: Any, **kwargs: Any) -> Any:
+        starts()
         bar = own(*args, **kwargs)
         if shown:
             compilation.bar = bar
-            bar.close = partial(_close, bar.close, decoding)
+            bar.close = functools.partial(_close, bar.close, decoding)
         return bar
 
     with Compilation() as compilation, overridden(pipe, progress_bar=progress_bar):
