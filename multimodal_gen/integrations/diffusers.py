@@ -18,7 +18,6 @@ from typing import Any
 from torch import nn
 
 from multimodal_gen.errors import (
-    ConfigError,
     NothingAppliedError,
     UnsupportedBackendError,
     UsageError,
@@ -32,11 +31,7 @@ from multimodal_gen.integrations.parallel.plan import none_can_be_split
 from multimodal_gen.integrations.scopes import check_overrides
 from multimodal_gen.integrations.steps import StepTracker
 from multimodal_gen.integrations.transformers import EncoderPlan
-from multimodal_gen.runtime.described_tokens import (
-    DescribedTokens,
-    parse_latent_grid,
-    parse_text_rows,
-)
+from multimodal_gen.runtime.described_tokens import DescribedTokens, describe_tokens
 from multimodal_gen.runtime.distributed.groups import parallel_groups
 from multimodal_gen.runtime.distributed.timing import sum_of
 from multimodal_gen.runtime.layers.attention.config import BackendConfig
@@ -234,7 +229,7 @@ def apply(
         raise UsageError("scope must be given alone, got further settings beside it")
     # A pipeline is told what it should know, whatever others were told before.
     scope = replace(scope, warnings=WarnOnce())
-    described = _described(latent_grid, text_rows)
+    described = describe_tokens(latent_grid, text_rows)
     components = find_components(target)
     pipeline = None if isinstance(unwrap(target), nn.Module) else target
     tracker = StepTracker(lambda: getattr(pipeline, "scheduler", None))
@@ -268,15 +263,6 @@ def applied(target: Any) -> AttentionHandle | None:
         if mark is not None:
             handle: AttentionHandle = mark.handle
             return handle
-    return None
-
-
-def _described(latent_grid: object, text_rows: object) -> DescribedTokens | None:
-    grid, text = parse_latent_grid(latent_grid), parse_text_rows(text_rows)
-    if grid is not None:
-        return DescribedTokens(grid=grid, text=text)
-    if text is not None:
-        raise ConfigError("text_rows needs latent_grid, got text_rows alone; add it")
     return None
 
 

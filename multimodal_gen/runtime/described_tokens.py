@@ -5,7 +5,7 @@ Importing this module imports neither torch nor diffusers.
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from multimodal_gen.errors import ConfigError, short
@@ -54,6 +54,29 @@ class DescribedTokens:
         if self.text is None:
             return f"latent_grid={self._grid}"
         return f"latent_grid={self._grid}, text_rows={self.text[0]}-{self.text[1]}"
+
+
+def describe_tokens(
+    latent_grid: object, text_rows: object, *, spell: Callable[[str], str] = str
+) -> DescribedTokens | None:
+    """Return what `latent_grid` and `text_rows` say, in any of their forms; None for nothing.
+
+    Args:
+        latent_grid: see `parse_latent_grid`.
+        text_rows: see `parse_text_rows`.
+        spell: what messages call a setting; by default its name.
+
+    Raises:
+        ConfigError: one of them is something else, or rows come without a grid.
+    """
+    grid = parse_latent_grid(latent_grid, name=spell("latent_grid"))
+    text = parse_text_rows(text_rows, name=spell("text_rows"))
+    if grid is not None:
+        return DescribedTokens(grid=grid, text=text)
+    if text is not None:
+        rows, needed = spell("text_rows"), spell("latent_grid")
+        raise ConfigError(f"{rows} needs {needed}, got {rows} alone; add it")
+    return None
 
 
 def parse_latent_grid(value: object, *, name: str = "latent_grid") -> tuple[int, int, int] | None:

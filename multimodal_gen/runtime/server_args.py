@@ -23,7 +23,7 @@ from multimodal_gen.runtime.backend_names import (
     parse_component_key,
 )
 from multimodal_gen.runtime.described_tokens import (
-    DescribedTokens,
+    describe_tokens,
     parse_latent_grid,
     parse_text_rows,
 )
@@ -54,21 +54,8 @@ def _configuration(setting: Setting, value: object) -> object:
     return None if empty else frozen(value)
 
 
-def _grid(setting: Setting, value: object) -> object:
-    return parse_latent_grid(value, name=setting.flag)
-
-
-def _rows(setting: Setting, value: object) -> object:
-    return parse_text_rows(value, name=setting.flag)
-
-
 def _overrides(setting: Setting, value: Any) -> object:
     return frozen(parse_component_backends(value, name=setting.flag))
-
-
-def _any(setting: Setting, value: object) -> object:
-    """Return `value`: what may be given depends on other settings."""
-    return value
 
 
 def _pipeline_arguments(setting: Setting, value: object) -> object:
@@ -193,7 +180,7 @@ class ServerArgs:
         AttentionBackendEnum | str | None,
         Setting(
             metavar="NAME",
-            check=_any,
+            check=lambda setting, value: value,  # what it may be depends on --backend
             help="Attention backend of every layer; `sglang attention list` names them, and "
             "`sglang attention describe NAME` their parameters. With "
             "--backend diffusers, a name of diffusers such as native or _native_cudnn. "
@@ -252,7 +239,7 @@ class ServerArgs:
         Sequence[int] | str | None,
         Setting(
             metavar="TxHxW",
-            check=_grid,
+            check=lambda setting, value: parse_latent_grid(value, name=setting.flag),
             help="For a model that this package has no adapter for: frames, rows and columns of "
             "its latent after patching, which sparse backends need, e.g. 21x45x80.",
         ),
@@ -261,7 +248,7 @@ class ServerArgs:
         Sequence[int] | str | None,
         Setting(
             metavar="START-STOP",
-            check=_rows,
+            check=lambda setting, value: parse_text_rows(value, name=setting.flag),
             help="With --latent-grid: where text lies among the video's tokens, as the first row "
             "and the row after the last, e.g. 0-226. Default: the text is not among them.",
         ),
@@ -544,9 +531,7 @@ class ServerArgs:
         check_exclusive(
             self.attention_backend, self.attention_backend_config, self.attention_config
         )
-        if self.text_rows is not None and self.latent_grid is None:
-            raise ConfigError("--text-rows needs --latent-grid, got --text-rows alone; add it")
-        self.described_tokens()
+        describe_tokens(self.latent_grid, self.text_rows, spell=as_flag)
         if self.offload_folder is not None and self.offload not in ("block", "leaf"):
             raise ConfigError(
                 f"--offload-folder needs --offload block or leaf, got --offload {self.offload}"
@@ -619,13 +604,6 @@ class ServerArgs:
                 "the name of a diffusers attention backend", value
             )
         self._set("attention_backend", str(value).strip())
-
-    def described_tokens(self) -> DescribedTokens | None:
-        """Return what is said of the tokens of a model without an adapter, or None."""
-        if self.latent_grid is None:
-            return None
-        grid, text = parse_latent_grid(self.latent_grid), parse_text_rows(self.text_rows)
-        return None if grid is None else DescribedTokens(grid=grid, text=text)
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)

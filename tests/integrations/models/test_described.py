@@ -5,7 +5,11 @@ import torch
 
 from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageError
 from multimodal_gen.integrations.diffusers import apply
-from multimodal_gen.runtime.described_tokens import parse_latent_grid, parse_text_rows
+from multimodal_gen.runtime.described_tokens import (
+    describe_tokens,
+    parse_latent_grid,
+    parse_text_rows,
+)
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.runtime.server_args import ServerArgs
 
@@ -129,7 +133,8 @@ def test_a_model_with_an_adapter_is_not_described(fresh):
 def test_the_flags_say_the_same():
     args = ServerArgs(model_path="m", latent_grid="21x45x80", text_rows="0-226")
     assert (args.latent_grid, args.text_rows) == ((21, 45, 80), (0, 226))
-    assert str(args.described_tokens()) == "latent_grid=21x45x80, text_rows=0-226"
+    found = describe_tokens(args.latent_grid, args.text_rows)
+    assert str(found) == "latent_grid=21x45x80, text_rows=0-226"
     with pytest.raises(ConfigError, match="--latent-grid must be"):
         ServerArgs(model_path="m", latent_grid="45x80")
     with pytest.raises(ConfigError, match="--text-rows needs --latent-grid"):
