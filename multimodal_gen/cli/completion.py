@@ -39,17 +39,8 @@ def _parameters(context: typer.Context, incomplete: str = "") -> list[str]:
     return [f"{done}{comma}{each}" for each in _beginning(last, names)]
 
 
-def _component_backends(incomplete: str = "") -> list[str]:
-    """Return backends for the last component of `component=backend,...`."""
-    return _after_equals(incomplete, map(str, AttentionBackendEnum))
-
-
-def _quantizations(incomplete: str = "") -> list[str]:
-    """Return ways to quantise the last component of `component=how,...`."""
-    return _after_equals(incomplete, QUANTIZATIONS)
-
-
 def _after_equals(incomplete: str, values: Iterable[str]) -> list[str]:
+    """Return values for the last component of `component=value,...`."""
     start, equals, typed = incomplete.rpartition("=")
     if not equals or "," in typed:
         return []
@@ -64,8 +55,10 @@ COMPLETIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "attention_backend": backend_names,
         "attention_backend_config": _parameters,
-        "component_attention_backends": _component_backends,
-        "quantize": _quantizations,
+        "component_attention_backends": lambda incomplete: _after_equals(
+            incomplete, map(str, AttentionBackendEnum)
+        ),
+        "quantize": lambda incomplete: _after_equals(incomplete, QUANTIZATIONS),
     }
 )
 """What completes the values of a setting, by its name."""

@@ -6,9 +6,8 @@ import shlex
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,8 +19,6 @@ from multimodal_gen.runtime.server_args import CALL_SETTINGS, SETTINGS, ServerAr
 from multimodal_gen.settings import Setting, by_axis
 
 if TYPE_CHECKING:
-    from multimodal_gen.integrations.diffusers import AttentionHandle
-    from multimodal_gen.runtime.layers.attention.scope import SelectionScope
     from multimodal_gen.runtime.layers.attention.sparse.windows import Window
 
 _BACKEND = "sliding_tile_attn"
@@ -134,6 +131,7 @@ def search(
     its last step is done. When an interrupted search is repeated, it goes on with the first prompt
     that has no file: a prompt that was interrupted starts anew.
     """
+    from multimodal_gen.integrations.diffusers import apply
     from multimodal_gen.runtime.generator.window_search import WindowSearch
     from multimodal_gen.runtime.layers.attention.scope import scope_from_args
 
@@ -155,7 +153,7 @@ def search(
     if work.done:
         typer.echo(f"{len(work.done)} of {total} prompts are done already")
     num_steps = work.num_steps
-    found = work.run(partial(_apply, scope)) if work.pending else iter(())
+    found = work.run(lambda pipe: apply(pipe, scope=scope)) if work.pending else iter(())
     for number, item in enumerate(found, len(work.done) + 1):
         if number == len(work.done) + 1:
             tried = ", ".join(map(by_axis, item.found.windows))
@@ -260,12 +258,6 @@ def show(file: _Shown, tiles: _Tiles = None, png: _Png = None, as_json: AsJson =
     echo(_density_table(density))
     if png is not None:
         typer.echo(f"\ndrawn: {png}")
-
-
-def _apply(scope: "SelectionScope", pipe: Any) -> "AttentionHandle":
-    from multimodal_gen.integrations.diffusers import apply
-
-    return apply(pipe, scope=scope)
 
 
 def _check_not_read(output: Path, files: Sequence[Path]) -> None:

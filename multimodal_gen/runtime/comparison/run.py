@@ -11,7 +11,6 @@ reference must run. Whatever finished is kept, and found again by `resume`.
 """
 
 import datetime
-import logging
 import subprocess
 import threading
 import time
@@ -53,6 +52,8 @@ from multimodal_gen.runtime.generator.denoise import Denoised, denoise
 from multimodal_gen.runtime.generator.index import PipelineIndex
 from multimodal_gen.runtime.generator.library_errors import out_of_memory_explained
 from multimodal_gen.runtime.generator.load import denoisers
+from multimodal_gen.runtime.generator.overridden import put_back
+from multimodal_gen.runtime.generator.quiet import without
 from multimodal_gen.runtime.generator.sampling import (
     check_arguments,
     check_loaded,
@@ -178,7 +179,9 @@ class Comparison:
         """
         start = time.perf_counter()
         plan = self._plan
-        with _left_as_found(self._pipe), _warned_once(), out_of_memory_explained():
+        # What preparing and watching a call changes.
+        changed = put_back(self._pipe, "guider", "_progress_bar_config")
+        with changed, _warned_once(), out_of_memory_explained():
             floor = self._floor() if plan.floor is None else plan.floor
             others = (*floor, *plan.candidates)
             for configuration in (plan.reference, *others):
@@ -505,37 +508,16 @@ class _Progress:
         self._done += count
 
 
-@contextmanager
-def _left_as_found(pipe: Any) -> Iterator[None]:
-    """Put back what preparing and watching a call changes on a pipeline."""
-    names = ("guider", "_progress_bar_config")
-    before: Mapping[str, Any] = {name: getattr(pipe, name) for name in names if hasattr(pipe, name)}
-    try:
-        yield
-    finally:
-        for name in names:
-            if name in before:
-                setattr(pipe, name, before[name])
-            elif hasattr(pipe, name):
-                delattr(pipe, name)
-
-
-@contextmanager
-def _warned_once() -> Iterator[None]:
+def _warned_once() -> AbstractContextManager[None]:
     """Log a warning of attention layers once, however often their backend is attached."""
     logged: set[str] = set()
 
-    def is_new(record: logging.LogRecord) -> bool:
-        message = record.getMessage()
-        was_logged = message in logged
+    def was_logged(message: str) -> bool:
+        known = message in logged
         logged.add(message)
-        return not was_logged
+        return known
 
-    layer_warnings.addFilter(is_new)
-    try:
-        yield
-    finally:
-        layer_warnings.removeFilter(is_new)
+    return without(layer_warnings.name, was_logged)
 
 
 def _takes_gate(configuration: Configuration) -> bool:

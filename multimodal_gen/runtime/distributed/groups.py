@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from multimodal_gen.errors import ConfigError, UsageError, short
+from multimodal_gen.errors import ConfigError, UsageError, expect, short
 from multimodal_gen.runtime.distributed.mesh import Mesh, Place, plan_mesh
 from multimodal_gen.runtime.platforms import current_platform
 
@@ -423,8 +423,7 @@ def _check_values(degrees: Mapping[str, object], cfg_parallel: object, timeout: 
                 f"{name} must be None or an integer >= 1, got {short(value)}; leave it out to "
                 f"have it chosen"
             )
-    if not isinstance(cfg_parallel, bool):
-        raise ConfigError(f"cfg_parallel must be True or False, got {short(cfg_parallel)}")
+    expect("cfg_parallel", cfg_parallel, bool, "True or False")
     number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
     if not (number and _SHORTEST_S <= timeout <= _LONGEST_S):  # type: ignore[operator]
         raise ConfigError(

@@ -5,7 +5,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,7 @@ from multimodal_gen.runtime.generator.output import (
     OutputNames,
     OutputTarget,
 )
+from multimodal_gen.runtime.generator.overridden import put_back
 from multimodal_gen.runtime.generator.ranks import ending_signals_raise, rank_device
 from multimodal_gen.runtime.generator.sampling import (
     Call,
@@ -351,19 +352,19 @@ class Session:
         if pipe is None:
             raise UsageError("a generator must not be used after it was closed; load it again")
         check_loaded(pipe, args)
-        guider = getattr(pipe, "guider", None)
-        call = prepare_call(pipe, self.index, args)
-        if not is_main_rank() and "output_type" in call.arguments:  # it writes nothing
-            call = replace(call, arguments={**call.arguments, "output_type": "latent"})
-        width, height = output_size(pipe, self.index, args)
-        asked = Generation(prompt=args.prompt or "", width=width, height=height)
-        sigmas: Any = args.sigmas
-        by_call = "sigmas" in self.index.parameters
-        cache = None if args.cache is None else read_cache(args.cache)
-        handle: Handle | None = None
-        try:
+        with ExitStack() as undo:
+            undo.enter_context(put_back(pipe, "guider"))
+            call = prepare_call(pipe, self.index, args)
+            if not is_main_rank() and "output_type" in call.arguments:  # it writes nothing
+                call = replace(call, arguments={**call.arguments, "output_type": "latent"})
+            width, height = output_size(pipe, self.index, args)
+            asked = Generation(prompt=args.prompt or "", width=width, height=height)
+            sigmas: Any = args.sigmas
+            by_call = "sigmas" in self.index.parameters
+            cache = None if args.cache is None else read_cache(args.cache)
             with timings.phase("attach"):
                 handle = self._attach(args, pipe)
+            undo.callback(handle.remove)
             with (
                 watching(check),
                 told_of_run(pipe, given=as_typed(args), backend=_named_backend(args)),
@@ -378,11 +379,6 @@ class Session:
             if skipped is not None:
                 run = replace(run, notes=(*run.notes, skipped.note()))
             return run, call, handle.report()
-        finally:
-            if handle is not None:
-                handle.remove()
-            if guider is not None:
-                pipe.guider = guider
 
     def _record(self, args: ServerArgs, facts: Mapping[str, Json]) -> dict[str, Json]:
         """Return what is known before anything is made."""

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from multimodal_gen.errors import UsageError, short
+from multimodal_gen.errors import UsageError, expect, short
 
 T = TypeVar("T")
 
@@ -134,11 +134,8 @@ class ForwardContext:
         if count is not None and not _is_count(count):
             raise UsageError(f"num_steps must be an integer >= 0 or None, got {short(count)}")
         if self.sigmas is not None and type(self.sigmas) is not tuple:
-            if not isinstance(self.sigmas, (list, torch.Tensor)):
-                raise UsageError(
-                    f"sigmas must be the noise levels of all denoising steps or None, got "
-                    f"{short(self.sigmas)}"
-                )
+            words = "the noise levels of all denoising steps or None"
+            expect("sigmas", self.sigmas, (list, torch.Tensor), words)
             object.__setattr__(self, "sigmas", tuple(float(sigma) for sigma in self.sigmas))
         if grid is not None:
             fits = isinstance(grid, (tuple, list)) and len(grid) == 3
@@ -153,11 +150,8 @@ class ForwardContext:
                 )
             if type(grid) is not tuple:
                 object.__setattr__(self, "latent_grid", tuple(grid))
-        if self.text_span is not None and not isinstance(self.text_span, TextSpan):
-            raise UsageError(
-                f"text_span must be a TextSpan or None, got {short(self.text_span)}; make one with "
-                f"TextSpan(start=..., length=...)"
-            )
+        remedy = "make one with TextSpan(start=..., length=...)"
+        expect("text_span", self.text_span, TextSpan | None, "a TextSpan or None", remedy)
 
     @property
     def is_last_step(self) -> bool:
