@@ -46,9 +46,7 @@ _QWEN_CHAT_TEMPLATE: Final = (
 )
 
 
-def t5_tokenizer(
-    *, model_max_length: int = 512, sentences: Sequence[str] = SENTENCES
-) -> Any:
+def t5_tokenizer(*, model_max_length: int = 512, sentences: Sequence[str] = SENTENCES) -> Any:
     """Return a `T5Tokenizer`, as T5 and UMT5 text encoders expect it.
 
     Args:
