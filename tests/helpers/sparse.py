@@ -15,11 +15,13 @@ import torch
 
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
-from multimodal_gen.runtime.layers.attention.config import BackendConfig, build_config
+from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
+from multimodal_gen.runtime.layers.attention.config import build_config
 from multimodal_gen.runtime.layers.attention.request import LayerSite
 from multimodal_gen.runtime.layers.attention.scope import BackendPreference, SelectionScope, Source
+from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import KeptPairs
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
-from multimodal_gen.runtime.platforms import AttentionBackendEnum
+from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 from tests.helpers.inputs import QKV, make_qkv
 
 _Grid = tuple[int, int, int]
@@ -32,7 +34,6 @@ class SparseMethod:
 
     Attributes:
         backend: the method.
-        config_cls: its parameters.
         given: parameters that layers get unless a test gives others.
         heads: H.
         head_size: D.
@@ -40,7 +41,6 @@ class SparseMethod:
     """
 
     backend: AttentionBackendEnum
-    config_cls: type[BackendConfig]
     given: Mapping[str, object] = field(default_factory=dict)
     heads: int = 4
     head_size: int = 32
@@ -52,10 +52,10 @@ class SparseMethod:
         return self.head_size**-0.5
 
     def config(self, **parameters: object) -> Any:
-        """Return its configuration."""
-        return build_config(
-            self.config_cls, {**self.given, **parameters}, backend=str(self.backend)
-        )
+        """Return its configuration; what is `...` is not given."""
+        config_cls = find_backend(self.backend, PlatformEnum.CPU).config_cls
+        given = {n: x for n, x in {**self.given, **parameters}.items() if x is not ...}
+        return build_config(config_cls, given, backend=str(self.backend))
 
     def asked(self, **parameters: object) -> BackendPreference:
         """Return what a user asks for on the command line."""
@@ -190,7 +190,7 @@ def best_blocks(
         q_blocks: positions of the tokens of each block of queries.
         k_blocks: the same for keys.
         kept: blocks that each block of queries keeps.
-        token_mask: bool [B, S], tokens that count; None for all.
+        token_mask: bool [B, S], tokens that count; None for all. Blocks without any come last.
         centred: whether the mean of all keys is taken off, in fp32, before the rounding.
 
     Returns:
@@ -213,7 +213,10 @@ def best_blocks(
             for tokens in k_tokens
         ]
         for i, mean in enumerate(means_q):
-            scores = [float(mean.double() @ other.double()) for other in means_k]
+            scores = [
+                float(mean.double() @ other.double()) if tokens else -math.inf
+                for other, tokens in zip(means_k, k_tokens, strict=True)
+            ]
             # A stable sort: of equal scores the first wins.
             order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
             chosen[b, h, i, order[:kept]] = True
@@ -261,6 +264,23 @@ def joint_mask(
     mask[..., queries, :] = True
     mask[..., keys] = True
     return mask if token_mask is None else mask & token_mask[:, None, None, :]
+
+
+def kept_pairs(told: Sequence[KeptPairs], rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return what calls told that some rows keep, bool [B, H, R, S], asked head by head.
+
+    Args:
+        told: what `recorded_pairs` gave.
+        rows: some of the positions of queries.
+        like: [B, H, S, S], for the sizes.
+    """
+    found, seen = torch.zeros_like(like[:, :, rows]), []
+    for pairs in told:
+        for head, place in enumerate(range(pairs.heads.start, pairs.heads.stop)):
+            found[:, place] = pairs.of_rows(rows, slice(head, head + 1))[:, 0]
+            seen.append(place)
+    assert sorted(seen) == [*range(like.shape[1])]
+    return found
 
 
 def assert_same_gradients(

@@ -144,15 +144,6 @@ def test_a_text_span_that_is_not_that_of_the_tokens_in_front_is_refused():
         sla(q, k, v, num_replicated_prefix=TEXT)
 
 
-@pytest.mark.parametrize("backend", METHODS, ids=str)
-def test_text_inside_the_video_is_refused(backend):
-    q, k, v = tokens(TEXT + VIDEO)
-    span = TextSpan(start=7, length=TEXT)
-    refused = pytest.raises(UsageError, match=r"text in front of the video or behind it, got .* 7")
-    with set_forward_context(0, latent_grid=GRID, text_span=span), refused:
-        layer(backend)(q, k, v)
-
-
 def key_masks(keep):
     """Return a mask of keys, bool [B, S], in the forms that dense masks have."""
     batch, size = keep.shape

@@ -318,7 +318,7 @@ from tests.runtime.layers.attention.sparse.test_example import GRID, NAME, SETTI
 from your_package.near_first_attn import NearFirstBackend, NearFirstConfig
 
 backend = NearFirstBackend.backend
-method = SparseMethod(backend=backend, config_cls=NearFirstConfig, given=SETTINGS)
+method = SparseMethod(backend=backend, given=SETTINGS)
 for text in text_places(GRID, 11).values():
     qkv, layer = method.inputs(GRID, text=text), method.layer(strict=True, dense_steps="0")
     keep = torch.ones(qkv.query.shape[:2], dtype=torch.bool)

@@ -104,7 +104,7 @@ def installed(folder: Path, text: str | None = None) -> Iterator[SparseMethod]:
     with package(folder, text):
         module = importlib.import_module(f"your_package.{NAME}")
         backend = module.NearFirstBackend.backend
-        yield SparseMethod(backend=backend, config_cls=module.NearFirstConfig, given=SETTINGS)
+        yield SparseMethod(backend=backend, given=SETTINGS)
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.runtime.server_args import ServerArgs
 from tests.helpers.inputs import make_qkv
-from tests.helpers.tolerance import assert_within_error_budget
 
 GRID = (4, 6, 8)
 METHODS = {
@@ -121,19 +120,6 @@ def test_a_grid_that_does_not_fit_is_refused_with_numbers(method: str) -> None:
         pytest.raises(UsageError, match=f"{method} must know the latent grid of the video, got no"),
     ):
         layer(*qkv)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_dense_steps_run_on_the_dense_backend(method: str) -> None:
-    layer, qkv = make_layer(method, dense_steps="0-2"), make_qkv(1, math.prod(GRID), 2, 32)
-    for step in (1, 3):
-        with torch.no_grad(), set_forward_context(step, latent_grid=GRID):
-            out = layer(*qkv)
-        if step == 1:
-            assert_within_error_budget(out, *qkv, scale=32**-0.5)
-    dense, sparse = layer.report().entries
-    assert (dense.calls, sparse.calls) == (1, 1)
-    assert not dense.selection.backend.is_sparse
 
 
 @pytest.mark.parametrize("name", ["auto", "reference"])

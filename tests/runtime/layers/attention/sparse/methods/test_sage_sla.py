@@ -16,7 +16,6 @@ from multimodal_gen.runtime.layers.attention.request import AttentionRequest
 from multimodal_gen.runtime.layers.attention.sparse.methods.sla import (
     SageSLABackend,
     SageSLAConfig,
-    SLAConfig,
 )
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
@@ -30,10 +29,8 @@ from tests.helpers.tolerance import (
     assert_within_error_budget,
 )
 
-SAGE = SparseMethod(
-    backend=AttentionBackendEnum.SAGE_SLA_ATTN, config_cls=SageSLAConfig, head_size=64
-)
-EXACT = SparseMethod(backend=AttentionBackendEnum.SLA_ATTN, config_cls=SLAConfig, head_size=64)
+SAGE = SparseMethod(backend=AttentionBackendEnum.SAGE_SLA_ATTN, head_size=64)
+EXACT = SparseMethod(backend=AttentionBackendEnum.SLA_ATTN, head_size=64)
 HEADS, HEAD_SIZE = SAGE.heads, SAGE.head_size
 WHOLE, RAGGED = (4, 8, 16), (5, 7, 13)
 TEXTS = text_places(RAGGED, 70)

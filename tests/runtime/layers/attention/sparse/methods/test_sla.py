@@ -21,7 +21,6 @@ from multimodal_gen.runtime.layers.attention.sparse import tiles
 from multimodal_gen.runtime.layers.attention.sparse.executors import linear as linear_executor
 from multimodal_gen.runtime.layers.attention.sparse.methods.sla import (
     SLABackend,
-    SLAConfig,
     centred,
     kept_blocks,
 )
@@ -42,12 +41,11 @@ from tests.helpers.sparse import (
     video_tokens,
 )
 from tests.helpers.tolerance import (
-    assert_gradients_within_error_budget,
     assert_within_error_budget,
 )
 from tests.kernels.linear_attention.naive import assert_added, naive_linear
 
-METHOD = SparseMethod(backend=AttentionBackendEnum.SLA_ATTN, config_cls=SLAConfig)
+METHOD = SparseMethod(backend=AttentionBackendEnum.SLA_ATTN)
 HEADS, HEAD_SIZE, SCALE = METHOD.heads, METHOD.head_size, METHOD.scale
 WHOLE, RAGGED = (4, 8, 16), (5, 7, 13)  # 512 = 4 * 128 tokens; 455 = 7 * 64 + 7
 TEXTS = text_places(RAGGED, 70)
@@ -162,16 +160,6 @@ def test_the_linear_branch_is_projected_and_added_to_the_video(where, feature_ma
     naive = Definition(qkv, RAGGED, 128, 64, 0.3, text)
     unselected = branch == "unselected"
     check(qkv, out, naive, linear, feature_map=feature_map, unselected=unselected, sparse=sparse)
-
-
-@pytest.mark.slow_cases("0.0-text first", "0.0-text last", "0.5-text first", "0.5-text last")
-@pytest.mark.parametrize("where", TEXTS)
-@pytest.mark.parametrize("ratio", [0.0, 0.5])
-def test_text_attends_to_everything_and_everything_attends_to_text(where, ratio):
-    text = TEXTS[where]
-    qkv = inputs(RAGGED, text=text)
-    out = run(layer(topk_ratio=ratio), qkv, RAGGED, text=text)
-    check(qkv, out, Definition(qkv, RAGGED, 128, 64, ratio, text))
 
 
 @pytest.mark.parametrize("where", TEXTS)
@@ -295,28 +283,6 @@ def test_masked_text_is_in_neither_branch_and_may_hold_anything(branch):
     assert_added(out[:, naive.video], sparse[:, naive.video], branch_out, size)
 
 
-def test_a_block_that_is_all_padding_takes_no_others_place():
-    query, key, value = inputs(RAGGED)
-    token_mask = torch.ones(2, query.shape[1], dtype=torch.bool)
-    token_mask[:, 192:256] = False  # the fourth of eight blocks of keys
-    # Centred, a mean of zero scores above all others.
-    query, key = query.abs(), -key.abs()
-    out = run(layer(topk_ratio=0.875), QKV(query, key, value), RAGGED, attn_mask=token_mask)
-    mask = (token_mask[:, None, :, None] & token_mask[:, None, None, :]).expand(-1, HEADS, -1, -1)
-    assert_within_error_budget(out, query, key, value, scale=SCALE, mask=mask)
-
-
-def test_dropped_text_keys_leave_longer_queries():
-    text = TEXTS["text last"]
-    query, key, value = inputs(RAGGED, text=text)
-    some = slice(0, text.start + 9)
-    qkv = QKV(query, key[:, some], value[:, some])
-    naive = Definition(qkv, RAGGED, 128, 64, 0.3, text)
-    naive.mask[:, :, naive.video[-1] + 1 :] = True
-    out = run(layer(topk_ratio=0.3), qkv, RAGGED, text=text)
-    assert_within_error_budget(out, *qkv, scale=SCALE, mask=naive.mask)
-
-
 def test_masked_video_may_hold_anything_where_queries_are_longer():
     text = TEXTS["text last"]
     query, key, value = inputs(RAGGED, text=text)
@@ -332,22 +298,6 @@ def test_masked_video_may_hold_anything_where_queries_are_longer():
     rows = torch.ones(2, query.shape[1], dtype=torch.bool)
     rows[1, 100:110] = False
     assert torch.equal(out[rows], clean[rows])
-
-
-def test_samples_do_not_mix():
-    qkv = inputs(RAGGED, batch=3)
-    attention = layer(topk_ratio=0.3, projection=projection())
-    together = run(attention, qkv, RAGGED)
-    for b in range(3):
-        alone = run(attention, QKV(*(x[b : b + 1] for x in qkv)), RAGGED)
-        torch.testing.assert_close(together[b : b + 1], alone, rtol=1e-4, atol=1e-5)
-
-
-def test_another_scale_is_used():
-    qkv = inputs(WHOLE)
-    out = run(layer(topk_ratio=0.3, scale=0.05), qkv, WHOLE)
-    naive = Definition(qkv, WHOLE, 128, 64, 0.3)
-    assert_within_error_budget(out, *qkv, scale=0.05, mask=naive.mask)
 
 
 def test_equal_scores_keep_the_first_blocks():
@@ -377,15 +327,6 @@ def test_gradients_flow_through_both_branches(branch):
         return exact + total @ weight.mT
 
     assert_same_gradients(attend, definition, *qkv, weight)
-
-
-@pytest.mark.parametrize("where", TEXTS)
-def test_gradients_of_text_are_those_of_dense_attention(where):
-    text = TEXTS[where]
-    qkv, attention = inputs(RAGGED, text=text, batch=1), layer(topk_ratio=1.0)
-    assert_gradients_within_error_budget(
-        lambda *x: run(attention, QKV(*x), RAGGED, text=text), *qkv, scale=SCALE
-    )
 
 
 def test_a_projection_that_is_trained_alone_gets_its_gradient_under_compile():
@@ -420,25 +361,6 @@ def test_a_checkpointed_layer_has_the_same_gradients_under_autocast(reentrant):
         found.append([x.grad for x in weights])
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
-
-
-def test_the_report_has_the_density_of_every_step():
-    qkv = inputs(WHOLE)
-    attention = layer(topk_ratio=0.25)
-    for step in (0, 4):
-        run(attention, qkv, WHOLE, step=step)
-    (entry,) = attention.report().entries
-    assert entry.densities == ((0, 0.25), (4, 0.25))
-
-
-def test_the_density_of_joint_sequences_counts_text():
-    text = TEXTS["text last"]
-    attention = layer(topk_ratio=0.3)
-    run(attention, inputs(RAGGED, text=text, batch=1), RAGGED, text=text)
-    video, total = math.prod(RAGGED), math.prod(RAGGED) + text.length
-    wanted = (video * (2 / 8 * video + 70) + 70 * total) / total**2
-    # That of blocks of mean size, which the short ones at the end are not.
-    assert attention.attn_impl.facts().densities[0] == pytest.approx(wanted, abs=0.01)
 
 
 def test_a_missing_projection_is_warned_of_once_and_named(caplog):

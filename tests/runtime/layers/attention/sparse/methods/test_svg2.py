@@ -45,7 +45,6 @@ GRID = (3, 5, 7)  # 105 tokens
 Q_CLUSTERS, K_CLUSTERS = 6, 11
 METHOD = SparseMethod(
     backend=AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN,
-    config_cls=SVG2Config,
     given={
         "svg2_num_q_centroids": Q_CLUSTERS,
         "svg2_num_k_centroids": K_CLUSTERS,

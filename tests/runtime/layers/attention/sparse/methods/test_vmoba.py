@@ -27,10 +27,8 @@ from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.settings import read_mapping
 from tests.helpers.inputs import QKV
-from tests.helpers.reference import reference_attention
 from tests.helpers.sparse import (
     SparseMethod,
-    assert_same_gradients,
     joint_mask,
     run_sparse,
     text_places,
@@ -44,7 +42,6 @@ SIZES = {"temporal_chunk_size": 2, "spatial_chunk_size": [3, 4], "st_chunk_size"
 TOPK = {"moba_select_mode": "topk", "temporal_topk": 2, "spatial_topk": 2, "st_topk": 3}
 METHOD = SparseMethod(
     backend=AttentionBackendEnum.VMOBA_ATTN,
-    config_cls=VMoBAConfig,
     given={**SIZES, "first_full_step": 0},
 )
 HEADS, HEAD_SIZE, SCALE = METHOD.heads, METHOD.head_size, METHOD.scale
@@ -129,23 +126,6 @@ def test_copies_of_a_share_of_heads_are_bounded(grid, chunk, heads, kv_heads, ov
     assert at_once == 1 or copies <= 2 * most
 
 
-@pytest.mark.slow_cases("(5, 5, 9)-2-st")
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("grid", "kv_heads"),
-    [
-        *((WHOLE, HEADS), (RAGGED, 2)),
-        *(pytest.param(*x, marks=pytest.mark.slow) for x in ((WHOLE, 2), (RAGGED, HEADS))),
-    ],
-    ids=str,
-)
-def test_each_query_attends_to_the_best_chunks_of_its_layers_kind(kind, grid, kv_heads):
-    qkv = inputs(grid, kv_heads=kv_heads)
-    out = run(layer(KINDS.index(kind), kv_heads=kv_heads, **TOPK), qkv, grid)
-    mask = naive_mask(qkv, grid, kind, Rule(topk=TOPK[f"{kind}_topk"]))
-    assert_within_error_budget(out, *qkv, scale=SCALE, mask=mask)
-
-
 @pytest.mark.slow_cases("block-0.5-st", "head_global-0.5-st", "overall-0.1-st", "query_head-0.1-st")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
@@ -170,29 +150,6 @@ def test_topk_over_wider_scopes_is_a_mean(scope):
     qkv = inputs(RAGGED)
     out = run(layer(2, moba_threshold_type=scope, **TOPK), qkv, RAGGED)
     mask = naive_mask(qkv, RAGGED, "st", Rule(topk=3, scope=scope))
-    assert_within_error_budget(out, *qkv, scale=SCALE, mask=mask)
-
-
-@pytest.mark.slow_cases("st-no text", "st-text first", "st-text last")
-@pytest.mark.parametrize("where", TEXTS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_text_attends_to_everything_and_everything_attends_to_text(where, kind):
-    text = TEXTS[where]
-    qkv = inputs(RAGGED, text=text)
-    attention = layer(KINDS.index(kind), **TOPK)
-    out = run(attention, qkv, RAGGED, text=text)
-    mask = naive_mask(qkv, RAGGED, kind, Rule(topk=TOPK[f"{kind}_topk"]), text=text)
-    assert_within_error_budget(out, *qkv, scale=SCALE, mask=mask)
-    (density,) = attention.attn_impl.facts().densities.values()
-    assert density == pytest.approx(float(mask.double().mean()))
-
-
-@pytest.mark.slow_cases("dtype1")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_right(dtype):
-    qkv = inputs(RAGGED, dtype=dtype)
-    out = run(layer(2, dtype=dtype, **TOPK), qkv, RAGGED)
-    mask = naive_mask(qkv, RAGGED, "st", Rule(topk=3))
     assert_within_error_budget(out, *qkv, scale=SCALE, mask=mask)
 
 
@@ -329,30 +286,6 @@ def test_without_a_configuration_the_missing_sizes_are_named():
         VMoBAImpl(HEADS, HEAD_SIZE, SCALE)
 
 
-@pytest.mark.slow_cases("st")
-@pytest.mark.parametrize("kind", KINDS)
-def test_masked_keys_have_no_influence(kind):
-    text = TEXTS["text last"]
-    query, key, value = inputs(RAGGED, text=text)
-    token_mask = torch.ones(2, query.shape[1], dtype=torch.bool)
-    token_mask[0, -20:] = False
-    token_mask[1, text.start + 3 : text.start + 9] = False
-    mask = naive_mask(
-        QKV(query, key, value),
-        RAGGED,
-        kind,
-        Rule(topk=TOPK[f"{kind}_topk"]),
-        text=text,
-        token_mask=token_mask,
-    )
-    dirty = [x.masked_fill(~token_mask[..., None, None], torch.nan) for x in (key, value)]
-    with set_forward_context(0, latent_grid=RAGGED, text_span=text):
-        out = layer(KINDS.index(kind), **TOPK)(
-            query, *dirty, attn_mask=token_mask[:, None, None, :]
-        )
-    assert_within_error_budget(out, query, key, value, scale=SCALE, mask=mask)
-
-
 @pytest.mark.parametrize(
     ("parameters", "scope"),
     [
@@ -391,17 +324,6 @@ def test_padding_leaves_what_the_tokens_alone_would_choose(scope):
     torch.testing.assert_close(out[:, : math.prod(grid)], wanted)
 
 
-def test_gradients_are_those_of_attention_under_the_choice():
-    qkv = inputs(RAGGED, batch=1)
-    attention = layer(1, kernel="reference", **TOPK)
-    mask = naive_mask(qkv, RAGGED, "spatial", Rule(topk=2))
-    assert_same_gradients(
-        lambda *x: run(attention, QKV(*x), RAGGED),
-        lambda *x: reference_attention(*x, scale=SCALE, mask=mask)[0],
-        *qkv,
-    )
-
-
 @pytest.mark.parametrize("scope", ["query_head", "head_global", "block", "overall"])
 def test_what_ranks_over_tokens_or_heads_says_where_these_must_be(scope):
     settings = config(moba_threshold_type=scope)
@@ -422,15 +344,6 @@ def test_settings_for_one_resolution_can_be_part_of_a_ring():
     settings = config(patch_resolution=(5, 5, 9))
     impl = VMoBAImpl(HEADS, HEAD_SIZE, SCALE, config=settings, site=LayerSite(layer=0))
     assert impl.limits.ring is None
-
-
-def test_the_report_has_the_density_of_every_step():
-    qkv = inputs(WHOLE)
-    attention = layer(1, **TOPK)
-    for step in (0, 4):
-        run(attention, qkv, WHOLE, step=step)
-    (entry,) = attention.report().entries
-    assert entry.densities == ((0, 0.5), (4, 0.5))
 
 
 class FakePackage(types.ModuleType):

@@ -6,16 +6,12 @@ import pytest
 import torch
 
 from multimodal_gen.runtime.layers.attention import UlyssesAttention_VSA
-from multimodal_gen.runtime.layers.attention.call import AttentionCall
 from multimodal_gen.runtime.layers.attention.sparse import tiles
 from multimodal_gen.runtime.layers.attention.sparse.methods.vsa import (
-    VideoSparseConfig,
     kept_tiles,
 )
 from multimodal_gen.runtime.managers.forward_context import (
     ForwardContext,
-    TextSpan,
-    set_forward_context,
 )
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from tests.helpers.inputs import QKV
@@ -36,7 +32,6 @@ from tests.helpers.tolerance import assert_within_error_budget
 
 METHOD = SparseMethod(
     backend=AttentionBackendEnum.VIDEO_SPARSE_ATTN,
-    config_cls=VideoSparseConfig,
     layer_cls=UlyssesAttention_VSA,
 )
 HEADS, HEAD_SIZE, SCALE = METHOD.heads, METHOD.head_size, METHOD.scale
@@ -101,15 +96,6 @@ def test_the_fine_stage_attends_to_the_best_tiles(grid, kv_heads, kept):
     qkv = inputs(grid, kv_heads=kv_heads)
     out = run(layer(kv_heads=kv_heads, topk=kept), qkv, grid)
     check(qkv, out, Definition(qkv, grid, TILE, kept))
-
-
-@pytest.mark.parametrize("where", TEXTS)
-@pytest.mark.parametrize("kept", [1, 5])
-def test_text_attends_to_everything_and_everything_attends_to_text(where, kept):
-    text = TEXTS[where]
-    qkv = inputs(RAGGED, text=text)
-    out = run(layer(topk=kept), qkv, RAGGED, text=text)
-    check(qkv, out, Definition(qkv, RAGGED, TILE, kept, text))
 
 
 @pytest.mark.slow_cases("tile0", "tile2")
@@ -179,13 +165,6 @@ def test_text_has_no_coarse_stage():
     check(qkv, gated, Definition(qkv, RAGGED, TILE, 2, text), gate)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_right(dtype):
-    qkv = inputs(RAGGED, dtype=dtype)
-    out = run(layer(topk=3, dtype=dtype), qkv, RAGGED)
-    check(qkv, out, Definition(qkv, RAGGED, TILE, 3))
-
-
 @pytest.mark.parametrize("where", TEXTS)
 @pytest.mark.parametrize("parameters", [{}, {"topk": 12}, {"sparsity": 0.0}], ids=str)
 def test_sparsity_zero_is_dense_attention(where, parameters):
@@ -204,70 +183,6 @@ def test_equal_scores_keep_the_first_tiles():
     first = sorted(t for tile in tokens_of_tiles(WHOLE, TILE)[:2] for t in tile)
     expected = value[:, first].mean(dim=1, keepdim=True).expand_as(out)
     torch.testing.assert_close(out, expected)
-
-
-def test_masked_text_is_not_attended_to_and_may_hold_anything():
-    text = TEXTS["text last"]
-    query, key, value = inputs(RAGGED, text=text)
-    keep = torch.ones(2, query.shape[1], dtype=torch.bool)
-    keep[0, -40:] = False
-    keep[1, text.start + 3 : text.start + 20] = False
-    out_mask = keep[:, None, :, None] & keep[:, None, None, :]
-    naive = Definition(QKV(query, key, value), RAGGED, TILE, 3, text)
-    dirty = QKV(*(x.masked_fill(~keep[..., None, None], torch.nan) for x in (query, key, value)))
-    with set_forward_context(0, latent_grid=RAGGED, text_span=text):
-        out = layer(topk=3).attend(AttentionCall(*dirty, keep))
-    assert_within_error_budget(out, query, key, value, scale=SCALE, mask=naive.mask & out_mask)
-
-
-def padded(qkv, keep, value):
-    """Return inputs that hold `value` where nothing is kept."""
-    return QKV(*(x.masked_fill(~keep[..., None, None], value) for x in qkv))
-
-
-def test_padded_tokens_of_the_video_have_no_influence():
-    qkv = inputs(RAGGED)
-    keep = torch.ones(2, qkv.query.shape[1], dtype=torch.bool)
-    keep[0, -60:] = False
-    keep[1, 7::9] = False
-    with set_forward_context(0, latent_grid=RAGGED):
-        clean, *others = (
-            layer(topk=3).attend(AttentionCall(*padded(qkv, keep, value), keep))
-            for value in (0.0, 1e4, torch.nan)
-        )
-    assert clean.isfinite().all()
-    for other in others:
-        torch.testing.assert_close(other, clean, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("where", TEXTS)
-def test_a_tile_that_is_all_padding_takes_no_others_place(where):
-    text = TEXTS[where]
-    qkv = inputs(RAGGED, text=text)
-    start = text.stop if text and text.start == 0 else 0
-    keep = torch.ones(2, qkv.query.shape[1], dtype=torch.bool)
-    tiles = [[start + t for t in tile] for tile in tokens_of_tiles(RAGGED, TILE)]
-    for lost in (1, 4, 7):
-        keep[:, tiles[lost]] = False
-    # What a mean of zero scores, or one of whatever the padding holds, is above all real scores.
-    query, key, value = qkv.query.abs(), -qkv.key.abs(), qkv.value
-    dirty = padded(QKV(query, key, value), keep, 1e4)
-    with set_forward_context(0, latent_grid=RAGGED, text_span=text):
-        out = layer(topk=len(tiles) - 3).attend(AttentionCall(*dirty, keep))
-    mask = (keep[:, None, :, None] & keep[:, None, None, :]).expand(-1, HEADS, -1, -1)
-    assert_within_error_budget(out, query, key, value, scale=SCALE, mask=mask)
-
-
-def test_dropped_text_keys_leave_longer_queries():
-    text = TEXTS["text last"]
-    query, key, value = inputs(RAGGED, text=text)
-    kept_text = slice(0, text.start + 9)
-    naive = Definition(QKV(query, key, value), RAGGED, TILE, 3, text)
-    with set_forward_context(0, latent_grid=RAGGED, text_span=text):
-        out = layer(topk=3).attend(AttentionCall(query, key[:, kept_text], value[:, kept_text]))
-    mask = naive.mask.clone()
-    mask[..., kept_text.stop :] = False
-    assert_within_error_budget(out, query, key, value, scale=SCALE, mask=mask)
 
 
 def test_gradients_flow_through_both_stages():
@@ -290,28 +205,6 @@ def test_gradients_flow_through_both_stages():
     assert_same_gradients(
         lambda q, k, v, g: run(attention, QKV(q, k, v), grid, gate=g), definition, *qkv, gate
     )
-
-
-def test_the_report_has_the_density_of_every_step():
-    qkv = inputs(WHOLE)
-    attention = layer(topk=2)
-    for step in (0, 4):
-        run(attention, qkv, WHOLE, step=step)
-    (entry,) = attention.report().entries
-    assert entry.densities == ((0, 2 / 6), (4, 2 / 6))
-
-
-@pytest.mark.parametrize("where", TEXTS)
-@pytest.mark.parametrize("grid", [WHOLE, RAGGED], ids=["whole", "ragged"])
-def test_the_density_is_that_of_the_pairs_attended_to(grid, where):
-    text = TEXTS[where]
-    if text is not None:
-        text = TextSpan(start=text.start and math.prod(grid), length=text.length)
-    attention = layer(topk=3)
-    qkv = inputs(grid, text=text)
-    run(attention, qkv, grid, text=text)
-    mask = Definition(qkv, grid, TILE, 3, text).mask
-    assert attention.attn_impl.facts().densities[0] == pytest.approx(float(mask.double().mean()))
 
 
 @pytest.mark.parametrize("heads", [(), (2, 1)], ids=["calls", "groups of heads"])

@@ -1,0 +1,512 @@
+"""Sparse methods on small videos, each with what it keeps by its definition, block by block.
+
+`Defined.check` compares a layer with that, `Defined.check_gradients` its gradients: with text,
+masks and tails, whatever the method. Rules are written with loops, in float64.
+
+Shapes: B batch, S tokens, H heads, D head size, N blocks; q/k suffix = query/key side.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+
+from multimodal_gen.kernels.select.row_reference import Rule
+from multimodal_gen.runtime.layers.attention.sparse.windows import kept_map
+from multimodal_gen.runtime.managers.forward_context import TextSpan
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
+from tests.helpers.inputs import QKV
+from tests.helpers.reference import reference_attention
+from tests.helpers.sparse import (
+    SparseMethod,
+    assert_same_gradients,
+    best_blocks,
+    block_inputs,
+    joint_mask,
+    pair_mask,
+    run_sparse,
+    tokens_of_tiles,
+    video_tokens,
+)
+from tests.helpers.tail import pooled_attention
+from tests.helpers.tolerance import assert_within_error_budget
+from tests.kernels.select.naive_chunks import naive_choice, naive_means
+
+Grid = tuple[int, int, int]
+Blocks = Sequence[Sequence[int]]
+Cut = Callable[[Grid, TextSpan | None], tuple[Blocks, Blocks]]
+Choose = Callable[..., torch.Tensor]
+
+
+def tiles(*tile: int) -> Cut:
+    """Cut the video into tiles."""
+
+    def cut(grid: Grid, text: TextSpan | None) -> tuple[Blocks, Blocks]:
+        found = tokens_of_tiles(grid, tile, text)
+        return found, found
+
+    return cut
+
+
+def pieces(queries: int, keys: int | None = None) -> Cut:
+    """Cut the video as it comes into pieces of so many tokens."""
+
+    def cut(grid: Grid, text: TextSpan | None) -> tuple[Blocks, Blocks]:
+        video = video_tokens(grid, text)
+        first, second = (
+            [video[i : i + size] for i in range(0, len(video), size)]
+            for size in (queries, keys or queries)
+        )
+        return first, second
+
+    return cut
+
+
+def frames(grid: Grid, text: TextSpan | None) -> tuple[Blocks, Blocks]:
+    """Cut the video into its frames."""
+    return tiles(1, *grid[1:])(grid, text)
+
+
+def rows_and_chunks(chunk: Callable[[Grid], Sequence[int]]) -> Cut:
+    """Cut the video into chunks of keys, whose queries choose one by one."""
+
+    def cut(grid: Grid, text: TextSpan | None) -> tuple[Blocks, Blocks]:
+        return [[t] for t in video_tokens(grid, text)], tokens_of_tiles(grid, chunk(grid), text)
+
+    return cut
+
+
+class Checked(NamedTuple):
+    """A layer that was called, what it returned, and bool [B, H, S, S], what it had to keep."""
+
+    layer: Any
+    out: torch.Tensor
+    mask: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Defined:
+    """A sparse method, and its definition.
+
+    Attributes:
+        method: it, with parameters that leave much out.
+        cut: makes the blocks of queries and of keys.
+        choose: from q, k and v, both kinds of blocks and `token_mask`, and parameters of its own,
+            tells which block attends to which, bool [B, H, Nq, Nk].
+        grid: of the videos that it is tried on.
+        varied: cuts them into parts that have means of their own, so that scores differ by much.
+    """
+
+    method: SparseMethod
+    cut: Cut
+    choose: Choose
+    grid: Grid = (5, 6, 9)
+    varied: Cut = field(default=pieces(16))
+
+    @property
+    def scale(self) -> float:
+        """Factor of the scores."""
+        return self.method.scale
+
+    def inputs(
+        self,
+        text: TextSpan | None = None,
+        *,
+        batch: int = 1,
+        kv_heads: int = 1,
+        dtype: torch.dtype = torch.float32,
+    ) -> QKV:
+        """Return q, k and v whose scores differ by much."""
+        qkv = self.method.inputs(self.grid, text=text, batch=batch, kv_heads=kv_heads)
+        varied = block_inputs(qkv, self.varied(self.grid, text)[0], values=True)
+        return QKV(*(x.to(dtype) for x in varied))
+
+    def mask(
+        self,
+        qkv: QKV,
+        text: TextSpan | None = None,
+        token_mask: torch.Tensor | None = None,
+        **rule: Any,
+    ) -> torch.Tensor:
+        """Return which token attends to which, bool [B, H, S, S]."""
+        cuts, sizes = self.cut(self.grid, text), (qkv.query.shape[1], qkv.key.shape[1])
+        chosen = self.choose(qkv, *cuts, token_mask=token_mask, **rule)
+        batch, _, heads, _ = qkv.query.shape
+        mask = pair_mask(chosen, *cuts, *sizes).expand(batch, heads, -1, -1)
+        return joint_mask(mask, video_tokens(self.grid, text), token_mask)
+
+    def defined(
+        self,
+        mask: torch.Tensor,
+        text: TextSpan | None,
+        token_mask: torch.Tensor | None,
+        *qkv: torch.Tensor,
+        **parameters: object,
+    ) -> torch.Tensor:
+        """Return attention under a mask in float64, with the tail that the parameters ask for."""
+        config = self.method.config(**parameters)
+        if config.tail == "none":
+            return reference_attention(*qkv, scale=self.scale, mask=mask)[0]
+        return pooled_attention(
+            *qkv,
+            mask,
+            self.cut(self.grid, text)[1],
+            scale=self.scale,
+            rows=video_tokens(self.grid, text),
+            token_mask=token_mask,
+            first_order=getattr(config, "first_order", False),
+        )
+
+    def check(
+        self,
+        text: TextSpan | None = None,
+        *,
+        qkv: QKV | None = None,
+        token_mask: torch.Tensor | None = None,
+        rule: Mapping[str, Any] = MappingProxyType({}),
+        known: Mapping[str, Any] | None = None,
+        step: int = 0,
+        layer: Any = None,
+        **parameters: object,
+    ) -> Checked:
+        """Raise AssertionError unless a layer computes what is defined.
+
+        Args:
+            text: where text lies.
+            qkv: its inputs; `inputs` when None.
+            token_mask: bool [B, S], tokens that count; the others hold NaN.
+            rule: parameters of `choose`.
+            known: further fields of the context.
+            step: denoising step.
+            layer: it; one with the parameters when None.
+            **parameters: of the method, beside those that it has here.
+        """
+        if qkv is None:
+            qkv = self.inputs(text, batch=1 if token_mask is None else len(token_mask))
+        if layer is None:
+            of_layer = {"kv_heads": qkv.key.shape[2], "dtype": qkv.query.dtype}
+            layer = self.method.layer(**of_layer, **parameters)
+        given, real = qkv, slice(None)
+        if token_mask is not None:
+            given = QKV(*(x.masked_fill(~token_mask[..., None, None], torch.nan) for x in qkv))
+            real = token_mask
+        context = {"text": text, "step": step, "known": known}
+        out = run_sparse(layer, given, self.grid, attn_mask=token_mask, **context)
+        mask = self.mask(qkv, text, token_mask, **rule)
+        if self.method.config(**parameters).tail == "none":
+            rows = mask if token_mask is None else mask & token_mask[:, None, :, None]
+            assert_within_error_budget(out, *qkv, scale=self.scale, mask=rows)
+        else:
+            want = self.defined(mask, text, token_mask, *qkv, **parameters)
+            torch.testing.assert_close(out.double()[real], want[real], rtol=1e-4, atol=1e-5)
+        return Checked(layer, out, mask)
+
+    def check_gradients(self, text: TextSpan | None = None, **parameters: object) -> None:
+        """Raise AssertionError unless a layer has the gradients of what is defined."""
+        qkv = self.inputs(text)
+        mask, layer = self.mask(qkv, text), self.method.layer(kv_heads=1, **parameters)
+        assert_same_gradients(
+            lambda *x: run_sparse(layer, QKV(*x), self.grid, text=text),
+            lambda *x: self.defined(mask, text, None, *x, **parameters),
+            *qkv,
+        )
+
+
+def best(
+    qkv: QKV,
+    q_blocks: Blocks,
+    k_blocks: Blocks,
+    *,
+    kept: int,
+    centred: bool = False,
+    own: bool = False,
+    token_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Keep the blocks whose means match best, and, if `own`, a block's own."""
+    options: dict[str, Any] = {"token_mask": token_mask, "centred": centred}
+    chosen = best_blocks(qkv.query, qkv.key, q_blocks, k_blocks, kept, **options)
+    return chosen | torch.eye(len(q_blocks), dtype=torch.bool) if own else chosen
+
+
+def _means(x: torch.Tensor, blocks: Blocks, kept: torch.Tensor | None) -> torch.Tensor:
+    """Return the mean of every block's kept tokens, and zero where there are none."""
+    found = []
+    for tokens in blocks:
+        real = [t for t in tokens if kept is None or kept[t]]
+        found.append(x[real].double().mean(0) if real else torch.zeros(x.shape[1]).double())
+    return torch.stack(found).to(x.dtype).double()
+
+
+def above(
+    qkv: QKV,
+    blocks: Blocks,
+    _: Blocks,
+    *,
+    tau: float = 1.0,
+    thresh_type: str = "diag",
+    topk: float | None = None,
+    inside: Sequence[int] = (),
+    rows: bool = False,
+    token_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Keep what scores above a threshold of its row, neighbours, and the blocks `inside` a sink.
+
+    Args:
+        qkv: the inputs.
+        blocks: positions of the tokens of each block.
+        tau: how many deviations the threshold is above the mean of the scores.
+        thresh_type: whether their variance is that of the keys alone, or exact.
+        topk: share of the blocks that is kept instead.
+        inside: blocks of the sink.
+        rows: whether the sink attends to everything.
+        token_mask: bool [B, S], tokens that count; None for all.
+    """
+    batch, _, heads, size = qkv.query.shape
+    num, scale = len(blocks), size**-0.5
+    chosen = torch.zeros(batch, heads, num, num, dtype=torch.bool)
+    for b, h in product(range(batch), range(heads)):
+        kept = None if token_mask is None else token_mask[b]
+        query = _means(qkv.query[b, :, h], blocks, kept)
+        key = _means(qkv.key[b, :, h * qkv.key.shape[2] // heads], blocks, kept)
+        real = [n for n in range(num) if kept is None or kept[list(blocks[n])].any()]
+        for i in range(num):
+            scores = {j: float(query[i] @ key[j]) * scale for j in real}
+            if topk is not None:
+                count = min(max(round(topk * num), 1), num - 1)
+                bound = sorted(scores.values(), reverse=True)[count]
+            else:
+                mean = sum(scores.values()) / len(real)
+                variance = sum((s - mean) ** 2 for s in scores.values()) / len(real)
+                if thresh_type == "diag":
+                    spread = key[real].var(0, unbiased=False)
+                    variance = float((query[i] ** 2) @ spread) * scale**2
+                bound = mean + tau * math.sqrt(variance + 1e-6)
+            for j in range(num):
+                chosen[b, h, i, j] = abs(i - j) <= 1 or (j in scores and scores[j] > bound)
+    chosen[..., list(inside)] = True
+    if rows:
+        chosen[:, :, list(inside)] = True
+    return chosen
+
+
+def _cell_means(
+    x: torch.Tensor, blocks: Blocks, cells: int, kept: torch.Tensor | None
+) -> list[list[torch.Tensor]]:
+    """Return the means of each block's cells that hold tokens."""
+    found = []
+    for tokens in blocks:
+        parts = [tokens[i : i + 64 // cells] for i in range(0, 64, 64 // cells)]
+        parts = [[t for t in part if kept is None or kept[t]] for part in parts]
+        found.append([x[part].double().mean(0).to(x.dtype).double() for part in parts if part])
+    return found
+
+
+def by_cells(
+    qkv: QKV,
+    blocks: Blocks,
+    _: Blocks,
+    *,
+    n_q: int = 4,
+    n_k: int = 4,
+    kept: int = 8,
+    own: bool = False,
+    token_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Keep the blocks whose cells match best together."""
+    batch, _, heads, size = qkv.query.shape
+    chosen = torch.zeros(batch, heads, len(blocks), len(blocks), dtype=torch.bool)
+    for b, h in product(range(batch), range(heads)):
+        of_sample = None if token_mask is None else token_mask[b]
+        query = _cell_means(qkv.query[b, :, h], blocks, n_q, of_sample)
+        key = _cell_means(qkv.key[b, :, h * qkv.key.shape[2] // heads], blocks, n_k, of_sample)
+        for i, rows in enumerate(query):
+            scores = [
+                torch.logsumexp(
+                    torch.stack([size**-0.5 * (q @ k) for q in rows for k in columns]), 0
+                )
+                if rows and columns
+                else -torch.inf
+                for columns in key
+            ]
+            order = sorted(range(len(scores)), key=lambda j, s=scores: -float(s[j]))
+            chosen[b, h, i, order[:kept]] = True
+    return chosen | torch.eye(len(blocks), dtype=torch.bool) if own else chosen
+
+
+def lvsa_frames(frames: int, window: int, first: int, interval: int, offset: int) -> torch.Tensor:
+    """Return which frames each frame sees, by widening its window frame by frame."""
+    shared = set(range(first)) | {
+        (offset + i * interval) % frames for i in range(-(-frames // interval))
+    }
+    rows = []
+    for f in range(frames):
+        low, high = f - window, f + window
+        if low < 0:
+            low, high = 0, 2 * window
+        if high >= frames:
+            low, high = frames - 1 - 2 * window, frames - 1
+        seen = set(range(max(low, 0), min(high, frames - 1) + 1))
+        turn = -1
+        while len(seen - shared) < min(2 * window + 1, frames - len(shared)):
+            beyond = min(seen) - 1 if turn < 0 else max(seen) + 1
+            seen |= {beyond} & set(range(frames))
+            turn = -turn
+        rows.append([g in seen | shared for g in range(frames)])
+    return torch.tensor(rows)
+
+
+def lvsa(
+    qkv: QKV, blocks: Blocks, _: Blocks, *, token_mask: object = None, interval: int, offset: int
+) -> torch.Tensor:
+    """Keep a window of frames, the first one, and one in each interval."""
+    return lvsa_frames(len(blocks), 1, 1, interval, offset)[None, None]
+
+
+def rows_choose(
+    qkv: QKV,
+    rows: Blocks,
+    chunks: Blocks,
+    *,
+    rule: Rule,
+    token_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Keep, for each row, its own chunk and those whose means match it best."""
+    own = [next(n for n, chunk in enumerate(chunks) if t in chunk) for (t,) in rows]
+    means = []
+    for b, key in enumerate(qkv.key.split(1)):
+        kept = [[t for t in c if token_mask is None or token_mask[b, t]] for c in chunks]
+        means.append(naive_means(key, kept))
+    query = qkv.query[:, [t for (t,) in rows]]
+    return naive_choice(query, torch.cat(means), own, rule)
+
+
+def windows(
+    qkv: QKV, blocks: Blocks, _: Blocks, *, window: Grid, counts: Grid, token_mask: object = None
+) -> torch.Tensor:
+    """Keep windows of tiles."""
+    return kept_map(window, counts)[None, None]
+
+
+def method(backend: str, heads: int = 2, **given: object) -> SparseMethod:
+    """Return a method that is never exchanged for dense attention, with these parameters."""
+    return SparseMethod(
+        backend=AttentionBackendEnum(backend), given={"dense_above": 1.0, **given}, heads=heads
+    )
+
+
+LONG = (5, 9, 13)  # 585 tokens: nine blocks of 64, and one of 9
+TILE = (4, 4, 4)
+CUBE_TILE = (2, 4, 4)
+ALWAYS = {"dense_steps": None, "dense_layers": None}
+CHUNKS: Mapping[str, Callable[[Grid], Sequence[int]]] = {
+    "temporal": lambda grid: (2, *grid[1:]),
+    "spatial": lambda grid: (grid[0], 3, 4),
+    "st": lambda grid: (2, 3, 4),
+}
+
+
+def _vmoba(kind: str, topk: int) -> Defined:
+    sizes = {"temporal_chunk_size": 2, "spatial_chunk_size": [3, 4], "st_chunk_size": [2, 3, 4]}
+    turns = {f"{other}_layer": int(other == kind) for other in CHUNKS}
+    given = {**sizes, **turns, f"{kind}_topk": topk, "moba_select_mode": "topk"}
+    return Defined(
+        method=method("vmoba_attn", **given, first_full_step=0),
+        cut=rows_and_chunks(CHUNKS[kind]),
+        choose=partial(rows_choose, rule=Rule(topk=topk)),
+        varied=rows_and_chunks(CHUNKS[kind]),
+    )
+
+
+DEFINED: Mapping[str, Defined] = {
+    "sta": Defined(
+        method=method("sliding_tile_attn", window=(1, 1, 1), tile_size=TILE, skip_time_steps=0),
+        cut=tiles(*TILE),
+        choose=partial(windows, window=(1, 1, 1), counts=(2, 2, 3)),
+    ),
+    "vsa": Defined(
+        method=method("video_sparse_attn", topk=3),
+        cut=tiles(*TILE),
+        choose=partial(best, kept=3),
+        varied=tiles(*TILE),
+    ),
+    "vsa by cells": Defined(
+        method=method("video_sparse_attn", topk=8, router="subblock"),
+        cut=tiles(*TILE),
+        choose=by_cells,
+        grid=LONG,
+    ),
+    "sla": Defined(
+        method=method("sla_attn", topk_ratio=0.3, BLKQ=128, BLKK=64),
+        cut=pieces(128, 64),
+        choose=partial(best, kept=3, centred=True),
+        grid=LONG,
+    ),
+    "sol": Defined(
+        method=method("sol_attn", **ALWAYS, tail="none"),
+        cut=pieces(64),
+        choose=above,
+        grid=LONG,
+        varied=pieces(64),
+    ),
+    "sol, exact": Defined(
+        method=method("sol_attn", **ALWAYS, tail="none", tau=0.5, thresh_type="exact"),
+        cut=pieces(64),
+        choose=partial(above, tau=0.5, thresh_type="exact"),
+        grid=LONG,
+        varied=pieces(64),
+    ),
+    "sol by cells": Defined(
+        method=method(
+            "sol_attn", **ALWAYS, tail="none", topk_ratio=0.4, neighbours=0, router="subblock"
+        ),
+        cut=pieces(64),
+        choose=partial(by_cells, kept=4, own=True),
+        grid=LONG,
+    ),
+    "cube": Defined(
+        method=method("cube_sparse_attn", local_cube_size=list(CUBE_TILE), topk_ratio=0.25),
+        cut=tiles(*CUBE_TILE),
+        choose=partial(best, kept=4, own=True),  # floor(0.25 * 18)
+        varied=tiles(*CUBE_TILE),
+    ),
+    "pisa": Defined(
+        method=method("pisa_attn", density=0.35, tail="none"),
+        cut=pieces(64),
+        choose=partial(best, kept=3),
+        grid=LONG,
+        varied=pieces(64),
+    ),
+    "sparge": Defined(
+        method=method("sparge_attn", topk=0.35),
+        cut=pieces(128, 64),
+        choose=partial(best, kept=3, centred=True),
+        grid=LONG,
+        varied=pieces(64),
+    ),
+    "subblock": Defined(
+        method=method("subblock_sparse_attn", sparsity=0.5, skip_first_steps=0, min_seq_len=0),
+        cut=pieces(64),
+        choose=by_cells,
+        grid=LONG,
+    ),
+    "static, lvsa": Defined(
+        method=method(
+            "static_sparse_attn",
+            pattern="lvsa",
+            window_size=1,
+            key_frame_interval=4,
+        ),
+        cut=frames,
+        choose=partial(lvsa, interval=4, offset=0),
+        grid=(9, 3, 5),
+    ),
+    "vmoba, temporal": _vmoba("temporal", 2),
+    "vmoba, spatial": _vmoba("spatial", 2),
+    "vmoba, st": _vmoba("st", 3),
+}
+"""By its name, every method that keeps blocks of a fixed cut."""
