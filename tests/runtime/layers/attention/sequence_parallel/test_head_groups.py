@@ -1,5 +1,6 @@
 """Layers that exchange their heads in groups, against one process, and the times they report."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -14,9 +15,11 @@ from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from tests.helpers.inputs import make_qkv
 from tests.helpers.processes import own
 from tests.runtime.layers.attention.sequence_parallel.test_sparse import (
-    SPARSE,
-    check_sparse,
-    sparse_layer,
+    CASES,
+    check,
+    grid_of,
+    layer_of,
+    split,
 )
 from tests.runtime.layers.attention.sequence_parallel.test_split_layers import TEXTS, stretches
 
@@ -74,28 +77,33 @@ def check_whole_calls(lengths):
         assert count_messages(lambda: grouped(local[0], key, value)) == 2
 
 
-def check_measured_groups(backend, messages):
+def attend_sparsely(layer, heads):
+    """Call a layer with what this rank holds of a video of the method's."""
+    grid = grid_of("sta")
+    lengths = split(math.prod(grid), 2, uneven=False)
+    local = [own(x, lengths) for x in make_qkv(1, sum(lengths), heads, 32)]
+    with torch.no_grad(), set_forward_context(1, latent_grid=grid, num_steps=2):
+        layer(*local)
+
+
+def check_measured_groups(sparse, messages):
     """Groups that are told nothing exchange heads in as many groups as was measured to win."""
     assert parallel_groups().head_groups is None
-    layer = sparse_layer(backend, SPARSE.get(backend), 4)
-    local = [own(x, (100, 92)) for x in make_qkv(1, 192, 4, 32)]
-    with torch.no_grad(), set_forward_context(0, latent_grid=(4, 6, 8), num_steps=2):
-        assert count_messages(lambda: layer(*local)) == messages
+    layer = layer_of("sta", 4) if sparse else USPAttention(4, 32)
+    assert count_messages(lambda: attend_sparsely(layer, 4)) == messages
 
 
-def check_sparse_groups(backend, lengths, heads):
+def check_sparse_groups(name, heads):
     with in_groups(2):
-        check_sparse(backend, SPARSE[backend], lengths, heads)
+        check(name, (heads, heads), CASES[3:], False, (0, 1))
 
 
 def detours_of(count):
     """Return the calls a layer reports whose selected kernel can serve none of them."""
-    layer = sparse_layer("sliding_tile_attn", SPARSE["sliding_tile_attn"], 8)
+    layer = layer_of("sta", 8)
     layer.attn_impl.kernel = SelectedKernel("gluon")
-    local = [own(x, (100, 92)) for x in make_qkv(1, 192, 8, 32)]
-    context = {"latent_grid": (4, 6, 8), "num_steps": 2}
-    with in_groups(count), torch.no_grad(), set_forward_context(1, **context):
-        layer(*local)
+    with in_groups(count):
+        attend_sparsely(layer, 8)
     report = layer.report()
     return [e.calls for e in report.entries], [
         (e.selection.variant, e.calls) for e in report.detours
@@ -138,15 +146,15 @@ def test_calls_that_cannot_be_cut_into_chunks_come_in_one(two_ranks):
     two_ranks.run(Mesh(ulysses=2), check_whole_calls, (4, 3))
 
 
-@pytest.mark.parametrize(("backend", "messages"), [("sliding_tile_attn", 4), ("torch_sdpa", 2)])
-def test_chunks_are_those_that_were_measured_to_win(two_ranks, backend, messages):
-    two_ranks.run(Mesh(ulysses=2), check_measured_groups, backend, messages)
+@pytest.mark.parametrize(("sparse", "messages"), [(True, 4), (False, 2)])
+def test_chunks_are_those_that_were_measured_to_win(two_ranks, sparse, messages):
+    two_ranks.run(Mesh(ulysses=2), check_measured_groups, sparse, messages)
 
 
-@pytest.mark.slow_cases("sliding_tile_attn", "sparse_video_gen_2_attn")
-@pytest.mark.parametrize("backend", ["sliding_tile_attn", "sla_attn", "sparse_video_gen_2_attn"])
-def test_sparse_backends_take_chunks_of_heads(two_ranks, backend):
-    two_ranks.run(Mesh(ulysses=2), check_sparse_groups, backend, (100, 92), 4)
+@pytest.mark.slow_cases("sta", "svg2")
+@pytest.mark.parametrize("name", ["sta", "sla", "svg2"])
+def test_sparse_backends_take_chunks_of_heads(two_ranks, name):
+    two_ranks.run(Mesh(ulysses=2), check_sparse_groups, name, 4)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +179,7 @@ def test_one_process_reports_no_times():
     assert report.times is None
     assert "times" not in report.as_dict()
     assert "time on this rank" not in report.summary()
-    assert sparse_layer("sla_attn", SPARSE["sla_attn"], 2).report().times is None
+    assert layer_of("sla", 2).report().times is None
 
 
 @pytest.mark.slow_cases("4")
