@@ -15,11 +15,6 @@ from scripts import hf_kernels
 from tests.helpers.block_plans import PlanShape, random_plan
 from tests.integrations.comfyui.fakes import Patcher, WanModel, sample
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 DENSE = ("auto", "torch_sdpa", "triton_attn")
 WHOLE = {
     "sliding_tile_attn": "window=[9,9,9],tile_size=[4,4,4],dense_above=1.0,skip_time_steps=0",

@@ -29,14 +29,6 @@ from tests.helpers.block_plans import PlanShape, dense_mask, random_plan
 from tests.helpers.inputs import QKV, make_qkv
 from tests.helpers.tolerance import assert_gradients_within_error_budget
 
-pytestmark = [
-    pytest.mark.gpu,
-    # torch's compiler uses what torch deprecates.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 PLANS = {
     "regular 64": PlanShape(heads=4, num_q=5, num_kv=9, q_size=64, kv_size=64),
     "regular 128, batch 3": PlanShape(batch=3, heads=4, num_q=3, num_kv=7, q_size=128, kv_size=128),

@@ -15,16 +15,6 @@ from tests.helpers.inputs import QKV, make_qkv
 from tests.helpers.reference import reference_attention
 from tests.helpers.tolerance import assert_within_error_budget
 
-pytestmark = [
-    pytest.mark.gpu,
-    # torch's compiler uses what torch deprecates.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
-    # The compiler of FlashAttention 4 says so of an argument that is left out.
-    pytest.mark.filterwarnings("ignore:Argument .* cannot be converted:UserWarning"),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 KERNELS = ["triton", "gluon", "fa4"]
 PLANS = {
     "regular 64": PlanShape(heads=4, num_q=5, num_kv=9, q_size=64, kv_size=64),

@@ -8,12 +8,6 @@ from multimodal_gen.kernels.block_sparse.api import block_sparse_attention, kern
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.skip import Skip
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 HEADS, BELOW = 2, 30.0  # decibels: a weight of a thousandth, 6.9 in the exponent
 # Scores of the blocks. The highest comes first: what is far below it counts for e^-9.
 LEVELS = (9.0, 0.0, 9.0, 4.0, 0.0, 0.0, 8.0)

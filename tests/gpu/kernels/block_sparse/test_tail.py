@@ -24,14 +24,6 @@ from tests.helpers.block_plans import PlanShape, plan_by_bits, random_plan
 from tests.helpers.inputs import make_qkv, make_video_qkv
 from tests.helpers.tail import assert_tail_within_error_budget
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
-    pytest.mark.filterwarnings("ignore:Argument .* cannot be converted:UserWarning"),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 PLANS = {
     "two blocks in a tile": PlanShape(heads=4, num_q=5, num_kv=150, q_size=64, kv_size=16),
     "blocks of 128": PlanShape(batch=2, heads=4, num_q=3, num_kv=9, q_size=128, kv_size=128),

@@ -44,12 +44,6 @@ from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forwar
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from tests.kernels.linear_attention.naive import UNSELECTED_ROUNDINGS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 DTYPES = [torch.bfloat16, torch.float16]
 TOKENS, HEADS, KV_HEADS = 1500, 4, 2
 

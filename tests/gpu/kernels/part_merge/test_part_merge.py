@@ -6,12 +6,6 @@ import torch
 from multimodal_gen.kernels.part_merge.api import merge_two
 from multimodal_gen.kernels.part_merge.reference import merge_two_reference
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 
 @pytest.mark.parametrize("size", [40, 64, 128])
 @pytest.mark.parametrize("result", [torch.float32, torch.bfloat16], ids=str)

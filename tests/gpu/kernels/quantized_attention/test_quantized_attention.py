@@ -32,11 +32,6 @@ from tests.helpers.inputs import QKV, make_qkv
 from tests.helpers.reference import reference_attention
 from tests.helpers.tolerance import QUANTISED_MAX_RELATIVE_L1, QUANTISED_MIN_COSINE
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 KERNELS = [("gluon", "16-bit"), ("gluon", "e4m3"), ("triton", "16-bit"), ("triton", "e4m3")]
 kernels = pytest.mark.parametrize(("kernel", "values"), KERNELS, ids=[" ".join(k) for k in KERNELS])
 

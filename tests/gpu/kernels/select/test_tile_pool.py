@@ -19,12 +19,6 @@ from multimodal_gen.kernels.select.reference import (
 )
 from tests.kernels.select.naive import assert_best, ragged_tiles, whole_numbers
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 LENGTHS = [64, 48, 16, 64, 1, 12] * 40
 

@@ -7,13 +7,6 @@ from multimodal_gen.kernels.tile_order.api import gather_tokens, scatter_tokens,
 from multimodal_gen.kernels.tile_order.reference import gather_reference, scatter_reference
 from tests.helpers.inputs import LAYOUTS, with_layout
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
-    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
 

@@ -9,8 +9,6 @@ from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.call import AttentionCall
 from multimodal_gen.testing.tiny_models import FAMILIES
 
-pytestmark = pytest.mark.gpu
-
 
 def test_recomputed_rows_agree_with_every_exact_kernel_of_this_gpu() -> None:
     q, k, v = (torch.randn(1, 3000, 4, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))

@@ -18,10 +18,7 @@ from multimodal_gen.runtime.distributed.groups import init_parallel
 from multimodal_gen.runtime.distributed.launch import launch_ranks, run_rank
 from multimodal_gen.runtime.layers.attention import USPAttention
 
-pytestmark = [
-    pytest.mark.multi_gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs several CUDA devices"),
-]
+pytestmark = pytest.mark.multi_gpu
 
 TIMEOUT_S = 15
 # Of which starting the ranks and their GPUs takes most.

@@ -5,8 +5,6 @@ import torch
 
 from multimodal_gen.integrations.generator import DiffGenerator
 
-pytestmark = pytest.mark.gpu
-
 CALL = {
     "prompt": "a fox",
     "height": 64,

@@ -17,11 +17,6 @@ from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from tests.helpers.inputs import make_qkv
 from tests.helpers.tolerance import assert_within_error_budget
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 CUDA = torch.device("cuda")
 # FlexAttention would be compiled for every shape.
 BACKENDS = [

@@ -27,11 +27,6 @@ from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 from tests.helpers.block_plans import PlanShape, random_plan
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 HEADS, HEAD_SIZE, GRID, TOKENS = 4, 128, (8, 16, 16), 2048
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 # Programs may begin at other keys in every run, so that sums are rounded in another order.

@@ -19,10 +19,7 @@ from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from tests.helpers.tolerance import assert_within_error_budget
 
-pytestmark = [
-    pytest.mark.multi_gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs several CUDA devices"),
-]
+pytestmark = pytest.mark.multi_gpu
 
 GRID = (4, 16, 16)
 TOKENS = 1024

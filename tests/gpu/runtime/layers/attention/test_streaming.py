@@ -36,14 +36,6 @@ from tests.helpers.tile_choice import (
 )
 from tests.helpers.tolerance import assert_within_error_budget
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    # What torch's compiler launches says nothing of it.
-    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 BATCH, HEADS, KV_HEADS, SIZE, TOKENS = 2, 4, 2, 128, 420
 SCALE = SIZE**-0.5
 # Sink and window of a layer in a cache with a sink of 2 and a window of 4: in one piece, and not.

@@ -17,12 +17,7 @@ from multimodal_gen.runtime.server_args import ServerArgs
 from tests.helpers.inputs import make_qkv, make_video_qkv
 from tests.helpers.processes import World, own
 
-pytestmark = [
-    pytest.mark.multi_gpu,
-    # torch's compiler and FSDP use what torch deprecates.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs several CUDA devices"),
-]
+pytestmark = pytest.mark.multi_gpu
 
 GRID, HEADS, SIZE, TEXT = (8, 12, 16), 4, 128, 64
 MESHES = {"ulysses": Mesh(ulysses=2), "ring": Mesh(ring=2)}

@@ -33,16 +33,6 @@ from tests.helpers.tolerance import (
     assert_within_error_budget,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    # torch's compiler uses what torch deprecates.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    # What it launches says nothing of it.
-    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),
-    # torch's compiler looks at the .grad of the views FlexAttention is given.
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-]
-
 BATCH, NUM_HEADS, SCALE = 2, 4, 0.2
 QUERIES, MORE_KEYS = 203, 299
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

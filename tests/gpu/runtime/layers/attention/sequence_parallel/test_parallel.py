@@ -23,10 +23,7 @@ from tests.helpers.tolerance import (
 
 RANKS = 4 if torch.cuda.device_count() >= 4 else 2
 
-pytestmark = [
-    pytest.mark.multi_gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs several CUDA devices"),
-]
+pytestmark = pytest.mark.multi_gpu
 
 SIZE = 128
 SCALE = SIZE**-0.5

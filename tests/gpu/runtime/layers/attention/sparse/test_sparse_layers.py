@@ -30,11 +30,6 @@ from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 from tests.helpers.inputs import make_qkv
 from tests.helpers.tolerance import assert_within_error_budget
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 HEADS, HEAD_SIZE, SCALE = 6, 128, 128**-0.5
 # Tiles of 4x4x4: 3x3x4 whole ones, and 3x3x4 of which some are cut short.
 WHOLE, RAGGED = (12, 12, 16), (9, 10, 15)

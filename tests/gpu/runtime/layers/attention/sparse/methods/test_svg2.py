@@ -29,12 +29,6 @@ from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from tests.helpers.inputs import QKV, make_video_qkv
 from tests.helpers.tolerance import assert_within_error_budget
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 GRID = (5, 18, 23)  # 2,070 tokens
 TOKENS = math.prod(GRID)
 

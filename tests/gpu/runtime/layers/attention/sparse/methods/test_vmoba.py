@@ -34,12 +34,6 @@ from tests.helpers.tolerance import assert_within_error_budget
 from tests.kernels.select.naive_chunks import layout, unpacked
 from tests.kernels.select.naive_rows import assert_sorted, random_bits
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 DTYPES = [torch.bfloat16, torch.float16]
 GRID = (5, 18, 23)
 RULES = [
