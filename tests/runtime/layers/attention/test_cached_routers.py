@@ -10,20 +10,12 @@ import torch
 
 from multimodal_gen.errors import UnsupportedBackendError
 from multimodal_gen.runtime.layers.attention import LocalAttention
-from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
 from multimodal_gen.runtime.layers.attention.causal_cache import CacheSize, CausalCache
-from multimodal_gen.runtime.layers.attention.config import build_config
-from multimodal_gen.runtime.layers.attention.request import AttentionRole
-from multimodal_gen.runtime.layers.attention.scope import (
-    BackendPreference,
-    LayerSite,
-    SelectionScope,
-    Source,
-)
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
-from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from tests.helpers.inputs import make_qkv
 from tests.helpers.reference import reference_attention
+from tests.helpers.sparse import SparseMethod
 from tests.helpers.tile_choice import (
     TokenTiles,
     attention_with_tail,
@@ -45,18 +37,10 @@ WINDOW, SINK = 3, 1
 
 
 def layer_of(backend: str, options: dict, *, strict: bool = True) -> LocalAttention:
-    name = AttentionBackendEnum(backend)
-    cls = find_backend(name, PlatformEnum.CPU).config_cls
-    config = build_config(cls, options, backend=backend)
-    asked = BackendPreference(source=Source.SETTINGS, backend=name, config=config)
-    return LocalAttention(
-        HEADS,
-        SIZE,
-        KV_HEADS,
-        scope=SelectionScope(default=asked, strict=strict),
-        site=LayerSite(name="blocks.5", component=None, role=AttentionRole.SELF, layer=5),
-        compute_dtype=torch.float32,
+    tried = SparseMethod(
+        backend=AttentionBackendEnum(backend), given=options, heads=HEADS, head_size=SIZE
     )
+    return tried.layer(index=5, kv_heads=KV_HEADS, strict=strict)
 
 
 def cache_of(*, tiles: bool) -> CausalCache:

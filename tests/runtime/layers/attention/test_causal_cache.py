@@ -16,22 +16,18 @@ from multimodal_gen.runtime.layers.attention import (
     USPAttention,
     causal_cache,
 )
-from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
 from multimodal_gen.runtime.layers.attention.causal_cache import (
     CacheSize,
     CausalCache,
     key_heads_of_rank,
 )
-from multimodal_gen.runtime.layers.attention.config import build_config
 from multimodal_gen.runtime.layers.attention.scope import (
-    BackendPreference,
     LayerSite,
-    SelectionScope,
-    Source,
 )
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
-from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from tests.helpers.reference import reference_attention
+from tests.helpers.sparse import SparseMethod
 from tests.helpers.tile_choice import best_tiles, token_tiles
 
 BATCH, HEADS, KV_HEADS, SIZE, TOKENS = 2, 4, 2, 8, 6
@@ -578,11 +574,8 @@ def test_sink_logits_weigh_a_key_without_a_value(layer, kept):
 
 
 def sparse_layer(backend, options, *, strict: bool = False) -> LocalAttention:
-    cls = find_backend(backend, PlatformEnum.CPU).config_cls
-    config = build_config(cls, options, backend=str(backend))
-    asked = BackendPreference(source=Source.SETTINGS, backend=backend, config=config)
-    scope = SelectionScope(default=asked, strict=strict)
-    return LocalAttention(HEADS, SIZE, KV_HEADS, scope=scope, compute_dtype=torch.float32)
+    tried = SparseMethod(backend=backend, given=options, heads=HEADS, head_size=SIZE)
+    return tried.layer(index=None, kv_heads=KV_HEADS, strict=strict)
 
 
 def test_the_report_says_what_ran_in_place_of_the_layers_backend(layer):

@@ -1,6 +1,7 @@
 """Odd calls and what layers make of them: tokens in front, masks in other forms, errors."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,62 +13,42 @@ from multimodal_gen.runtime.layers.attention import (
     USPAttention,
 )
 from multimodal_gen.runtime.layers.attention.call import AttentionCall, watching
-from multimodal_gen.runtime.layers.attention.config import build_config
 from multimodal_gen.runtime.layers.attention.kinds.masks import as_key_mask
 from multimodal_gen.runtime.layers.attention.scope import (
     BackendPreference,
-    LayerSite,
     SelectionScope,
     Source,
     scope_from,
 )
-from multimodal_gen.runtime.layers.attention.sparse.methods.sla import SLAConfig
-from multimodal_gen.runtime.layers.attention.sparse.methods.sta.router import SlidingTileConfig
-from multimodal_gen.runtime.layers.attention.sparse.methods.vmoba import VMoBAConfig
-from multimodal_gen.runtime.layers.attention.sparse.methods.vsa import VideoSparseConfig
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
+from tests.helpers.methods import method
 
 HEADS, SIZE, GRID, TEXT = 2, 32, (4, 8, 8), 5
 VIDEO = 4 * 8 * 8
 
 # Each leaves out enough that a video one token further on is another one.
 METHODS = {
-    AttentionBackendEnum.SLA_ATTN: (SLAConfig, {"topk_ratio": 0.25, "BLKQ": 64}),
-    AttentionBackendEnum.VIDEO_SPARSE_ATTN: (VideoSparseConfig, {"sparsity": 0.5}),
-    AttentionBackendEnum.SLIDING_TILE_ATTN: (
-        SlidingTileConfig,
-        {"window": [1, 1, 1], "tile_size": [2, 4, 4], "skip_time_steps": 0},
-    ),
-    AttentionBackendEnum.VMOBA_ATTN: (
-        VMoBAConfig,
-        {
-            "temporal_chunk_size": 1,
-            "temporal_topk": 2,
-            "moba_select_mode": "topk",
-            "spatial_layer": 0,
-            "st_layer": 0,
-            "first_full_step": 0,
-        },
-    ),
+    each.backend: each
+    for each in (
+        method("sla_attn", topk_ratio=0.25, BLKQ=64),
+        method("video_sparse_attn", sparsity=0.5),
+        method("sliding_tile_attn", window=[1, 1, 1], tile_size=[2, 4, 4], skip_time_steps=0),
+        method(
+            "vmoba_attn",
+            temporal_chunk_size=1,
+            temporal_topk=2,
+            moba_select_mode="topk",
+            spatial_layer=0,
+            st_layer=0,
+            first_full_step=0,
+        ),
+    )
 }
 
 
-def scope(backend, *, strict=False):
-    config_cls, given = METHODS[backend]
-    config = build_config(config_cls, given, backend=str(backend))
-    asked = BackendPreference(source=Source.SETTINGS, backend=backend, config=config)
-    return SelectionScope(default=asked, strict=strict)
-
-
 def layer(backend, cls=USPAttention, **options):
-    return cls(
-        HEADS,
-        SIZE,
-        compute_dtype=torch.float32,
-        site=LayerSite(name="blocks.0", layer=0),
-        scope=scope(backend, **options),
-    )
+    return replace(METHODS[backend], layer_cls=cls).layer(**options)
 
 
 def tokens(count, seed=0, batch=1):

@@ -13,10 +13,7 @@ from multimodal_gen.runtime.layers.attention.config import build_config
 from multimodal_gen.runtime.layers.attention.layer import UlyssesAttention_VSA
 from multimodal_gen.runtime.layers.attention.report import AttentionReport
 from multimodal_gen.runtime.layers.attention.scope import (
-    BackendPreference,
     LayerSite,
-    SelectionScope,
-    Source,
 )
 from multimodal_gen.runtime.layers.attention.sparse.dense_above import KeptTooMuch
 from multimodal_gen.runtime.managers.forward_context import (
@@ -26,6 +23,7 @@ from multimodal_gen.runtime.managers.forward_context import (
 )
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 from tests.helpers.inputs import make_qkv
+from tests.helpers.sparse import SparseMethod
 from tests.helpers.tolerance import assert_within_error_budget
 
 GRID = (4, 6, 8)
@@ -60,17 +58,13 @@ BY_DATA = {
 }
 
 
-def make_layer(method: str, given: dict[str, object], **more: object) -> LocalAttention:
+def make_layer(
+    method: str, given: dict[str, object], *, cls: type = LocalAttention, **more: object
+) -> LocalAttention:
     backend = AttentionBackendEnum(method)
-    cls = find_backend(backend, PlatformEnum.CPU)
-    config = build_config(cls.config_cls, {**given, **more}, backend=method)
-    asked = BackendPreference(source=Source.SETTINGS, backend=backend, config=config)
-    return LocalAttention(
-        HEADS,
-        HEAD_SIZE,
-        site=LayerSite(name="blocks.0.attn1", component="transformer", layer=0, num_layers=1),
-        scope=SelectionScope(default=asked, strict=True),
-    )
+    tried = SparseMethod(backend=backend, given=given, heads=HEADS, layer_cls=cls)
+    site = LayerSite(name="blocks.0.attn1", component="transformer", layer=0, num_layers=1)
+    return tried.layer(site=site, strict=True, **more)
 
 
 def inputs(text: TextSpan | None = None) -> tuple[torch.Tensor, ...]:
@@ -213,13 +207,7 @@ def test_a_gate_weighs_the_coarse_branch_of_dense_calls_too():
     gate = make_qkv(1, qkv[0].shape[1], HEADS, HEAD_SIZE, dtype=torch.float32, seed=7).query
 
     def gated(**config: object) -> torch.Tensor:
-        cls = find_backend(AttentionBackendEnum.VIDEO_SPARSE_ATTN, PlatformEnum.CPU)
-        asked = BackendPreference(
-            source=Source.SETTINGS,
-            backend=cls.backend,
-            config=build_config(cls.config_cls, config, backend="video_sparse_attn"),
-        )
-        layer = UlyssesAttention_VSA(HEADS, HEAD_SIZE, scope=SelectionScope(default=asked))
+        layer = make_layer("video_sparse_attn", config, cls=UlyssesAttention_VSA)
         return attend(layer, qkv, gate_compress=gate)
 
     dense = gated(sparsity=0.5, dense_above=0.3)

@@ -426,25 +426,6 @@ def test_the_authors_kernel_refuses_text_before_its_first_step(length):
             impl.check_run(context)
 
 
-@pytest.mark.parametrize(
-    ("config", "found"),
-    [
-        ({"svg2_first_times_fp": 1}, "svg2_first_times_fp=1.0 keep all 3 steps"),
-        ({"svg2_first_times_fp": 8}, "svg2_first_times_fp=8.0 keep all 3 steps"),
-        ({"dense_steps": "0-"}, "dense_steps=0- keep all 3 steps"),
-        ({"svg2_first_times_fp": 0.67}, None),
-    ],
-)
-def test_a_run_without_a_sparse_step_is_told_of_once(caplog, config, found):
-    warn_once.PROCESS._given.clear()
-    for index in (0, 1):
-        site = LayerSite(name=str(index), layer=index, num_layers=2)
-        run(layer(site=site, **config), inputs(batch=1), num_steps=3)
-    messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == (found is not None)
-    assert all(found in message for message in messages)
-
-
 @pytest.mark.parametrize("name", ["svg2_first_layers_fp", "svg2_first_times_fp"])
 def test_a_number_of_first_steps_or_layers_is_whole(name):
     with pytest.raises(ConfigError, match=f"`{name}` of sparse_video_gen_2_attn must be .* 2.5"):

@@ -11,7 +11,6 @@ import torch
 from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageError
 from multimodal_gen.kernels.select.row_reference import Rule
 from multimodal_gen.kernels.select.rows import chunk_groups
-from multimodal_gen.runtime.layers.attention import warn_once
 from multimodal_gen.runtime.layers.attention.config import build_config
 from multimodal_gen.runtime.layers.attention.scope import (
     LayerSite,
@@ -222,30 +221,6 @@ def test_the_first_steps_and_layers_run_on_the_dense_backend():
     below = layer(2, first_full_layer=3, dense_layers="7", **TOPK)
     assert_within_error_budget(run(below, qkv, RAGGED), *qkv, scale=SCALE)
     assert not any(e.selection.backend.is_sparse for e in below.report().entries)
-
-
-@pytest.mark.parametrize(
-    ("num_steps", "parameters", "found"),
-    [
-        (3, {"first_full_step": 12}, "vmoba_attn is sparse in no step: first_full_step=12 keep"),
-        (
-            4,
-            {"first_full_step": 2, "dense_steps": "2-"},
-            "first_full_step=2 and dense_steps=2- keep all 4 steps of this run dense; give fewer, "
-            "such as first_full_step=0",
-        ),
-        (13, {"first_full_step": 12}, None),
-    ],
-)
-def test_a_run_without_a_sparse_step_is_told_of_once(caplog, num_steps, parameters, found):
-    warn_once.PROCESS._given.clear()
-    qkv = inputs(RAGGED)
-    for index in (0, 1):
-        with set_forward_context(0, latent_grid=RAGGED, num_steps=num_steps):
-            layer(index, **TOPK, **parameters)(*qkv)
-    messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == (found is not None)
-    assert all(found in message for message in messages)
 
 
 def test_settings_for_another_resolution_are_refused():

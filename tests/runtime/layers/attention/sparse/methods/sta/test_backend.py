@@ -4,12 +4,9 @@ import pytest
 import torch
 
 from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageError
-from multimodal_gen.runtime.layers.attention import LocalAttention, warn_once
+from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.config import build_config
 from multimodal_gen.runtime.layers.attention.scope import (
-    BackendPreference,
-    SelectionScope,
-    Source,
     global_force_attn_backend_context_manager,
 )
 from multimodal_gen.runtime.layers.attention.sparse.methods.sta.router import (
@@ -25,7 +22,6 @@ from multimodal_gen.runtime.layers.attention.sparse.methods.sta.search import (
     record_into,
 )
 from multimodal_gen.runtime.layers.attention.sparse.methods.sta.strategy import Strategy
-from multimodal_gen.runtime.layers.attention.sparse.methods.vsa import VideoSparseConfig
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from tests.helpers.inputs import make_qkv
@@ -236,28 +232,6 @@ def test_the_first_dense_step_refuses_a_strategy_for_another_run(tmp_path) -> No
         assert attention(*qkv()).isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("config", "found"),
-    [
-        ({"skip_time_steps": 15}, "skip_time_steps=15 keep all 3 steps"),
-        ({"dense_steps": "0-5"}, "dense_steps=0-5 keep all 3 steps"),
-        ({"skip_time_steps": 1, "dense_steps": "1-"}, "=1 and dense_steps=1- keep all 3 steps"),
-        ({"skip_time_steps": 2}, None),
-        ({"dense_steps": "0-1"}, None),
-    ],
-)
-def test_a_run_without_a_step_for_windows_is_told_of_once(caplog, config, found) -> None:
-    warn_once.PROCESS._given.clear()
-    layers = [layer(window=(1, 1, 1), index=index, **config) for index in (0, 1)]
-    q, k, v = qkv()
-    with set_forward_context(0, latent_grid=GRID, num_steps=3):
-        for attention in layers:
-            attention(q, k, v)
-    messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == (found is not None)
-    assert all(found in message for message in messages)
-
-
 def test_a_retargeted_strategy_is_rescaled_to_the_run(tmp_path) -> None:
     path = step_strategy(tmp_path, (TILES, TILES), ((1, 1, 3), (2, 1, 5)))
     attention = layer(mask_strategy_file_path=path, retarget=True)
@@ -364,21 +338,6 @@ def test_a_search_in_a_layer_without_an_index_is_refused() -> None:
         pytest.raises(UsageError, match="STA_searching must know the layer's index, got a layer"),
     ):
         attention(*qkv())
-
-
-@pytest.mark.parametrize("kernel", ["gluon", "fa4", "triton", "st_attn", "fastvideo_kernel"])
-def test_a_named_kernel_that_cannot_run_here_is_refused_and_not_replaced(kernel) -> None:
-    message = rf"\(settings\) with kernel={kernel} cannot .*needs platform .*, this is cpu"
-    with pytest.raises(UnsupportedBackendError, match=message):
-        layer(window=(1, 1, 3), kernel=kernel)
-
-
-def test_a_named_kernel_of_another_sparse_backend_is_not_replaced_either() -> None:
-    config = build_config(VideoSparseConfig, {"kernel": "triton"}, backend="video_sparse_attn")
-    backend = AttentionBackendEnum.VIDEO_SPARSE_ATTN
-    asked = BackendPreference(source=Source.SETTINGS, backend=backend, config=config)
-    with pytest.raises(UnsupportedBackendError, match=r"video_sparse_attn.*this is cpu"):
-        LocalAttention(HEADS, HEAD_SIZE, scope=SelectionScope(default=asked))
 
 
 def test_a_named_kernel_of_the_authors_refuses_with_its_reasons() -> None:
