@@ -53,22 +53,49 @@ def pooled_attention(
     for b, h in product(range(q.shape[0]), range(q.shape[2])):
         blocks = blocks_of(b, h) if callable(blocks_of) else blocks_of
         blocks = [[t for t in x if token_mask is None or token_mask[b, t]] for x in blocks]
-        query = q[b, :, h].double()
-        key, value = (x[b, :, h // group].double() for x in (k, v))
-        mean_k, mean_v = (_token_means(x, blocks) for x in (key, value))
-        inside = torch.zeros(len(key), dtype=torch.bool)
-        inside[[t for tokens in blocks for t in tokens]] = True
-        exact = mask[b, h]
-        tail = ~exact & inside & seeing
-        scores = torch.where(exact, query @ key.T, query @ mean_k.T) * scale
-        weights = scores.masked_fill(~exact & ~tail, -torch.inf).softmax(-1).nan_to_num(0.0)
-        slope = (key - mean_k)[inside].T @ value[inside] / inside.sum()
-        value = value.masked_fill(~exact.any(0)[:, None], 0.0)  # others may hold anything
-        out[b, :, h] = (weights * exact) @ value + (weights * tail) @ mean_v
-        if first_order:
-            mass = (weights * tail).sum(-1, keepdim=True)
-            out[b, :, h] += mass * scale * (query @ slope)
+        head = (q[b, :, h], k[b, :, h // group], v[b, :, h // group], mask[b, h], seeing)
+        out[b, :, h] = _one_head(*head, blocks, scale=scale, first_order=first_order)[0]
     return out
+
+
+def _one_head(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    exact: torch.Tensor,
+    seeing: torch.Tensor,
+    blocks: Sequence[Sequence[int]],
+    *,
+    scale: float,
+    first_order: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return out [Sq, D], lse [Sq] and the sum of weights times largest magnitudes, [Sq].
+
+    Args:
+        query: [Sq, D].
+        key: [Sk, D].
+        value: [Sk, D].
+        exact: bool [Sq, Sk], what is attended to exactly.
+        seeing: bool [Sq, 1], rows that see means.
+        blocks: positions of the tokens of each block that is pooled.
+        scale: factor of the scores.
+        first_order: whether values follow keys inside of blocks.
+    """
+    query, key, value = query.double(), key.double(), value.double()
+    mean_k, mean_v = (_token_means(x, blocks) for x in (key, value))
+    pooled = torch.zeros(len(key), dtype=torch.bool, device=key.device)
+    pooled[[t for tokens in blocks for t in tokens]] = True
+    tail = ~exact & pooled & seeing
+    scores = torch.where(exact, query @ key.T, query @ mean_k.T) * scale
+    scores = scores.masked_fill(~exact & ~tail, -torch.inf)
+    seen, lse = (exact | tail).any(-1), scores.logsumexp(-1)
+    weights = (scores - lse.masked_fill(~seen, 0.0)[:, None]).exp()
+    out, magnitude = (weights * exact) @ value + (weights * tail) @ mean_v, value.abs().amax(-1)
+    if first_order:
+        slope = ((key - mean_k)[pooled].T @ value[pooled]) / pooled.sum().clamp_min(1)
+        out = out + (weights * tail).sum(-1, keepdim=True) * scale * (query @ slope)
+        magnitude = magnitude + (scale * (query.abs() @ slope.abs())).max()
+    return torch.where(seen[:, None], out, 0.0), lse, weights @ magnitude
 
 
 def naive_tail(
@@ -91,36 +118,14 @@ def naive_tail(
     mask, group = dense_mask(plan, batch, heads), heads // k.shape[2]
     out, lse = torch.zeros_like(q, dtype=torch.float64), mask.new_zeros(mask.shape[:3]).double()
     size = out.new_zeros((*out.shape[:3], 1))
-    for b in range(batch):
-        for h in range(heads):
-            query, key, value = (
-                x[b, :, i].double() for x, i in ((q, h), (k, h // group), (v, h // group))
-            )
-            blocks = [range(*ends) for ends in block_ranges(plan.kv, b, h)[:num]]
-            mean_k, mean_v = (_token_means(x, blocks) for x in (key, value))
-            pooled = torch.zeros(len(key), dtype=torch.bool, device=q.device)
-            pooled[[t for tokens in blocks for t in tokens]] = True
-            token_mask, owned = (
-                mask[b, h],
-                torch.zeros(len(query), 1, dtype=torch.bool, device=q.device),
-            )
-            for first, last in block_ranges(plan.q, b, h):
-                owned[first:last] = True
-            tail = ~token_mask & pooled & owned
-            scores = torch.where(token_mask, query @ key.T, query @ mean_k.T) * scale
-            scores = scores.masked_fill(~token_mask & ~tail, -torch.inf)
-            seen = (token_mask | tail).any(-1)
-            lse[b, h] = scores.logsumexp(-1)
-            weights = (scores - lse[b, h].masked_fill(~seen, 0.0)[:, None]).exp()
-            found = (weights * token_mask) @ value + (weights * tail) @ mean_v
-            if first_order:
-                slope = ((key - mean_k)[pooled].T @ value[pooled]) / pooled.sum().clamp_min(1)
-                found += (weights * tail).sum(-1, keepdim=True) * scale * (query @ slope)
-            out[b, :, h] = torch.where(seen[:, None], found, 0.0)
-            magnitude = value.abs().amax(-1)
-            if first_order:
-                magnitude = magnitude + (scale * (query.abs() @ slope.abs())).max()
-            size[b, :, h, 0] = (weights * (token_mask | tail)) @ magnitude
+    for b, h in product(range(batch), range(heads)):
+        blocks = [range(*ends) for ends in block_ranges(plan.kv, b, h)[:num]]
+        owned = torch.zeros(q.shape[1], 1, dtype=torch.bool, device=q.device)
+        for first, last in block_ranges(plan.q, b, h):
+            owned[first:last] = True
+        head = (q[b, :, h], k[b, :, h // group], v[b, :, h // group], mask[b, h], owned)
+        found = _one_head(*head, blocks, scale=scale, first_order=first_order)
+        out[b, :, h], lse[b, h], size[b, :, h, 0] = found
     return out, lse, size
 
 
