@@ -217,6 +217,12 @@ class Defined:
         )
 
 
+def near(q_blocks: Blocks, k_blocks: Blocks, reach: int) -> torch.Tensor:
+    """Return whether blocks lie at most `reach` apart, bool [Nq, Nk]; queries are the last keys."""
+    own = torch.arange(len(q_blocks)) + len(k_blocks) - len(q_blocks)
+    return (own[:, None] - torch.arange(len(k_blocks))).abs() <= reach
+
+
 def best(
     qkv: QKV,
     q_blocks: Blocks,
@@ -230,7 +236,7 @@ def best(
     """Keep the blocks whose means match best, and, if `own`, a block's own."""
     options: dict[str, Any] = {"token_mask": token_mask, "centred": centred}
     chosen = best_blocks(qkv.query, qkv.key, q_blocks, k_blocks, kept, **options)
-    return chosen | torch.eye(len(q_blocks), dtype=torch.bool) if own else chosen
+    return chosen | near(q_blocks, k_blocks, 0) if own else chosen
 
 
 def _means(x: torch.Tensor, blocks: Blocks, kept: torch.Tensor | None) -> torch.Tensor:
@@ -244,12 +250,13 @@ def _means(x: torch.Tensor, blocks: Blocks, kept: torch.Tensor | None) -> torch.
 
 def above(
     qkv: QKV,
-    blocks: Blocks,
-    _: Blocks,
+    q_blocks: Blocks,
+    k_blocks: Blocks,
     *,
     tau: float = 1.0,
     thresh_type: str = "diag",
     topk: float | None = None,
+    neighbours: int = 1,
     inside: Sequence[int] = (),
     rows: bool = False,
     token_mask: torch.Tensor | None = None,
@@ -258,23 +265,25 @@ def above(
 
     Args:
         qkv: the inputs.
-        blocks: positions of the tokens of each block.
+        q_blocks: positions of the tokens of each block of queries.
+        k_blocks: the same for keys.
         tau: how many deviations the threshold is above the mean of the scores.
         thresh_type: whether their variance is that of the keys alone, or exact.
         topk: share of the blocks that is kept instead.
+        neighbours: how far away blocks are kept in any case.
         inside: blocks of the sink.
         rows: whether the sink attends to everything.
         token_mask: bool [B, S], tokens that count; None for all.
     """
     batch, _, heads, size = qkv.query.shape
-    num, scale = len(blocks), size**-0.5
-    chosen = torch.zeros(batch, heads, num, num, dtype=torch.bool)
+    num, scale = len(k_blocks), size**-0.5
+    chosen = near(q_blocks, k_blocks, neighbours).repeat(batch, heads, 1, 1)
     for b, h in product(range(batch), range(heads)):
         kept = None if token_mask is None else token_mask[b]
-        query = _means(qkv.query[b, :, h], blocks, kept)
-        key = _means(qkv.key[b, :, h * qkv.key.shape[2] // heads], blocks, kept)
-        real = [n for n in range(num) if kept is None or kept[list(blocks[n])].any()]
-        for i in range(num):
+        query = _means(qkv.query[b, :, h], q_blocks, kept)
+        key = _means(qkv.key[b, :, h * qkv.key.shape[2] // heads], k_blocks, kept)
+        real = [n for n in range(num) if kept is None or kept[list(k_blocks[n])].any()]
+        for i in range(len(q_blocks)):
             scores = {j: float(query[i] @ key[j]) * scale for j in real}
             if topk is not None:
                 count = min(max(round(topk * num), 1), num - 1)
@@ -286,8 +295,7 @@ def above(
                     spread = key[real].var(0, unbiased=False)
                     variance = float((query[i] ** 2) @ spread) * scale**2
                 bound = mean + tau * math.sqrt(variance + 1e-6)
-            for j in range(num):
-                chosen[b, h, i, j] = abs(i - j) <= 1 or (j in scores and scores[j] > bound)
+            chosen[b, h, i, [j for j in real if scores[j] > bound]] = True
     chosen[..., list(inside)] = True
     if rows:
         chosen[:, :, list(inside)] = True
@@ -308,8 +316,8 @@ def _cell_means(
 
 def by_cells(
     qkv: QKV,
-    blocks: Blocks,
-    _: Blocks,
+    q_blocks: Blocks,
+    k_blocks: Blocks,
     *,
     n_q: int = 4,
     n_k: int = 4,
@@ -319,11 +327,11 @@ def by_cells(
 ) -> torch.Tensor:
     """Keep the blocks whose cells match best together."""
     batch, _, heads, size = qkv.query.shape
-    chosen = torch.zeros(batch, heads, len(blocks), len(blocks), dtype=torch.bool)
+    chosen = torch.zeros(batch, heads, len(q_blocks), len(k_blocks), dtype=torch.bool)
     for b, h in product(range(batch), range(heads)):
         of_sample = None if token_mask is None else token_mask[b]
-        query = _cell_means(qkv.query[b, :, h], blocks, n_q, of_sample)
-        key = _cell_means(qkv.key[b, :, h * qkv.key.shape[2] // heads], blocks, n_k, of_sample)
+        query = _cell_means(qkv.query[b, :, h], q_blocks, n_q, of_sample)
+        key = _cell_means(qkv.key[b, :, h * qkv.key.shape[2] // heads], k_blocks, n_k, of_sample)
         for i, rows in enumerate(query):
             scores = [
                 torch.logsumexp(
@@ -335,7 +343,7 @@ def by_cells(
             ]
             order = sorted(range(len(scores)), key=lambda j, s=scores: -float(s[j]))
             chosen[b, h, i, order[:kept]] = True
-    return chosen | torch.eye(len(blocks), dtype=torch.bool) if own else chosen
+    return chosen | near(q_blocks, k_blocks, 0) if own else chosen
 
 
 def lvsa_frames(frames: int, window: int, first: int, interval: int, offset: int) -> torch.Tensor:
@@ -373,10 +381,14 @@ def rows_choose(
     chunks: Blocks,
     *,
     rule: Rule,
+    before: int = 0,
     token_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Keep, for each row, its own chunk and those whose means match it best."""
-    own = [next(n for n, chunk in enumerate(chunks) if t in chunk) for (t,) in rows]
+    """Keep, for each row, its own chunk and those whose means match it best.
+
+    Keys begin with so many tokens `before` the queries' own.
+    """
+    own = [next(n for n, chunk in enumerate(chunks) if t + before in chunk) for (t,) in rows]
     means = []
     for b, key in enumerate(qkv.key.split(1)):
         kept = [[t for t in c if token_mask is None or token_mask[b, t]] for c in chunks]

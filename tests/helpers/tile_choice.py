@@ -101,24 +101,6 @@ def best_tiles(
     return keep[:, :, q_tiles.tile][..., k_tiles.tile]
 
 
-def token_blocks(chunks: Sequence[int], rows: int, *, cells: int = 1) -> TokenTiles:
-    """Return where the tokens of chunks lie that are cut into pieces as they came.
-
-    Args:
-        chunks: tokens of every chunk.
-        rows: tokens of a piece; the last one of a chunk may be shorter.
-        cells: cells of a piece.
-    """
-    before, tiles, places = 0, [], []
-    for tokens in chunks:
-        place = torch.arange(tokens)
-        tiles.append(place // rows + before)
-        places.append(place % rows // -(-rows // cells))
-        before += -(-tokens // rows)
-    tile = torch.cat(tiles)
-    return TokenTiles(tile=tile, cell=tile * cells + torch.cat(places), cells=cells)
-
-
 def tile_means(x: torch.Tensor, tiles: TokenTiles) -> torch.Tensor:
     """Return the mean of every tile of [B, S, H, D], [B, H, N, D] in float64."""
     member = torch.nn.functional.one_hot(tiles.tile, tiles.num).double().to(x.device)
@@ -129,33 +111,6 @@ def near_tiles(q_tiles: TokenTiles, k_tiles: TokenTiles, reach: int) -> torch.Te
     """Return whether tiles lie at most `reach` apart, bool [Nq, Nk]; queries are the last keys."""
     own = torch.arange(q_tiles.num) + k_tiles.num - q_tiles.num
     return (own[:, None] - torch.arange(k_tiles.num)).abs() <= reach
-
-
-def outstanding_tiles(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    q_tiles: TokenTiles,
-    k_tiles: TokenTiles,
-    *,
-    tau: float,
-    exact: bool,
-    scale: float,
-) -> torch.Tensor:
-    """Return the tiles whose score stands out among those of its row, bool [B, H, Nq, Nk].
-
-    Sol-Attn's rule, arXiv:2607.24027: above the mean by `tau` deviations, which are those of the
-    row's scores (`exact`), or follow from the variances of the channels of the keys' means.
-    """
-    rows, keys = tile_means(q, q_tiles), tile_means(k, k_tiles)
-    keys = keys.repeat_interleave(q.shape[2] // k.shape[2], dim=1)
-    scores = rows @ keys.mT * scale
-    mean = scores.mean(-1, keepdim=True)
-    if exact:
-        variance = (scores - mean).square().mean(-1, keepdim=True)
-    else:
-        spread = (keys - keys.mean(2, keepdim=True)).square().mean(2, keepdim=True)
-        variance = scale**2 * (rows.square() * spread).sum(-1, keepdim=True)
-    return scores > mean + tau * (variance + 1e-6).sqrt()
 
 
 def selected_tiles(

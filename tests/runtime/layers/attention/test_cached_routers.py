@@ -4,29 +4,31 @@ Every rule is applied to the keys that a chunk sees, joined in the order of time
 """
 
 import re
+from functools import partial
+from itertools import chain, product
 
 import pytest
 import torch
 
 from multimodal_gen.errors import UnsupportedBackendError
+from multimodal_gen.kernels.select.row_reference import Rule
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.causal_cache import CacheSize, CausalCache
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-from tests.helpers.inputs import make_qkv
-from tests.helpers.reference import reference_attention
-from tests.helpers.sparse import SparseMethod
-from tests.helpers.tile_choice import (
-    TokenTiles,
-    attention_with_tail,
-    best_tiles,
-    near_tiles,
-    outstanding_tiles,
-    selected_tiles,
-    tile_means,
-    token_blocks,
-    token_tiles,
+from tests.helpers.inputs import QKV, make_qkv
+from tests.helpers.methods import (
+    above,
+    best,
+    by_cells,
+    pieces,
+    rows_and_chunks,
+    rows_choose,
+    tiles,
 )
+from tests.helpers.reference import reference_attention
+from tests.helpers.sparse import SparseMethod, pair_mask
+from tests.helpers.tail import pooled_attention
 
 BATCH, HEADS, KV_HEADS, SIZE = 2, 4, 2, 8
 SCALE = SIZE**-0.5
@@ -60,157 +62,116 @@ def cache_of(*, tiles: bool) -> CausalCache:
     return CausalCache(size)
 
 
-def cube(q, k, queries, keys):
-    best = max(1, int(0.3 * keys.num))
-    kept = best_tiles(q, k, queries, keys, best, scale=SCALE)
-    own = near_tiles(queries, keys, 0)[queries.tile][:, keys.tile]
-    return of_keys(kept | own, keys)
+def by_mass(qkv, q_blocks, k_blocks):
+    """Keep as many blocks as hold 0.6 of the mass of the softmax together, one at least."""
+    chosen = torch.zeros(BATCH, HEADS, len(q_blocks), len(k_blocks), dtype=torch.bool)
+    for b, h in product(range(BATCH), range(HEADS)):
+        query, key = (
+            torch.stack([x[b, tokens, head].double().mean(0) for tokens in blocks])
+            for x, head, blocks in ((qkv.query, h, q_blocks), (qkv.key, h // 2, k_blocks))
+        )
+        for i, shares in enumerate((query @ key.T * SCALE).softmax(-1).tolist()):
+            order, mass = sorted(range(len(shares)), key=lambda j, s=shares: -s[j]), 0.0
+            chosen[b, h, i, order[0]] = True
+            for j in order:
+                mass += shares[j]
+                chosen[b, h, i, j] |= mass <= 0.6
+    return chosen
 
 
-def of_keys(mask, keys):
-    """Return a mask of tokens by the tiles of the keys."""
-    first = torch.stack([(keys.tile == n).nonzero()[0, 0] for n in range(keys.num)])
-    return mask[..., first]
+def share(choose, of, **rule):
+    """Keep a number of blocks that depends on how many there are."""
+    return lambda *x: choose(*x, kept=of(len(x[2])), **rule)
 
 
-def sol(exact):
-    def rule(q, k, queries, keys):
-        found = outstanding_tiles(q, k, queries, keys, tau=0.4, exact=exact, scale=SCALE)
-        return (found | near_tiles(queries, keys, 1))[:, :, queries.tile]
+def rows(**rule):
+    """Let rows choose, whose own chunk is among the last keys."""
 
-    return rule
+    def choose(qkv, q_blocks, k_blocks):
+        before = qkv.key.shape[1] - qkv.query.shape[1]
+        return rows_choose(qkv, q_blocks, k_blocks, rule=Rule(**rule), before=before)
 
-
-def sol_best(q, k, queries, keys):
-    kept = max(1, min(round(0.4 * keys.num), keys.num - 1))
-    best = best_tiles(q, k, queries, keys, kept, scale=SCALE)
-    return of_keys(best, keys) | near_tiles(queries, keys, 0)[queries.tile]
-
-
-def sparge(q, k, queries, keys):
-    """Blocks of 128 queries: two of 64 of the chunk, by the mean of all their tokens."""
-    kept = max(1, int(0.4 * keys.num))
-    pairs = TokenTiles(tile=queries.tile // 2, cell=queries.tile // 2, cells=1)
-    return of_keys(best_tiles(q, k, pairs, keys, kept, scale=SCALE), keys)
-
-
-def sparge_mass(q, k, queries, keys):
-    """As many blocks as hold 0.6 of the mass of the softmax together, one at least."""
-    pairs = TokenTiles(tile=queries.tile // 2, cell=queries.tile // 2, cells=1)
-    means = tile_means(k, keys).repeat_interleave(HEADS // KV_HEADS, dim=1)
-    scores = tile_means(q, pairs) @ means.mT * SCALE
-    order = scores.argsort(dim=-1, descending=True, stable=True)
-    held = scores.softmax(-1).gather(-1, order).cumsum(-1) <= 0.6
-    held[..., 0] = True
-    return torch.zeros_like(held).scatter_(-1, order, held)[:, :, pairs.tile]
-
-
-def subblock(q, k, queries, keys):
-    kept = min(-(-keys.num // 16) * 8, keys.num)  # half of them, in eights
-    return of_keys(best_tiles(q, k, queries, keys, kept, scale=SCALE), keys)
-
-
-def pisa(q, k, queries, keys):
-    kept = max(1, int(0.4 * keys.num))
-    return of_keys(best_tiles(q, k, queries, keys, kept, scale=SCALE), keys)
-
-
-def by_place(q, k, queries, keys):
-    """Two of the places of tiles, in all chunks; the queries' own is one of them."""
-    places = TokenTiles(tile=keys.tile % queries.num, cell=keys.tile, cells=1)
-    kept = selected_tiles(q, k, queries.tile, places, topk=2)
-    return kept[..., torch.arange(keys.num) % queries.num]
-
-
-def vmoba(topk, threshold=0.0):
-    def rule(q, k, queries, keys):
-        own = queries.tile + keys.num - queries.num
-        if keys.num == 1 or (topk is not None and topk >= keys.num):
-            return torch.ones(BATCH, HEADS, q.shape[1], keys.num, dtype=torch.bool)
-        return selected_tiles(q, k, own, keys, topk=topk, threshold=threshold)
-
-    return rule
+    return choose
 
 
 SOL = {"dense_steps": 0, "dense_layers": None}
 MOBA = {"first_full_step": 0, "spatial_layer": 0}
 BY_FRAME = {**MOBA, "temporal_chunk_size": 1, "st_layer": 0}
 BY_TILE = {**MOBA, "temporal_layer": 0, "st_chunk_size": [2, *TILE]}
-# By name: the backend, its parameters, rows of a block (None: the cache's tiles), and the rule.
+CUBE = {"local_cube_size": [2, *TILE], "topk_ratio": 0.3}
+BEST_CUBES = share(best, lambda num: max(1, int(0.3 * num)), own=True)
+BEST = share(best, lambda num: max(1, int(0.4 * num)))
+IN_TILES = tiles(2, *TILE)
+IN_CHUNKS = rows_and_chunks(lambda grid: (2, *TILE))
+TOPK = {"moba_select_mode": "topk"}
+# By name: the backend, its parameters, how a chunk is cut (in a cache of tiles or of rows), and
+# what it keeps.
 CASES = {
-    "cube": ("cube_sparse_attn", {"local_cube_size": [2, *TILE], "topk_ratio": 0.3}, None, cube),
+    "cube": ("cube_sparse_attn", CUBE, IN_TILES, BEST_CUBES),
     "sol in tiles": (
         "sol_attn",
         {**SOL, "tile_size": [2, *TILE], "tau": 0.4, "thresh_type": "exact", "tail": "none"},
-        None,
-        sol(exact=True),
+        IN_TILES,
+        partial(above, tau=0.4, thresh_type="exact"),
     ),
     "sol in tiles, with its tail": (
         "sol_attn",
         {**SOL, "tile_size": [2, *TILE], "tau": 0.4},
-        None,
-        sol(exact=False),
+        IN_TILES,
+        partial(above, tau=0.4),
     ),
     "sol in rows, with its tail": (
         "sol_attn",
         {**SOL, "topk_ratio": 0.4, "neighbours": 0},
-        64,
-        sol_best,
+        pieces(64),
+        partial(above, topk=0.4, neighbours=0),
     ),
-    "cube, with a tail": (
-        "cube_sparse_attn",
-        {"local_cube_size": [2, *TILE], "topk_ratio": 0.3, "tail": "pooled"},
-        None,
-        cube,
+    "cube, with a tail": ("cube_sparse_attn", {**CUBE, "tail": "pooled"}, IN_TILES, BEST_CUBES),
+    "sparge": ("sparge_attn", {"topk": 0.4}, pieces(128, 64), BEST),
+    "sparge, with a tail": (
+        "sparge_attn", {"topk": 0.4, "tail": "pooled"}, pieces(128, 64), BEST,
     ),
-    "sparge": ("sparge_attn", {"topk": 0.4}, 64, sparge),
-    "sparge, with a tail": ("sparge_attn", {"topk": 0.4, "tail": "pooled"}, 64, sparge),
-    "sparge by mass": ("sparge_attn", {"cdfthreshd": 0.6}, 64, sparge_mass),
+    "sparge by mass": ("sparge_attn", {"cdfthreshd": 0.6}, pieces(128, 64), by_mass),
     "pisa without first order, with its tail": (
-        "pisa_attn",
-        {"density": 0.4, "first_order": False},
-        64,
-        pisa,
+        "pisa_attn", {"density": 0.4, "first_order": False}, pieces(64), BEST,
     ),
     "subblock": (
         "subblock_sparse_attn",
         {"sparsity": 0.5, "skip_first_steps": 0, "min_seq_len": 600},
-        64,
-        subblock,
+        pieces(64),
+        share(by_cells, lambda num: min(-(-num // 16) * 8, num)),  # half of them, in eights
     ),
     "vmoba by chunk": (
         "vmoba_attn",
-        {**BY_FRAME, "temporal_chunk_size": 2, "moba_select_mode": "topk", "temporal_topk": 2},
-        200,
-        vmoba(2),
+        {**BY_FRAME, **TOPK, "temporal_chunk_size": 2, "temporal_topk": 2},
+        rows_and_chunks(lambda grid: (2, *grid[1:])),
+        rows(topk=2),
     ),
-    "vmoba by frame": ("vmoba_attn", BY_FRAME | {"moba_threshold": 0.6}, 100, vmoba(None, 0.6)),
-    "vmoba by tile": (
+    "vmoba by frame": (
         "vmoba_attn",
-        {**BY_TILE, "moba_select_mode": "topk", "st_topk": 5},
-        None,
-        vmoba(5),
+        {**BY_FRAME, "moba_threshold": 0.6},
+        rows_and_chunks(lambda grid: (1, *grid[1:])),
+        rows(threshold=0.6),
     ),
+    "vmoba by tile": ("vmoba_attn", {**BY_TILE, **TOPK, "st_topk": 5}, IN_CHUNKS, rows(topk=5)),
+    # Two of the places of tiles, in all chunks; the queries' own is one of them.
     "vmoba by place": (
         "vmoba_attn",
         {
-            "first_full_step": 0,
-            "temporal_layer": 0,
-            "st_layer": 0,
-            "spatial_chunk_size": [*TILE],
-            "moba_select_mode": "topk",
-            "spatial_topk": 2,
+            **TOPK, "first_full_step": 0, "temporal_layer": 0, "st_layer": 0,
+            "spatial_chunk_size": [*TILE], "spatial_topk": 2,
         },
-        None,
-        by_place,
+        IN_CHUNKS,
+        rows(topk=2),
     ),
     "vmoba by tile, with a tail": (
         "vmoba_attn",
-        {**BY_TILE, "moba_select_mode": "topk", "st_topk": 5, "tail": "pooled"},
-        None,
-        vmoba(5),
+        {**BY_TILE, **TOPK, "st_topk": 5, "tail": "pooled"},
+        IN_CHUNKS,
+        rows(topk=5),
     ),
-}
+}  # fmt: skip
+KEPT_IN_ROWS = ("sol in rows", "sparge", "pisa", "subblock", "vmoba by chunk", "vmoba by frame")
 
 
 QUICK = (
@@ -226,10 +187,10 @@ QUICK = (
     "name", [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in CASES]
 )
 def test_a_method_chooses_among_the_blocks_of_a_cache_by_its_own_rule(name):
-    backend, options, rows, rule = CASES[name]
-    layer, cache = layer_of(backend, options), cache_of(tiles=rows is None)
-    cells = 4 if name == "subblock" else 1
-    grid = GRID if rows is None else ROWS_GRID
+    backend, options, cut, choose = CASES[name]
+    of_rows = name.startswith(KEPT_IN_ROWS)
+    layer, cache = layer_of(backend, options), cache_of(tiles=not of_rows)
+    grid = ROWS_GRID if of_rows else GRID
     past, start, shares = [], 0, []
     for number, frames in enumerate(FRAMES):
         tokens = frames * grid[0] * grid[1]
@@ -237,24 +198,28 @@ def test_a_method_chooses_among_the_blocks_of_a_cache_by_its_own_rule(name):
         cache.begin(start, tokens)
         with set_forward_context(3, num_steps=9, latent_grid=(frames, *grid)):
             out = layer(q, k, v, cache=cache.layers[0])
-        past.append((tokens, k, v))
+        past.append((frames, k, v))
         cache.commit()
         start += tokens
         seen = [x for i, x in enumerate(past) if i < SINK or i > number - WINDOW]
         keys, values = (torch.cat([x[i] for x in seen], dim=1) for i in (1, 2))
-        sides = [tokens], [x[0] for x in seen]
-        if rows is None:
-            area = grid[0] * grid[1]
-            queries, tiles = (token_tiles([n // area for n in side], GRID, TILE) for side in sides)
+        q_blocks, _ = cut((frames, *grid), None)
+        chunks, before = [], 0
+        for count, key, _ in seen:
+            blocks = cut((count, *grid), None)[1]
+            chunks.append([[before + t for t in block] for block in blocks])
+            before += key.shape[1]
+        if name == "vmoba by place":
+            k_blocks = [list(chain(*blocks)) for blocks in zip(*chunks, strict=True)]
         else:
-            queries, tiles = (token_blocks(side, rows, cells=cells) for side in sides)
-        kept = rule(q, keys, queries, tiles)
+            k_blocks = list(chain(*chunks))
+        chosen = choose(QKV(q, keys, values), q_blocks, k_blocks)
         if name == "subblock" and keys.shape[1] < options["min_seq_len"]:
-            kept = torch.ones_like(kept)
-        mask = kept[..., tiles.tile]
+            chosen = torch.ones_like(chosen)
+        mask = pair_mask(chosen, q_blocks, k_blocks, tokens, keys.shape[1])
         shares.append(float(mask.double().mean()))
         if "tail" in name:
-            want = attention_with_tail(q, keys, values, tiles, kept, scale=SCALE)
+            want = pooled_attention(q, keys, values, mask, k_blocks, scale=SCALE)
         else:
             want, _ = reference_attention(q, keys, values, scale=SCALE, mask=mask)
         torch.testing.assert_close(out, want.float(), rtol=0, atol=2e-5)
