@@ -48,6 +48,9 @@ VARIANTS = {
         )
     },
     "pisa, means": ("pisa", {"first_order": False, "tail": "pooled"}),
+    "vsa, whole tiles": ("vsa", {}),
+    "vmoba, whole chunks": ("vmoba, st", {}),
+    "vsa, everything": ("vsa", {"topk": 99}),
     "sla, most": ("sla", {"topk_ratio": 0.7}),
     "sol sink": ("sol", {"sink_tokens": 70, "sink_rows": True, "sink_start": None}),
     "sol by cells in tiles": ("sol by cells", {"tile_size": [2, 4, 4]}),
@@ -63,6 +66,8 @@ VARIANTS = {
         },
     ),
 }
+# Of those whose blocks are to divide the video.
+WHOLE = {"vsa, whole tiles": (4, 8, 12), "vmoba, whole chunks": (4, 6, 8)}
 BY_RING = [name for name in VARIANTS if name not in ("sla, most", "one cell of queries")]
 
 
@@ -91,7 +96,9 @@ def layer_of(name, heads=4, kv_heads=None, cls=USPAttention, **parameters):
 
 
 def grid_of(name):
-    return (4, 6, 8) if name == "svg2" else DEFINED[VARIANTS[name][0]].grid
+    if name == "svg2":
+        return (4, 6, 8)
+    return WHOLE.get(name) or DEFINED[VARIANTS[name][0]].grid
 
 
 def draw(grid, text, batch, heads, kv_heads=None):
@@ -153,7 +160,8 @@ def check(name, heads, cases, uneven=False, steps=(1,)):
             # In a ring, blocks of lists that are cut short count as ones of mean size.
             far = 0.17 if name in ("sla", "sla, most", "sla, tail") else None
             assert densities[1] == pytest.approx(densities[0], abs=far)
-        assert 0 < densities[0][1] < 1
+        assert 0 < densities[0][1] <= 1
+        assert (densities[0][1] == 1) is (name == "vsa, everything")
 
 
 @pytest.mark.parametrize("name", BY_RING)

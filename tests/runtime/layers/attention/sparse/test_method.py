@@ -15,7 +15,6 @@ from tests.helpers.tolerance import assert_within_error_budget
 
 LENGTH = 35
 SCALED = ("vsa by cells", "sol", "sol, exact", "sol by cells", "subblock")
-GRADIENTS = [name for name in DEFINED if name not in ("sol, exact", "sla")]
 
 
 def text_of(defined: Defined, where: str) -> TextSpan | None:
@@ -73,7 +72,7 @@ def test_with_a_tail_the_rest_counts_by_its_means(name: str, where: str) -> None
 
 
 @pytest.mark.parametrize("tail", ["none", "pooled"])
-@pytest.mark.parametrize("name", GRADIENTS)
+@pytest.mark.parametrize("name", DEFINED)
 def test_gradients_are_those_of_the_definition(name: str, tail: str) -> None:
     defined = DEFINED[name]
     defined.check_gradients(text_of(defined, "text last"), tail=tail)
