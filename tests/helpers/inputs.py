@@ -20,6 +20,11 @@ class QKV(NamedTuple):
     value: torch.Tensor
 
 
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return normal numbers of a seed."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
 def make_qkv(
     batch: int,
     num_queries: int,

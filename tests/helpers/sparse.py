@@ -12,6 +12,7 @@ from itertools import product
 from typing import Any
 
 import torch
+from torch import nn
 
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
@@ -264,6 +265,15 @@ def joint_mask(
     mask[..., queries, :] = True
     mask[..., keys] = True
     return mask if token_mask is None else mask & token_mask[:, None, None, :]
+
+
+def projection(size: int = 32, *, seed: int = 0, bias: bool = True) -> nn.Linear:
+    """Return a projection of a linear branch as a checkpoint has it."""
+    linear = nn.Linear(size, size, bias=bias)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in linear.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * size**-0.5
+    return linear.requires_grad_(False)
 
 
 def kept_pairs(told: Sequence[KeptPairs], rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -17,10 +17,7 @@ from multimodal_gen.kernels.cluster_attention.plan import (
     kept_clusters,
     kept_pairs,
 )
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+from tests.helpers.inputs import random
 
 
 def groups(counts: torch.Tensor) -> Groups:

@@ -7,12 +7,8 @@ import torch
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.linear_attention.reference import Projection
+from tests.helpers.inputs import random
 from tests.kernels.linear_attention.naive import tokens_of
-
-
-def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return normal numbers."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def _ints(*values: int) -> torch.Tensor:

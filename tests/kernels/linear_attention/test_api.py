@@ -7,7 +7,7 @@ from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.plan import Blocks
 from multimodal_gen.kernels.linear_attention.api import add_linear, key_means, key_state
 from multimodal_gen.kernels.linear_attention.reference import KeyState, Projection
-from tests.kernels.linear_attention.plans import random
+from tests.helpers.inputs import random
 
 X = random(1, 40, 2, 16)
 BLOCKS = Blocks.regular(40, 16)

@@ -7,13 +7,14 @@ import torch
 
 from multimodal_gen.kernels.linear_attention.api import add_linear, add_unselected, key_state
 from multimodal_gen.kernels.linear_attention.reference import FEATURE_MAPS, Projection, features
+from tests.helpers.inputs import random
 from tests.kernels.linear_attention.naive import (
     assert_added,
     naive_features,
     naive_linear,
     tokens_of,
 )
-from tests.kernels.linear_attention.plans import BLOCKS, Case, random
+from tests.kernels.linear_attention.plans import BLOCKS, Case
 
 DTYPES = [torch.float32, torch.bfloat16]
 

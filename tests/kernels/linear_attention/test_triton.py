@@ -16,6 +16,7 @@ from multimodal_gen.kernels.linear_attention.reference import (
     Projection,
     Target,
 )
+from tests.helpers.inputs import random
 from tests.kernels.cases import with_slow
 from tests.kernels.linear_attention.naive import (
     UNSELECTED_ROUNDINGS,
@@ -23,7 +24,7 @@ from tests.kernels.linear_attention.naive import (
     naive_linear,
     tokens_of,
 )
-from tests.kernels.linear_attention.plans import BLOCKS, Case, random
+from tests.kernels.linear_attention.plans import BLOCKS, Case
 
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(

@@ -6,6 +6,7 @@ import torch
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.select.api import add_gated, pool_tiles, select_tiles
 from multimodal_gen.kernels.select.reference import Tiles, pool_tiles_reference
+from tests.helpers.inputs import random
 from tests.kernels.select.naive import (
     assert_best,
     naive_best,
@@ -17,10 +18,6 @@ from tests.kernels.select.naive import (
 
 LENGTHS = [8, 8, 3, 8, 1, 5]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-
-
-def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

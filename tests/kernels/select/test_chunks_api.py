@@ -11,6 +11,7 @@ from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.select.reference import Tiles
 from multimodal_gen.kernels.select.row_reference import ChunkMeans, Rule
 from multimodal_gen.kernels.select.rows import chunk_means, select_chunks
+from tests.helpers.inputs import random
 from tests.kernels.select.naive_chunks import (
     layout,
     naive_choice,
@@ -26,10 +27,6 @@ RULES = [
     *(Rule(topk=k, scope=s) for k in (1, 2, 4) for s in SCOPES if s != "block"),
     *(Rule(threshold=t, scope=s) for t in (0.0, 0.25, 0.6, 0.95) for s in SCOPES),
 ]
-
-
-def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def given_means(means: torch.Tensor) -> ChunkMeans:

@@ -14,6 +14,7 @@ from multimodal_gen.kernels.select.row_reference import (
     pack_bits,
     select_chunks_reference,
 )
+from tests.helpers.inputs import random
 from tests.kernels.cases import with_slow
 from tests.kernels.select.naive_chunks import layout, unpacked
 
@@ -24,10 +25,6 @@ pytestmark = pytest.mark.skipif(
 
 LENGTHS = [70, 513, 1, 64, 12]
 RULES = [*(Rule(topk=k) for k in (1, 2, 6)), *(Rule(threshold=t) for t in (0.0, 0.25, 0.7, 0.99))]
-
-
-def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @pytest.mark.slow_cases("dtype1-True-True", "dtype2-False-True")

@@ -14,13 +14,10 @@ from multimodal_gen.kernels.select.rows import (
     move_rows,
     sort_rows,
 )
+from tests.helpers.inputs import random
 from tests.kernels.select.naive_rows import assert_sorted, random_bits
 
 ROWS = 128  # of a block
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("extra", [False, True])

@@ -12,16 +12,13 @@ from multimodal_gen.kernels.select.row_reference import (
     SortedRows,
     merge_parts_reference,
 )
+from tests.helpers.inputs import random
 from tests.kernels.select.naive_rows import assert_sorted, random_bits
 
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(
     not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1; see test_children.py"
 )
-
-
-def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def sort(bits: torch.Tensor, groups: ChunkGroups, *, extra: bool, block: int = 128) -> SortedRows:

@@ -15,6 +15,7 @@ from multimodal_gen.kernels.select.reference import (
     pool_tiles_reference,
     select_tiles_reference,
 )
+from tests.helpers.inputs import random
 from tests.kernels.select.naive import (
     assert_best,
     naive_best,
@@ -30,10 +31,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-
-
-def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def selected(

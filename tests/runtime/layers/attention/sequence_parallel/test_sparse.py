@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from multimodal_gen.errors import UnsupportedBackendError
 from multimodal_gen.runtime.distributed.groups import parallel_groups, use_parallel_groups
@@ -19,7 +18,7 @@ from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forwar
 from tests.helpers.inputs import make_qkv
 from tests.helpers.methods import DEFINED, method
 from tests.helpers.processes import own
-from tests.helpers.sparse import SparseMethod, block_inputs
+from tests.helpers.sparse import SparseMethod, block_inputs, projection
 
 ULYSSES, RING = Mesh(ulysses=2), Mesh(ring=2)
 TWO = pytest.mark.parametrize("mesh", [ULYSSES, RING], ids=["ulysses", "ring"])
@@ -106,14 +105,6 @@ def draw(grid, text, batch, heads, kv_heads=None):
     total = math.prod(grid) + sum(text)
     qkv = make_qkv(batch, total, heads, 32, num_kv_heads=kv_heads)
     return block_inputs(qkv, [range(i, min(i + 16, total)) for i in range(0, total, 16)])
-
-
-def projection():
-    linear = nn.Linear(32, 32)
-    generator = torch.Generator().manual_seed(4)
-    for parameter in linear.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator) * 32**-0.5
-    return linear.requires_grad_(False)
 
 
 def key_mask(num_keys):

@@ -22,7 +22,7 @@ from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 from multimodal_gen.settings import read_mapping
 from tests.helpers.fakes import FakeDevice, simulated_environment
 from tests.helpers.inputs import QKV
-from tests.helpers.sparse import SparseMethod, block_inputs, run_sparse, text_places
+from tests.helpers.sparse import SparseMethod, block_inputs, projection, run_sparse, text_places
 from tests.helpers.tolerance import (
     QUANTISED_MAX_RELATIVE_L1,
     QUANTISED_MIN_COSINE,
@@ -41,14 +41,6 @@ def layer(method=SAGE, *, projection=None, **options):
     attention = method.layer(**options)
     attention.set_projection(projection)
     return attention
-
-
-def projection():
-    linear = torch.nn.Linear(HEAD_SIZE, HEAD_SIZE)
-    generator = torch.Generator().manual_seed(0)
-    for parameter in linear.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator) * HEAD_SIZE**-0.5
-    return linear.requires_grad_(False)
 
 
 def inputs(grid, *, dtype=torch.float32, **options):
@@ -112,7 +104,7 @@ def test_16_bit_inputs_keep_their_dtype(dtype):
 def test_the_linear_branch_is_that_of_sla(branch):
     qkv = inputs(RAGGED)
     options = {"topk_ratio": 0.3, "linear_branch": branch}
-    with_branch = {**options, "projection": projection()}
+    with_branch = {**options, "projection": projection(HEAD_SIZE)}
     added = run(layer(**with_branch), qkv, RAGGED) - run(layer(**options), qkv, RAGGED)
     exact = run(layer(EXACT, **with_branch), qkv, RAGGED) - run(
         layer(EXACT, **options), qkv, RAGGED
@@ -279,7 +271,7 @@ def test_the_plan_that_is_attended_to_is_that_of_sla(monkeypatch):
     module = "multimodal_gen.runtime.layers.attention.sparse.methods.sla.quantized_attention"
     monkeypatch.setattr(module, exactly)
     qkv = inputs(RAGGED)
-    options = {"topk_ratio": 0.3, "projection": projection()}
+    options = {"topk_ratio": 0.3, "projection": projection(HEAD_SIZE)}
     out, exact = run(layer(**options), qkv, RAGGED), run(layer(EXACT, **options), qkv, RAGGED)
     torch.testing.assert_close(out, exact)
 

@@ -36,6 +36,7 @@ from tests.helpers.sparse import (
     block_inputs,
     joint_mask,
     pair_mask,
+    projection,
     run_sparse,
     text_places,
     video_tokens,
@@ -56,14 +57,6 @@ def layer(*, projection=None, scale=None, **options):
     attention = METHOD.layer(geometry={"softmax_scale": scale}, **options)
     attention.set_projection(projection)
     return attention
-
-
-def projection(seed=0, bias=True):
-    linear = nn.Linear(HEAD_SIZE, HEAD_SIZE, bias=bias)
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in linear.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator) * HEAD_SIZE**-0.5
-    return linear.requires_grad_(False)
 
 
 def inputs(grid, *, dtype=torch.float32, **options):

@@ -12,13 +12,10 @@ from multimodal_gen.kernels.cluster_attention.plan import Groups
 from multimodal_gen.runtime.layers.attention.sparse.methods.svg2_upstream import attend_upstream
 from multimodal_gen.runtime.layers.attention.sparse.router import GroupMap
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout, SparseCall
+from tests.helpers.inputs import random
 
 TOKENS, HEADS, SIZE = 60, 2, 16
 SCALE = SIZE**-0.5
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def side(counts: list[int], seed: int) -> Groups:
