@@ -17,6 +17,8 @@ from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from tests.helpers.fakes import fake_backend
 from tests.helpers.inputs import make_qkv
 
+MASK = torch.ones(2, 6, dtype=torch.bool)
+
 
 def joined(*pairs):
     return [torch.cat(pair, dim=1) for pair in pairs]
@@ -179,58 +181,41 @@ class TestUSP:
             assert torch.equal(layer(*image, mask), local(*image, mask))
 
     @pytest.mark.parametrize(
-        "counts",
+        ("options", "message"),
         [
-            {"num_replicated_prefix": 1, "num_replicated_suffix": 1},
-            {"num_replicated_prefix": 1, "num_replicated_kv_prefix": 2},
-            {"num_replicated_suffix": 1, "num_replicated_kv_prefix": 1},
+            *(
+                (counts, r"at most one of num_replicated_prefix, .* got \[")
+                for counts in (
+                    {"num_replicated_prefix": 1, "num_replicated_suffix": 1},
+                    {"num_replicated_prefix": 1, "num_replicated_kv_prefix": 2},
+                    {"num_replicated_suffix": 1, "num_replicated_kv_prefix": 1},
+                )
+            ),
+            ({"num_replicated_prefix": -1}, r"num_replicated_prefix must be in \[0, 6\], got -1"),
+            ({"num_replicated_suffix": 7}, r"num_replicated_suffix must be in \[0, 6\], got 7"),
+            ({"num_replicated_kv_prefix": 7}, r"num_replicated_kv_prefix must be in \[0, 6\], got"),
+            *(
+                ({"seq_lens": [6], **more}, "seq_lens must not be combined with masks or replic")
+                for more in ({"attn_mask": MASK}, {"num_replicated_prefix": 1})
+            ),
+            (
+                {"attn_mask_meta": build_varlen_mask_meta(torch.ones(2, 6))},
+                "attn_mask_meta must come with the attn_mask it packs",
+            ),
+            (
+                {"attn_mask": MASK, "attn_mask_meta": {}},
+                "attn_mask_meta must be what build_varlen_mask_meta .*got a dict$",
+            ),
+            (
+                {"attn_mask": MASK[:1], "attn_mask_meta": build_varlen_mask_meta(torch.ones(1, 6))},
+                r"attn_mask_meta must pack \[B, Sk\] = \[2, 6\], got \[1, 6\]",
+            ),
         ],
+        ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
     )
-    def test_kinds_of_replicated_tokens_exclude_each_other(self, layer, image, counts):
-        with pytest.raises(UsageError, match=r"at most one of num_replicated_prefix, .* got \["):
-            layer(*image, **counts)
-
-    @pytest.mark.parametrize(
-        ("name", "count", "limit"),
-        [
-            ("num_replicated_prefix", -1, 6),
-            ("num_replicated_suffix", 7, 6),
-            ("num_replicated_kv_prefix", 4, 3),
-        ],
-    )
-    def test_a_count_beyond_the_sequence_is_refused(self, layer, image, text, name, count, limit):
-        keys = text if name == "num_replicated_kv_prefix" else image
-        with pytest.raises(UsageError, match=rf"{name} must be in \[0, {limit}\], got {count}"):
-            layer(image.query, keys.key, keys.value, **{name: count})
-
-    @pytest.mark.parametrize(
-        "options",
-        [{"attn_mask": torch.ones(2, 6, dtype=torch.bool)}, {"num_replicated_prefix": 1}],
-        ids=["mask", "replicated"],
-    )
-    def test_lengths_per_device_exclude_masks_and_replicated_tokens(self, layer, image, options):
-        with pytest.raises(UsageError, match=r"seq_lens must not be combined with masks or replic"):
-            layer(*image, seq_lens=[6], **options)
-
-    def test_a_packing_needs_its_mask(self, layer, image):
-        meta = build_varlen_mask_meta(torch.ones(2, 6))
-        with pytest.raises(
-            UsageError, match=r"attn_mask_meta must come with the attn_mask it packs"
-        ):
-            layer(*image, attn_mask_meta=meta)
-
-    def test_a_packing_of_another_type_is_refused(self, layer, image):
-        with pytest.raises(
-            UsageError, match=r"attn_mask_meta must be what build_varlen_mask_meta .*got a dict$"
-        ):
-            layer(*image, torch.ones(2, 6, dtype=torch.bool), attn_mask_meta={})
-
-    def test_a_packing_of_another_batch_is_refused(self, layer, image):
-        meta = build_varlen_mask_meta(torch.ones(1, 6))
-        with pytest.raises(
-            UsageError, match=r"attn_mask_meta must pack \[B, Sk\] = \[2, 6\], got \[1, 6\]"
-        ):
-            layer(*image, torch.ones(1, 6, dtype=torch.bool), attn_mask_meta=meta)
+    def test_arguments_that_do_not_fit_are_refused(self, layer, image, options, message):
+        with pytest.raises(UsageError, match=message):
+            layer(*image, **options)
 
     def test_dropout_is_refused(self):
         with pytest.raises(UsageError, match=r"dropout_rate must be 0\.0, got 0\.1; kernels apply"):
