@@ -102,7 +102,7 @@ def test_a_kernel_that_fails_is_not_replaced_by_dense_attention(monkeypatch):
         raise RuntimeError("out of registers")
 
     monkeypatch.setattr(api, "RUN", {**api.RUN, "reference": fail})
-    attention = layer(kernel="reference")
+    attention = layer(kernel="reference", tail="pooled")
     with pytest.raises(RuntimeError, match="out of registers"):
         run_sparse(attention, METHOD.inputs(GRID), GRID)
     assert calls_of(attention) == (0, 0)
