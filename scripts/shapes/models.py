@@ -1,0 +1,152 @@
+"""The parts of the shapes model, of the real classes, and the pipeline folder that they make."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from clips import captions
+
+from multimodal_gen.testing.tiny_models.tokenizers import t5_tokenizer
+
+TEXT_TOKENS = 512
+"""Tokens that `WanPipeline` pads a prompt to, with zeros."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """Dimensions of a model, and of the clips it is trained on.
+
+    Attributes:
+        heads: of the transformer.
+        head_size: channels of a head.
+        layers: of the transformer.
+        ffn: channels inside of its feed-forward layers.
+        text: channels of the text encoder.
+        latent: channels of a latent.
+        vae: channels of the autoencoder's first stage, which has half of the sides.
+        frames: T of a clip, 1 and a multiple of four.
+        height: pixels, a multiple of eight.
+        width: pixels, a multiple of eight.
+        patch: latents of a token, along time, height and width.
+    """
+
+    heads: int
+    head_size: int
+    layers: int
+    ffn: int
+    text: int
+    latent: int
+    vae: int
+    frames: int
+    height: int
+    width: int
+    patch: tuple[int, int, int]
+
+
+SIZES = {
+    "small": Size(
+        heads=3, head_size=64, layers=6, ffn=512, text=96, latent=12, vae=16,
+        frames=17, height=128, width=128, patch=(1, 1, 1),
+    ),
+    "smoke": Size(
+        heads=1, head_size=32, layers=1, ffn=32, text=32, latent=4, vae=4,
+        frames=5, height=32, width=32, patch=(1, 1, 1),
+    ),
+}  # fmt: skip
+
+
+def make_vae(size: Size) -> Any:
+    """Return an untrained `AutoencoderKLWan` that divides time by 4 and each side by 8."""
+    from diffusers import AutoencoderKLWan
+
+    return AutoencoderKLWan(
+        base_dim=size.vae,
+        z_dim=size.latent,
+        dim_mult=[1, 2, 3],
+        num_res_blocks=1,
+        temperal_downsample=[True, True],
+        patch_size=2,  # four pixels are one: a side is divided by 8 in two stages
+        in_channels=12,
+        out_channels=12,
+        latents_mean=[0.0] * size.latent,
+        latents_std=[1.0] * size.latent,
+    )
+
+
+def make_tokenizer() -> Any:
+    """Return a `T5Tokenizer` in which every word of a caption is one token."""
+    return t5_tokenizer(sentences=tuple(captions()))
+
+
+def make_text_encoder(size: Size, vocabulary: int) -> Any:
+    """Return an untrained `UMT5EncoderModel`."""
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    config = UMT5Config(
+        vocab_size=vocabulary,
+        d_model=size.text,
+        d_kv=32,
+        d_ff=2 * size.text,
+        num_heads=size.text // 32,
+        num_layers=2,
+        dropout_rate=0.0,
+        is_encoder_decoder=False,
+        use_cache=False,
+    )
+    return UMT5EncoderModel(config)
+
+
+def make_transformer(size: Size) -> Any:
+    """Return an untrained `WanTransformer3DModel`."""
+    from diffusers import WanTransformer3DModel
+
+    return WanTransformer3DModel(
+        patch_size=size.patch,
+        num_attention_heads=size.heads,
+        attention_head_dim=size.head_size,
+        in_channels=size.latent,
+        out_channels=size.latent,
+        text_dim=size.text,
+        ffn_dim=size.ffn,
+        num_layers=size.layers,
+        rope_max_seq_len=128,
+    )
+
+
+def tokens_of(
+    tokenizer: Any, prompts: Sequence[str], device: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tokens of prompts, [B, 64], and which of them are real."""
+    found = tokenizer(
+        list(prompts), padding="max_length", max_length=64, truncation=True, return_tensors="pt"
+    ).to(device)
+    return found.input_ids, found.attention_mask
+
+
+def embedded(text_encoder: Any, tokens: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """Return what `WanPipeline` makes of tokens: [B, 512, C], zeros behind each prompt."""
+    hidden = text_encoder(tokens, real).last_hidden_state * real.unsqueeze(-1)
+    return torch.nn.functional.pad(hidden, (0, 0, 0, TEXT_TOKENS - tokens.shape[1]))
+
+
+def make_pipeline(tokenizer: Any, text_encoder: Any, vae: Any, transformer: Any) -> Any:
+    """Return a `WanPipeline` of the parts."""
+    from diffusers import UniPCMultistepScheduler, WanPipeline
+
+    scheduler = UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+    )
+    return WanPipeline(
+        tokenizer=tokenizer,
+        text_encoder=text_encoder,
+        vae=vae,
+        transformer=transformer,
+        scheduler=scheduler,
+    )
+
+
+def save(pipeline: Any, folder: Path) -> None:
+    """Write a pipeline folder with weights of 16 bits."""
+    pipeline.to(dtype=torch.float16).save_pretrained(folder)

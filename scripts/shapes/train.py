@@ -1,0 +1,412 @@
+#!/usr/bin/env python3
+"""Train the shapes model from nothing: the autoencoder, then the transformer and its text encoder.
+
+    python scripts/shapes/train.py vae --size small --out STATE
+    python scripts/shapes/train.py transformer --size small --out STATE [--seconds 450]
+    python scripts/shapes/train.py export --size small --out STATE --folder FOLDER
+
+A run stops after `--seconds` and leaves its state in STATE, with which the next one goes on. Clips
+are made on the device; seeds are fixed. The curve of the loss is in STATE/vae.csv and
+STATE/transformer.csv.
+
+The transformer is trained by flow matching (Lipman et al. 2023; Esser et al. 2024, eq. 13): at
+noise s a latent is x_s = (1 - s) x + s e, and the model predicts e - x; s is uniform, shifted as
+the pipeline's scheduler does. A tenth of the captions is left out, for guidance.
+"""
+
+import argparse
+import csv
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+# A checkout works without being installed.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from clips import Scene, draw_scenes, render
+from models import (
+    SIZES,
+    Size,
+    embedded,
+    make_pipeline,
+    make_text_encoder,
+    make_tokenizer,
+    make_transformer,
+    make_vae,
+    save,
+    tokens_of,
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHIFT = 3.0
+NO_CAPTION = 0.1
+AVERAGE = 0.999
+TRAINING_SEEDS = 1_000_000  # below are those of evaluations
+CURVE_EVERY = 50
+
+
+class Training:
+    """Steps of AdamW with a warm-up and a cosine, an average of the weights, and a state on disk.
+
+    On a GPU a step is one CUDA graph: the models are so small that launches would take longer.
+
+    Args:
+        modules: what is trained, by name.
+        path: the file of the state; the curve is a CSV file beside it.
+        steps: steps in all.
+        rate: the highest learning rate.
+    """
+
+    def __init__(
+        self, modules: dict[str, torch.nn.Module], path: Path, *, steps: int, rate: float
+    ) -> None:
+        self.path, self.steps, self.rate, self.step = path, steps, rate, 0
+        self._named = {
+            f"{name}.{key}": value
+            for name, module in modules.items()
+            for key, value in module.named_parameters()
+        }
+        self._average = {key: value.detach().clone() for key, value in self._named.items()}
+        self._rate = torch.zeros((), device=DEVICE)
+        on_gpu = DEVICE == "cuda"
+        self._optimizer = torch.optim.AdamW(
+            self._named.values(),
+            lr=self._rate,
+            betas=(0.9, 0.98),
+            weight_decay=0.01,
+            fused=on_gpu or None,
+            capturable=on_gpu,
+        )
+        self._loss = torch.zeros((), device=DEVICE)
+        self._since = 0
+        if path.exists():
+            self._load()
+
+    def run(
+        self,
+        feed: Callable[[int], None],
+        loss_of: Callable[[], torch.Tensor],
+        seconds: float,
+        *,
+        until: int | None = None,
+    ) -> None:
+        """Train until all steps are done, or the time is over; then write the state.
+
+        Args:
+            feed: writes what a step is trained on to where `loss_of` reads it.
+            loss_of: gives the loss.
+            seconds: when to stop.
+            until: the step to stop at; default: all steps.
+        """
+        start, last = time.monotonic(), min(self.steps, until or self.steps)
+        take: Callable[[], None] | None = None
+        while self.step < last and time.monotonic() - start < seconds:
+            self._rate.fill_(self.rate * self._schedule())
+            feed(self.step)
+            take = take or self._captured(loss_of)
+            take()
+            self.step += 1
+            self._since += 1
+            if self.step % CURVE_EVERY == 0:
+                self._note(time.monotonic() - start)
+        self.save()
+        print(f"{self.step} of {self.steps} steps, {time.monotonic() - start:.0f} s", flush=True)
+
+    def use_average(self) -> None:
+        """Put the average of the weights in the place of the weights."""
+        with torch.no_grad():
+            for key, value in self._named.items():
+                value.copy_(self._average[key])
+
+    def _captured(self, loss_of: Callable[[], torch.Tensor]) -> Callable[[], None]:
+        """Return one step; on a GPU it is run three times before it is captured."""
+
+        def step() -> None:
+            self._optimizer.zero_grad(set_to_none=True)
+            loss = loss_of()
+            loss.backward()  # type: ignore[no-untyped-call]
+            parameters = [x for x in self._named.values() if x.grad is not None]
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            self._optimizer.step()
+            with torch.no_grad():
+                averages = list(self._average.values())
+                torch._foreach_lerp_(averages, list(self._named.values()), 1 - AVERAGE)
+                self._loss += loss.detach()
+
+        if DEVICE != "cuda":
+            return step
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(stream)
+        self._loss.zero_()
+        self._since = 0
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        return graph.replay
+
+    def _schedule(self) -> float:
+        warm = min(1.0, (self.step + 1) / 200)
+        return warm * 0.5 * (1 + math.cos(math.pi * self.step / self.steps))
+
+    def _note(self, seconds: float) -> None:
+        loss = self._loss.item() / max(self._since, 1)
+        self._loss.zero_()
+        self._since = 0
+        curve = self.path.with_suffix(".csv")
+        curve.parent.mkdir(parents=True, exist_ok=True)
+        new = not curve.exists()
+        with curve.open("a", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerows([["step", "loss"]] if new else [])
+            writer.writerow([self.step, f"{loss:.5f}"])
+        if self.step % (10 * CURVE_EVERY) == 0:
+            print(f"step {self.step}: loss {loss:.4f}, {seconds:.0f} s", flush=True)
+
+    def save(self) -> None:
+        """Write the state: weights, their average and the moments in 16 bits."""
+        state = {
+            "step": self.step,
+            "weights": {key: value.detach().half().cpu() for key, value in self._named.items()},
+            "average": {key: value.half().cpu() for key, value in self._average.items()},
+            "moments": {
+                key: {
+                    name: self._optimizer.state[value][name].bfloat16().cpu()
+                    for name in ("exp_avg", "exp_avg_sq")
+                }
+                for key, value in self._named.items()
+                if value in self._optimizer.state
+            },
+        }
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(state, self.path)
+
+    def _load(self) -> None:
+        state = torch.load(self.path, map_location=DEVICE)
+        self.step = state["step"]
+        with torch.no_grad():
+            for key, value in self._named.items():
+                value.copy_(state["weights"][key])
+                self._average[key].copy_(state["average"][key])
+                moments = state["moments"].get(key)
+                if moments is not None:
+                    self._optimizer.state[value] = {
+                        "step": torch.tensor(float(self.step), device=DEVICE),
+                        **{name: moment.float() for name, moment in moments.items()},
+                    }
+
+
+def clips_of(size: Size, seed: int, count: int) -> tuple[list[Scene], torch.Tensor]:
+    """Return scenes and their clips, [N, 3, T, H, W] in [-1, 1]."""
+    scenes = draw_scenes(seed, count, frames=size.frames, aspect=size.width / size.height)
+    clips = render(scenes, height=size.height, width=size.width, device=DEVICE)
+    return scenes, clips * 2 - 1
+
+
+def autocast() -> torch.autocast:
+    """Return the context of all passes: bfloat16 where a GPU multiplies matrices."""
+    on_gpu = DEVICE == "cuda"
+    return torch.autocast(DEVICE, torch.bfloat16, enabled=on_gpu, cache_enabled=False)
+
+
+def train_vae(size: Size, state: Path, options: argparse.Namespace) -> Any:
+    """Train the autoencoder: L1 and a little KL, on crops; return it with its average.
+
+    The first three quarters of the steps see five frames, which is quick, the others whole clips:
+    without these, colours drift in later frames.
+    """
+    torch.manual_seed(0)
+    vae = make_vae(size).to(DEVICE)
+    training = Training({"vae": vae}, state / "vae.pt", steps=options.steps or 12_000, rate=3e-3)
+    side, left = min(64, size.height), options.seconds
+    short = min(5, size.frames)
+    for frames, until in ((short, training.steps * 3 // 4), (size.frames, training.steps)):
+        count = max(1, options.batch * short // frames)
+        given = torch.empty(count, 3, frames, side, side, device=DEVICE)
+
+        def feed(step: int, given: torch.Tensor = given) -> None:
+            count, _, *part = given.shape
+            _, clips = clips_of(size, TRAINING_SEEDS + step, count)
+            places = torch.rand(3, generator=torch.Generator().manual_seed(step)).tolist()
+            for axis, (place, length) in enumerate(zip(places, part, strict=True), 2):
+                start = int(place * (clips.shape[axis] - length + 1))
+                clips = clips.narrow(axis, start, length)
+            given.copy_(clips)
+
+        def loss_of(given: torch.Tensor = given) -> torch.Tensor:
+            with autocast():
+                posterior = vae.encode(given).latent_dist
+                found = vae.decode(posterior.sample()).sample
+            return F.l1_loss(found.float(), given) + 1e-6 * posterior.kl().mean() / 1024
+
+        start = time.monotonic()
+        training.run(feed, loss_of, left, until=until)
+        left -= time.monotonic() - start
+    training.use_average()
+    return vae.requires_grad_(False)
+
+
+@torch.no_grad()
+def normalise(vae: Any, size: Size) -> None:
+    """Note mean and deviation of the latents in the autoencoder's configuration."""
+    _, clips = clips_of(size, 1, 64)
+    with autocast():
+        latents = vae.encode(clips).latent_dist.mean.float().transpose(0, 1).flatten(1)
+    vae.register_to_config(
+        latents_mean=latents.mean(1).tolist(), latents_std=latents.std(1).tolist()
+    )
+    with autocast():
+        error = F.mse_loss(vae.decode(vae.encode(clips).latent_dist.mean).sample.float(), clips)
+    print(f"autoencoder: PSNR {10 * math.log10(4 / error.item()):.1f} dB", flush=True)
+
+
+class Pool:
+    """Latents of clips with their captions, made once for a run.
+
+    Args:
+        vae: the autoencoder.
+        tokenizer: of the captions.
+        size: dimensions.
+        count: how many clips.
+        seed: the seed of the first batch.
+    """
+
+    def __init__(self, vae: Any, tokenizer: Any, size: Size, count: int, seed: int) -> None:
+        start = time.monotonic()
+        mean, deviation = (
+            torch.tensor(x, device=DEVICE).view(1, -1, 1, 1, 1)
+            for x in (vae.config.latents_mean, vae.config.latents_std)
+        )
+        found, captions = [], []
+        for number in range(-(-count // 64)):
+            scenes, clips = clips_of(size, seed + number, min(64, count))
+            with torch.no_grad(), autocast():
+                latents = vae.encode(clips).latent_dist.mean.float()
+            found.append(((latents - mean) / deviation).bfloat16())
+            captions += [scene.caption for scene in scenes]
+        self.latents = torch.cat(found)
+        # The last one is no caption at all.
+        self.tokens, self.real = tokens_of(tokenizer, [*captions, ""], DEVICE)
+        print(f"{len(captions)} clips, {time.monotonic() - start:.0f} s", flush=True)
+
+
+def train_transformer(size: Size, state: Path, options: argparse.Namespace) -> Any:
+    """Train transformer and text encoder; return the pipeline with the average of both."""
+    options_of_vae = argparse.Namespace(**{**vars(options), "seconds": 0})
+    vae = train_vae(size, state, options_of_vae)
+    normalise(vae, size)
+    torch.manual_seed(0)
+    tokenizer = make_tokenizer()
+    text_encoder = make_text_encoder(size, len(tokenizer)).to(DEVICE)
+    transformer = make_transformer(size).to(DEVICE)
+    training = Training(
+        {"transformer": transformer, "text_encoder": text_encoder},
+        state / "transformer.pt",
+        steps=options.steps or 24_000,
+        rate=1e-3,
+    )
+    if options.seconds and training.step < training.steps:
+        seed = TRAINING_SEEDS + 100_000 + training.step
+        pool = Pool(vae, tokenizer, size, options.clips, seed)
+        latents = torch.empty_like(pool.latents[: options.batch], dtype=torch.float32)
+        noise, sigma = torch.empty_like(latents), torch.empty(options.batch, device=DEVICE)
+        tokens, real = pool.tokens[: options.batch].clone(), pool.real[: options.batch].clone()
+
+        def feed(step: int) -> None:
+            drawn = torch.Generator(DEVICE).manual_seed(step)
+            draws = torch.rand(3, options.batch, generator=drawn, device=DEVICE)
+            chosen = (draws[0] * len(pool.latents)).long()
+            said = torch.where(draws[1] < NO_CAPTION, len(pool.latents), chosen)
+            latents.copy_(pool.latents[chosen])
+            tokens.copy_(pool.tokens[said])
+            real.copy_(pool.real[said])
+            noise.normal_(generator=drawn)
+            sigma.copy_(SHIFT * draws[2] / (1 + (SHIFT - 1) * draws[2]))
+
+        def loss_of() -> torch.Tensor:
+            mixed = torch.lerp(latents, noise, sigma.view(-1, 1, 1, 1, 1))
+            with autocast():
+                text = embedded(text_encoder, tokens, real)
+                found = transformer(mixed, 1000 * sigma, text, return_dict=False)[0]
+            return F.mse_loss(found.float(), noise - latents)
+
+        training.run(feed, loss_of, options.seconds)
+    training.use_average()
+    modules = (text_encoder, vae, transformer)
+    return make_pipeline(tokenizer, *(module.eval() for module in modules))
+
+
+@torch.no_grad()
+def evaluate(pipeline: Any, size: Size, count: int, steps: int) -> None:
+    """Print the score of generated clips, of real ones and of captions that were swapped."""
+    from score import score
+
+    pipeline.set_progress_bar_config(disable=True)
+    scenes, real = clips_of(size, 7, count)
+    captions = [scene.caption for scene in scenes]
+    drawn = torch.Generator("cpu").manual_seed(0)
+    with autocast():
+        made = pipeline(
+            captions,
+            height=size.height,
+            width=size.width,
+            num_frames=size.frames,
+            num_inference_steps=steps,
+            guidance_scale=3.0,
+            generator=drawn,
+            output_type="np",
+        ).frames
+    real = ((real + 1) / 2).permute(0, 2, 3, 4, 1).cpu().numpy()
+
+    def mean(clips: Any, said: Sequence[str]) -> float:
+        return sum(map(score, clips, said)) / len(said)
+
+    print(f"score of {count} clips: generated {mean(made, captions):.3f}, ", end="")
+    print(f"real {mean(real, captions):.3f}, ", end="")
+    print(f"captions swapped {mean(real, captions[1:] + captions[:1]):.3f}", flush=True)
+
+
+def options() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the options."""
+    yield "--size", {"choices": sorted(SIZES), "default": "small"}
+    yield "--out", {"type": Path, "required": True, "help": "folder of the state"}
+    yield "--seconds", {"type": float, "default": math.inf, "help": "stop after so long"}
+    yield "--steps", {"type": int, "help": "steps in all"}
+    yield "--batch", {"type": int, "default": 64, "help": "clips of a step"}
+    yield "--clips", {"type": int, "default": 12_288, "help": "clips of a run's pool"}
+    yield "--folder", {"type": Path, "help": "where export writes the pipeline"}
+    yield "--evaluate", {"type": int, "default": 0, "help": "clips to generate and score"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("part", choices=("vae", "transformer", "export"))
+    for name, more in options():
+        parser.add_argument(name, **more)
+    given = parser.parse_args(argv)
+    size = SIZES[given.size]
+    if given.part == "vae":
+        normalise(train_vae(size, given.out, given), size)
+        return 0
+    if given.part == "export":
+        given.seconds = 0
+    pipeline = train_transformer(size, given.out, given)
+    if given.evaluate:
+        evaluate(pipeline, size, given.evaluate, 20)
+    if given.folder is not None:
+        save(pipeline, given.folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
