@@ -115,9 +115,9 @@ def explain(settings: Settings, as_json: AsJson = False) -> None:
     Reads the pipeline's configs only, never its weights, so it takes seconds on any model.
     """
     from multimodal_gen.integrations.diffusers import apply
+    from multimodal_gen.runtime.attention_report import Footnotes, grouped
     from multimodal_gen.runtime.generator import PipelineIndex, load_skeleton, pick_device
     from multimodal_gen.runtime.layers.attention.backends.registry import current_environment
-    from multimodal_gen.runtime.layers.attention.report import Footnotes, grouped
     from multimodal_gen.runtime.layers.attention.scope import scope_from_args
 
     args = ServerArgs(**settings, backend="sglang")

@@ -31,11 +31,11 @@ from multimodal_gen.integrations.parallel.plan import none_can_be_split
 from multimodal_gen.integrations.scopes import check_overrides
 from multimodal_gen.integrations.steps import StepTracker
 from multimodal_gen.integrations.transformers import EncoderPlan
+from multimodal_gen.runtime.attention_report import AttentionReport
 from multimodal_gen.runtime.described_tokens import DescribedTokens, describe_tokens
 from multimodal_gen.runtime.distributed.groups import parallel_groups
 from multimodal_gen.runtime.distributed.timing import sum_of
 from multimodal_gen.runtime.layers.attention.config import BackendConfig
-from multimodal_gen.runtime.layers.attention.report import AttentionReport
 from multimodal_gen.runtime.layers.attention.request import LayerSite
 from multimodal_gen.runtime.layers.attention.scope import SelectionScope, scope_from
 from multimodal_gen.runtime.layers.attention.warn_once import WarnOnce

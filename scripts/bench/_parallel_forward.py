@@ -15,8 +15,8 @@ from diffusers.models.attention_dispatch import attention_backend
 from wan_forward import CASES, SMOKE, Case, applied, build, check_report
 
 from multimodal_gen import AttentionHandle
+from multimodal_gen.runtime.attention_report import AttentionReport
 from multimodal_gen.runtime.distributed.mesh import Mesh
-from multimodal_gen.runtime.layers.attention.report import AttentionReport
 
 EXACT = 5e-2  # what bf16 explains
 

@@ -25,7 +25,7 @@ from diffusers import WanTransformer3DModel
 from diffusers.models.attention_dispatch import attention_backend
 
 import multimodal_gen
-from multimodal_gen.runtime.layers.attention.report import AttentionReport
+from multimodal_gen.runtime.attention_report import AttentionReport
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.sparse.windows import pair_density
 

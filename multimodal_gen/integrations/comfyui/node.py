@@ -11,7 +11,7 @@ import torch
 from comfy_api.latest import ComfyExtension, io, ui
 
 from multimodal_gen.integrations.comfyui.takeover import KEY, Settings, Takeover, take_over
-from multimodal_gen.runtime.layers.attention.report import AttentionReport as Report
+from multimodal_gen.runtime.attention_report import AttentionReport as Report
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 

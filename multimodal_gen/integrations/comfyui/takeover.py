@@ -48,7 +48,7 @@ from multimodal_gen.integrations.denoiser_context import DenoiserContext
 from multimodal_gen.integrations.hooks import untraced_hook
 from multimodal_gen.integrations.module_attention import AttentionParams, ModuleAttention
 from multimodal_gen.integrations.scopes import without_sparse
-from multimodal_gen.runtime.layers.attention.report import AttentionReport
+from multimodal_gen.runtime.attention_report import AttentionReport
 from multimodal_gen.runtime.layers.attention.request import AttentionRole, LayerSite
 from multimodal_gen.runtime.layers.attention.scope import SelectionScope, scope_from
 from multimodal_gen.runtime.layers.attention.warn_once import WarnOnce

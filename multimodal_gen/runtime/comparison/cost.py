@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
+from multimodal_gen.runtime.attention_report import AttentionReport
 from multimodal_gen.runtime.comparison.record import LARGEST, Cost
 from multimodal_gen.runtime.distributed.timing import Stopwatch
 from multimodal_gen.runtime.generator.attention_check import layer_density
 from multimodal_gen.runtime.generator.denoise import Timings
 from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
 from multimodal_gen.runtime.layers.attention.call import AttentionCall
-from multimodal_gen.runtime.layers.attention.report import AttentionReport
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.settings import option
 

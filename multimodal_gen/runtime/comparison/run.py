@@ -26,6 +26,7 @@ import torch
 
 from multimodal_gen.errors import UnsupportedBackendError, UsageError, first_line
 from multimodal_gen.records import write_record
+from multimodal_gen.runtime.attention_report import AttentionReport
 from multimodal_gen.runtime.comparison.configurations import (
     EXACT_KERNELS,
     ONE_DEVICE,
@@ -67,7 +68,6 @@ from multimodal_gen.runtime.layers.attention.backends.registry import (
     find_backend,
 )
 from multimodal_gen.runtime.layers.attention.call import watching
-from multimodal_gen.runtime.layers.attention.report import AttentionReport
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import SelectionScope
 from multimodal_gen.runtime.layers.attention.selector import Selection

@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from multimodal_gen.runtime.attention_report import AttentionReport
 from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
 from multimodal_gen.runtime.layers.attention.call import AttentionCall
 from multimodal_gen.runtime.layers.attention.kinds.masks import KeyMask, normalise_mask
 from multimodal_gen.runtime.layers.attention.masks import bottom_right_causal_mask, zero_masked_rows
-from multimodal_gen.runtime.layers.attention.report import AttentionReport, Json, LayerReport
+from multimodal_gen.runtime.layers.attention.report import Json, LayerReport
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.managers.forward_context import current_forward_context
 

@@ -16,6 +16,7 @@ import torch
 
 from multimodal_gen.errors import MissingDependencyError, MultimodalGenError, UsageError, short
 from multimodal_gen.files import MalformedError, Staging, is_taken, read_small_file, require_file
+from multimodal_gen.runtime.attention_report import AttentionReport
 from multimodal_gen.runtime.distributed.groups import is_main_rank, parallel_groups
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.generator import output
@@ -58,7 +59,7 @@ from multimodal_gen.runtime.generator.scheduler import given_sigmas
 from multimodal_gen.runtime.generator.skeleton import without_weights
 from multimodal_gen.runtime.generator.stream import Give, StreamedChunk, Streaming, check_stream
 from multimodal_gen.runtime.layers.attention.call import watching
-from multimodal_gen.runtime.layers.attention.report import AttentionReport, Json
+from multimodal_gen.runtime.layers.attention.report import Json
 from multimodal_gen.runtime.managers.generation import Generation, describe_generation
 from multimodal_gen.runtime.server_args import ServerArgs
 from multimodal_gen.settings import as_plain, expanded, read_json

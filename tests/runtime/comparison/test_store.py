@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from multimodal_gen.errors import UsageError
+from multimodal_gen.runtime.attention_report import AttentionReport
 from multimodal_gen.runtime.comparison.cost import Meter, Spent, cost_of
 from multimodal_gen.runtime.comparison.record import Generation
 from multimodal_gen.runtime.comparison.store import (
@@ -17,7 +18,6 @@ from multimodal_gen.runtime.comparison.store import (
     clip_writers,
     weights_digest,
 )
-from multimodal_gen.runtime.layers.attention.report import AttentionReport
 from multimodal_gen.settings import as_plain
 
 

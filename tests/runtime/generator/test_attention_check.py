@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from multimodal_gen.runtime.attention_report import AttentionReport
 from multimodal_gen.runtime.generator.attention_check import (
     AttentionCheck,
     exact_rows,
@@ -13,7 +14,6 @@ from multimodal_gen.runtime.generator.attention_check import (
 )
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.call import AttentionCall, watching
-from multimodal_gen.runtime.layers.attention.report import AttentionReport
 from multimodal_gen.runtime.layers.attention.scope import LayerSite, scope_from
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from multimodal_gen.errors import ConfigError
+from multimodal_gen.runtime.attention_report import AttentionReport
 from multimodal_gen.runtime.layers.attention import (
     LocalAttention,
     attention_layer,
@@ -30,7 +31,6 @@ from multimodal_gen.runtime.layers.attention.backends.registry import (
     current_environment,
     find_backend,
 )
-from multimodal_gen.runtime.layers.attention.report import AttentionReport
 from multimodal_gen.runtime.layers.attention.request import (
     AttentionRequest,
     Environment,

@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from multimodal_gen.runtime.attention_report import AttentionReport
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
 from multimodal_gen.runtime.layers.attention.config import (
@@ -11,11 +12,7 @@ from multimodal_gen.runtime.layers.attention.config import (
     SparseConfig,
     build_config,
 )
-from multimodal_gen.runtime.layers.attention.report import (
-    AttentionReport,
-    LayerReport,
-    ReportEntry,
-)
+from multimodal_gen.runtime.layers.attention.report import LayerReport, ReportEntry
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import (
     AUTO,

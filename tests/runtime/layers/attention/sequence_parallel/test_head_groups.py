@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from multimodal_gen.kernels.engine import SelectedKernel
+from multimodal_gen.runtime.attention_report import AttentionReport
 from multimodal_gen.runtime.distributed.groups import parallel_groups, use_parallel_groups
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.layers.attention import USPAttention
-from multimodal_gen.runtime.layers.attention.report import AttentionReport
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from tests.helpers.inputs import make_qkv
 from tests.helpers.processes import own

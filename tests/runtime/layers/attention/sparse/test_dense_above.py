@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from multimodal_gen.errors import ConfigError
+from multimodal_gen.runtime.attention_report import AttentionReport
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
 from multimodal_gen.runtime.layers.attention.config import build_config
 from multimodal_gen.runtime.layers.attention.layer import UlyssesAttention_VSA
-from multimodal_gen.runtime.layers.attention.report import AttentionReport
 from multimodal_gen.runtime.layers.attention.scope import (
     LayerSite,
 )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from multimodal_gen.errors import ConfigError, UsageError
-from multimodal_gen.runtime.layers.attention.report import AttentionReport
+from multimodal_gen.runtime.attention_report import AttentionReport
 from multimodal_gen.runtime.layers.attention.sparse.methods.vsa import VideoSparseConfig
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from tests.helpers.skipping import peaked_inputs

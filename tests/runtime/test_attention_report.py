@@ -2,14 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from multimodal_gen.runtime.layers.attention.report import (
-    AttentionReport,
-    Footnotes,
-    LayerReport,
-    ReportEntry,
-    grouped,
-    ranges,
-)
+from multimodal_gen.runtime.attention_report import AttentionReport, Footnotes, grouped
+from multimodal_gen.runtime.layers.attention.report import LayerReport, ReportEntry, ranges
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import BackendPreference, Source
 from multimodal_gen.runtime.layers.attention.selector import Rejected, Selection, condensed
