@@ -531,7 +531,8 @@ class ServerArgs:
         check_exclusive(
             self.attention_backend, self.attention_backend_config, self.attention_config
         )
-        describe_tokens(self.latent_grid, self.text_rows, spell=as_flag)
+        if (self.latent_grid, self.text_rows) != (None, None):
+            describe_tokens(self.latent_grid, self.text_rows, spell=as_flag)
         if self.offload_folder is not None and self.offload not in ("block", "leaf"):
             raise ConfigError(
                 f"--offload-folder needs --offload block or leaf, got --offload {self.offload}"

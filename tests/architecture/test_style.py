@@ -36,7 +36,7 @@ MUTABLE_GLOBALS = {
     ("multimodal_gen/runtime/layers/attention/binding.py", "_BROKEN"): (
         "an import fails for the whole process"
     ),
-    ("multimodal_gen/runtime/layers/attention/custom_ops.py", "_LAYERS"): (
+    ("multimodal_gen/runtime/layers/attention/custom_ops.py", "LAYERS"): (
         "a compiled graph carries numbers, which name layers here; weak, so nothing is kept alive"
     ),
     ("multimodal_gen/runtime/layers/attention/custom_ops.py", "_RECORDS"): (

@@ -40,9 +40,10 @@ from multimodal_gen.runtime.layers.attention.call import (
     device_type,
 )
 from multimodal_gen.runtime.layers.attention.custom_ops import (
+    LAYERS,
+    NUMBERS,
     attention_op,
     recorded_attention_op,
-    register_layer,
 )
 from multimodal_gen.runtime.layers.attention.kinds.front import as_text_in_front
 from multimodal_gen.runtime.layers.attention.kinds.gate import attend_gated
@@ -165,7 +166,7 @@ class AttentionLayer(nn.Module):
         )
         # By forced backend, dtype and device type.
         self._schedules: dict[tuple[Any, ...], tuple[ScheduleEntry, ...]] = {}
-        self._layer_id = register_layer(self)
+        self._layer_id = self._registered()
         # The step of the last call, and what served it.
         self._served: tuple[tuple[object, ...], ScheduleEntry] | None = None
         # Dtype and device type of the last call.
@@ -461,6 +462,12 @@ class AttentionLayer(nn.Module):
             return recorded_attention_op(*given, self._layer_id, wanted, *rest)[0]
         return attention_op(*given[:5], self._layer_id, *rest)
 
+    def _registered(self) -> torch.Tensor:
+        """Let the operators find the layer; return its number, on the CPU wherever it lives."""
+        number = next(NUMBERS)
+        LAYERS[number] = self
+        return torch.tensor(number, dtype=torch.int64, device="cpu")
+
     def _bind(self, key: tuple[Any, ...]) -> tuple[ScheduleEntry, ...]:
         self._schedules[key] = bind_schedule(*self._ask(key))
         return self._schedules[key]
@@ -499,7 +506,7 @@ class AttentionLayer(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._last = (self.dtype, current_platform().device_type)
-        self._layer_id = register_layer(self)
+        self._layer_id = self._registered()
 
 
 def _binding_at(bound: Binding, call: AttentionCall, context: ForwardContext | None) -> Binding:

@@ -40,9 +40,10 @@ class _Record(NamedTuple):
     leaves: tuple[torch.Tensor, ...]
 
 
-# Process-wide, because a compiled graph can carry numbers but no Python objects.
-_LAYERS: "WeakValueDictionary[int, RegisteredLayer]" = WeakValueDictionary()
-_NUMBERS = itertools.count()
+LAYERS: "WeakValueDictionary[int, RegisteredLayer]" = WeakValueDictionary()
+"""Number -> layer; process-wide, because a compiled graph can carry numbers but no objects."""
+NUMBERS = itertools.count()
+"""What layers and records are numbered by."""
 # Process-wide for the same reason.
 _RECORDS: dict[int, _Record] = {}
 
@@ -62,13 +63,6 @@ _VMAP_KEYS = _keys(
 _AUTOGRAD_KEYS = _keys(
     "AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"
 )
-
-
-def register_layer(layer: RegisteredLayer) -> torch.Tensor:
-    """Return the identity of `layer`: int64, 0-d, on the CPU wherever the layer lives."""
-    number = next(_NUMBERS)
-    _LAYERS[number] = layer
-    return torch.tensor(number, dtype=torch.int64, device="cpu")
 
 
 def _never_captured() -> dict[str, Any]:
@@ -119,17 +113,17 @@ def attention_op(*given: Any) -> torch.Tensor:
 
     Args:
         given: query [B, Sq, H, D], key [B, Sk, Hkv, D] and value [B, Sk, Hkv, Dv]; the call's mask,
-            or None; the gate [B, Sq, H, D], or None; what `register_layer` returned; tokens that
-            all ranks hold: in front, at the end, and keys in front; tokens of each rank, or None;
-            whether the layer may exchange tokens with other ranks; whether the tensors may hold a
-            share of the layer's heads.
+            or None; the gate [B, Sq, H, D], or None; the layer's number, int64, 0-d, on the CPU;
+            tokens that all ranks hold: in front, at the end, and keys in front; tokens of each
+            rank, or None; whether the layer may exchange tokens with other ranks; whether the
+            tensors may hold a share of the layer's heads.
 
     Returns:
         [B, Sq, H, Dv], contiguous.
     """
     call = _call(given[:5], *given[6:])
     with _with_vmap():
-        return _LAYERS[int(given[5])].attend(call).contiguous()
+        return LAYERS[int(given[5])].attend(call).contiguous()
 
 
 @attention_op.register_fake
@@ -153,7 +147,7 @@ def recorded_attention_op(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     Returns:
         [B, Sq, H, Dv], contiguous, and the number of the record: int64, 0-d, on the CPU.
     """
-    called, wanted = _LAYERS[int(given[7])], given[8]
+    called, wanted = LAYERS[int(given[7])], given[8]
     own = [
         None if x is None else _leaf(x, flag) for x, flag in zip(given[:5], wanted[:5], strict=True)
     ]
@@ -162,7 +156,7 @@ def recorded_attention_op(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     call = _call(own, *given[9:])
     with _dispatching(_AUTOGRAD_KEYS), torch.enable_grad(), _with_vmap():
         out = called.attend(call)
-    number = next(_NUMBERS)
+    number = next(NUMBERS)
     found = torch.tensor(number, dtype=torch.int64, device="cpu")
     _RECORDS[number] = _Record(out, tuple(leaves))
     weakref.finalize(found, _RECORDS.pop, number, None)

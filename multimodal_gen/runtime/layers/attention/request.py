@@ -62,7 +62,8 @@ class LayerSite:
     def __post_init__(self) -> None:
         expect("name of a LayerSite", self.name, str, "a dotted path such as 'blocks.3.attn'")
         expect("component of a LayerSite", self.component, str | None, "a name or None")
-        expect("role of a LayerSite", self.role, AttentionRole, "an AttentionRole")
+        words = "an AttentionRole such as AttentionRole.CROSS"
+        expect("role of a LayerSite", self.role, AttentionRole, words)
         expect("layer of a LayerSite", self.layer, Integral | None, "an index or None")
         expect("num_layers of a LayerSite", self.num_layers, Integral | None, "a number or None")
 

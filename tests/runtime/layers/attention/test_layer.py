@@ -15,7 +15,7 @@ from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageErr
 from multimodal_gen.kernels.requirements import HeadSizes
 from multimodal_gen.runtime.layers.attention import LocalAttention, USPAttention
 from multimodal_gen.runtime.layers.attention.config import BackendConfig, IndexSelector
-from multimodal_gen.runtime.layers.attention.custom_ops import _LAYERS
+from multimodal_gen.runtime.layers.attention.custom_ops import LAYERS
 from multimodal_gen.runtime.layers.attention.request import AttentionRole, Feature
 from multimodal_gen.runtime.layers.attention.scope import (
     BackendPreference,
@@ -439,7 +439,7 @@ def test_a_copy_is_a_layer_of_its_own(two):
     numbers = {int(layer._layer_id)}
     for copied in copies(layer):
         numbers.add(int(copied._layer_id))
-        assert _LAYERS[int(copied._layer_id)] is copied
+        assert LAYERS[int(copied._layer_id)] is copied
         assert copied.report().calls == 0
         assert torch.equal(copied(q, k, v), expected)
         assert served(copied) == [("fa", 1)]
@@ -459,14 +459,14 @@ def test_a_layer_that_is_dropped_is_forgotten():
     del layer
     gc.collect()
     assert gone() is None
-    assert number not in _LAYERS
+    assert number not in LAYERS
 
 
 def test_a_layer_can_be_built_under_a_default_device():
     with torch.device("meta"):
         layer = LocalAttention(2, 8)
     assert layer._layer_id.device.type == "cpu"
-    assert _LAYERS[int(layer._layer_id)] is layer
+    assert LAYERS[int(layer._layer_id)] is layer
 
 
 class TestDtypeLearntLater:
