@@ -185,8 +185,16 @@ def grid_along(*axes: int) -> Callable[[ModelCall], Grid | None]:
 latents_grid = grid_along(2, 3, 4)
 """The grid of `hidden_states` [B, C, frames, height, width]."""
 
-image_grid = grid_along(2, 3)
-"""The grid of `hidden_states` [B, C, height, width]."""
+
+def image_grid(call: ModelCall, patch: tuple[int, ...] | None = None) -> Grid | None:
+    """Return the grid of `hidden_states` [B, C, height, width].
+
+    Args:
+        call: a call of the model.
+        patch: rows and columns of a patch; those of the model when None.
+    """
+    rows_and_columns = patch_of(call.config)[1:] if patch is None else patch
+    return video_grid(call, (1, rows_and_columns[0], rows_and_columns[1]), (2, 3))
 
 
 def history_tokens(call: ModelCall, name: str, coarser: int) -> int:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from multimodal_gen.integrations.models.adapter import ModelCall, role_by_name
+from multimodal_gen.integrations.models.adapter import ModelCall, image_grid, role_by_name
 from multimodal_gen.integrations.models.positions import raster_grid
 from multimodal_gen.integrations.models.registry import ADAPTERS, find_adapter
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
@@ -420,3 +420,13 @@ def test_position_ids_that_were_written_to_are_read_again():
     for rows, columns in ((5, 9), (9, 5)):
         ids[:, 1:] = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
         assert adapter("FluxTransformer2DModel").grid(model_call) == (1, rows, columns)
+
+
+def test_an_adapter_of_its_own_says_the_patches_of_an_image():
+    call = ModelCall(
+        config=SimpleNamespace(patch_size=4),
+        arguments={"hidden_states": torch.zeros(1, 16, 8, 12)},
+        memo=WeakTensorKeyDictionary(),
+    )
+    assert image_grid(call) == (1, 2, 3)
+    assert image_grid(call, (2, 2)) == (1, 4, 6)

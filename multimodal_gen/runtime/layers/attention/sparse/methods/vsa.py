@@ -95,7 +95,7 @@ class VideoSparseConfig(SparseConfig):
     )
     router: Literal["mean", "subblock"] = option("mean", "what tiles are ranked by")
     tile_size: tuple[int, ...] = option(
-        (4, 4, 4), "tokens per tile along time, height, width", ge=1, length=3
+        (4, 4, 4), "time, height, width of a tile: 4x4x4, 4x8x4 or 4x8x8 tokens", ge=1, length=3
     )
     skip_below: float | None = skip_option()
     tail: Tail = tail_option()  # noqa: RUF009 - it returns a field
