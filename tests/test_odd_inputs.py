@@ -427,7 +427,7 @@ CHUNK = torch.zeros(1, 4, 1, 8)
         ),
         (
             lambda: LayerSite(role="cross"),
-            "role of a LayerSite must be an AttentionRole, got",
+            "role of a LayerSite must be an AttentionRole such as AttentionRole.CROSS, got",
         ),
         (lambda: LayerSite(layer="3"), "layer of a LayerSite must be an index or None, got '3'"),
     ],

@@ -114,7 +114,9 @@ def test_a_search_of_a_model_that_changed_since_is_refused(model, tmp_path) -> N
 def test_a_damaged_search_file_is_named_in_full_with_the_remedy(model, tmp_path) -> None:
     path = leave_file(tmp_path, WindowSearch(args(model), ["a fox"], tmp_path), "a fox")
     path.write_text("{")
-    message = f"search file {str(path)!r} must be JSON; .*; delete it to search again"
+    message = (
+        f"search file {str(path)!r} must be a readable JSON file: .*; delete it to search again"
+    )
     with pytest.raises(ConfigError, match=message):
         WindowSearch(args(), ["a fox"], tmp_path)
 

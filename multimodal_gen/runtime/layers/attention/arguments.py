@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import torch
 
-from multimodal_gen.errors import UsageError, expect, short
+from multimodal_gen.errors import UsageError, short
 from multimodal_gen.runtime.layers.attention.call import AttentionCall, LayerGeometry, autocasts
 from multimodal_gen.runtime.layers.attention.masks import VarlenMaskMeta
 
@@ -179,7 +179,9 @@ def check_mask_meta(
     """Refuse a packing without its mask, or of another batch."""
     if meta is None:
         return
-    expect("attn_mask_meta", meta, VarlenMaskMeta, "what build_varlen_mask_meta returns")
+    if not isinstance(meta, VarlenMaskMeta):
+        what = "what build_varlen_mask_meta returns"
+        raise UsageError(f"attn_mask_meta must be {what}, got {short(meta)}")
     if attn_mask is None:
         raise UsageError("attn_mask_meta must come with the attn_mask it packs, got no attn_mask")
     if meta.mask.shape != k.shape[:2]:

@@ -204,7 +204,7 @@ class TestUSP:
             ),
             (
                 {"attn_mask": MASK, "attn_mask_meta": {}},
-                "attn_mask_meta must be what build_varlen_mask_meta .*got a dict$",
+                "attn_mask_meta must be what build_varlen_mask_meta .*got {}$",
             ),
             (
                 {"attn_mask": MASK[:1], "attn_mask_meta": build_varlen_mask_meta(torch.ones(1, 6))},
