@@ -97,6 +97,14 @@ _LayersFor = Annotated[
         help="Prompts and seeds of which that is done, one of each prompt first. Default: all.",
     ),
 ]
+_Score = Annotated[
+    str | None,
+    Setting(
+        metavar="FILE.py:FUNCTION",
+        help="Function that scores every clip, also the reference's: of the video [T, H, W, 3] in "
+        "bytes and its prompt, a number from 0 to 1.",
+    ),
+]
 _Page = Annotated[
     bool, typer.Option(help="Write report.html; needs the packages of the extra `compare`.")
 ]
@@ -114,6 +122,7 @@ def compare(
     resume: _Resume = False,
     replayed_steps: _Replayed = None,
     layers_for: _LayersFor = None,
+    score: _Score = None,
     page: _Page = True,
     num_gpus: OneGpu = 1,
     *,
@@ -122,8 +131,8 @@ def compare(
     """Compare attention backends on a model: quality, layer by layer and frame by frame, and cost.
 
     Generates every prompt with every seed on a dense reference, on other exact kernels, whose
-    difference is the noise, and on each backend. Writes report.json and report.html. A backend that
-    fails or runs out of memory is a row of the report.
+    difference is the noise, and on each backend, clip by clip. Writes report.json and report.html.
+    A backend that fails or runs out of memory is a row of the report.
     """
     from multimodal_gen.runtime.comparison.configurations import plan_of
 
@@ -138,6 +147,7 @@ def compare(
         resume=resume,
         replayed_steps=replayed_steps,
         layers_for=layers_for,
+        score=score,
         spell=as_flag,
     )
     report = run_comparison(settings, plan, page=page)
@@ -191,6 +201,7 @@ def run_comparison(
 
 def print_report(report: "Report") -> None:
     """Print a report as tables: quality, then cost."""
+    from multimodal_gen.runtime.comparison.paired import speed_text
     from multimodal_gen.runtime.comparison.record import kept_mass_sources
 
     typer.echo(f"{report.model.pipeline} on {report.environment.device}, {report.model.dtype}")
@@ -199,13 +210,22 @@ def print_report(report: "Report") -> None:
     clips = "one clip" if count == 1 else f"means over {count} clips"
     typer.echo(f"quality, against {report.reference.name}; {clips}")
     headings = ("backend", "verdict", "PSNR", "SSIM", "VMAF", "latents", "layers L2", "kept")
-    echo(table(headings, [Row(tuple(_quality(run)), _remarks(run)) for run in report.runs[1:]]))
+    rows = [Row(tuple(_quality(run)), _remarks(run)) for run in report.runs[1:]]
+    echo(table(headings, rows))
     if any("estimate" in kept_mass_sources(run) for run in report.runs):
         typer.echo("~ an estimate: what computes it does not tell which pairs it keeps")
+    if report.score is not None:
+        typer.echo(
+            f"\nscores by {report.score}; differences are paired by clip, with 95 % intervals"
+        )
+        echo(table(("backend", "score", "difference"), [Row(_score(run)) for run in report.runs]))
     typer.echo("")
     typer.echo("cost")
     headings = ("backend", "generation", "speed-up", "step", "warm-up", "memory", "density", "attn")
-    echo(table(headings, [Row(tuple(_cost(run, report.reference))) for run in report.runs]))
+    echo(table(headings, [Row(tuple(_cost(run))) for run in report.runs]))
+    noise = report.reference.speed
+    if noise is not None:
+        typer.echo(f"noise of speeds, {report.reference.name} against itself: {speed_text(noise)}")
     for note in report.notes:
         echo(wrapped(f"note: {note}"))
 
@@ -227,6 +247,14 @@ def _quality(run: "Run") -> Iterator[str]:
     yield f"{about}{sum(masses) / len(masses):.1%}" if masses else "-"
 
 
+def _score(run: "Run") -> tuple[str, str, str]:
+    from multimodal_gen.runtime.comparison.verdict import SCORE
+
+    scores, apart = [*SCORE.figures(run).values()], run.differences.get("score")
+    mean = SCORE.number(sum(scores) / len(scores)) if scores else "-"
+    return run.name, mean, "-" if apart is None else " ".join(SCORE.apart(apart)).strip()
+
+
 def _word(run: "Run") -> str:
     """Return the verdict, short enough for a column."""
     if run.verdict is None:
@@ -240,16 +268,16 @@ def _remarks(run: "Run") -> list[str]:
     return list(run.verdict.reasons) if run.verdict else []
 
 
-def _cost(run: "Run", reference: "Run") -> Iterator[str]:
-    from multimodal_gen.runtime.comparison.record import speed_up
+def _cost(run: "Run") -> Iterator[str]:
+    from multimodal_gen.runtime.comparison.paired import speed_text
 
     yield run.name
-    cost, ratio = run.cost, speed_up(run, reference)
+    cost = run.cost
     if cost is None:
         yield from ("-",) * 7
         return
     yield f"{cost.generation_seconds:.2f} s"
-    yield "-" if ratio is None else f"{ratio:.2f}x"
+    yield "-" if run.speed is None else speed_text(run.speed)
     yield f"{cost.step_seconds:.3f} s"
     yield f"{cost.warm_up_seconds:.1f} s"
     yield "-" if cost.peak_memory is None else f"{cost.peak_memory / 2**30:.1f} GiB"

@@ -30,6 +30,7 @@ def compare(
     resume: bool = False,
     replayed_steps: int | None = None,
     layers_for: int | None = None,
+    score: str | Callable[[Any, str], float] | None = None,
     page: bool = True,
     negative_prompt: str | None = None,
     height: int | None = None,
@@ -59,6 +60,9 @@ def compare(
         replayed_steps: denoising steps of a generation whose attention calls are given to all
             backends, for errors by layer and head; 0 for none. Default: one in ten, up to three.
         layers_for: prompts and seeds of which that is done, one of each prompt first. Default: all.
+        score: function of a clip, uint8 [T, H, W, 3], and its prompt that returns a number in
+            [0, 1], or its place as "FILE.py:function"; every clip is scored by it, the reference's
+            too. Default: none.
         page: whether to write report.html too, which needs the extra `compare`. Default: yes.
         negative_prompt: what to keep out. Default: none.
         height: in pixels. Default: the pipeline's, as for all of the following.
@@ -76,7 +80,7 @@ def compare(
     Raises:
         UsageError: an argument is of another type or does not fit the pipeline, the folder is in
             use, the reference cannot run, or this is one of several ranks.
-        ConfigError: a backend or its parameters are wrong.
+        ConfigError: a backend or its parameters are wrong, or `score` is no such function.
         MissingDependencyError: an encoder for videos or what the page needs is not installed.
     """
     if not hasattr(pipe, "components"):
@@ -101,6 +105,7 @@ def compare(
         resume=resume,
         replayed_steps=_count(replayed_steps, "replayed_steps", 0),
         layers_for=_count(layers_for, "layers_for", 1),
+        score=score,
     )
     args = ServerArgs(
         model_path=str(getattr(pipe, "name_or_path", "") or type(pipe).__name__),

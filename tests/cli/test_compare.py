@@ -1,6 +1,7 @@
 """`sglang attention compare`, and the checks of attention in `sglang generate`."""
 
 import json
+import re
 
 import pytest
 
@@ -14,14 +15,17 @@ CLOSE = "sliding_tile_attn:window=[1,1,3],skip_time_steps=0,tile_size=[1,2,2]"
 def test_a_comparison_prints_tables_and_writes_its_report(sglang, tiny_pipeline, tmp_path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a fox\n\n")
+    (tmp_path / "score.py").write_text("def half(video, prompt):\n    return 0.5\n")
+    score = f"{tmp_path / 'score.py'}:half"
     outcome = sglang(
         *("attention", "compare", "--model-path", tiny_pipeline("flux"), "--prompts", prompts),
         *("--backends", CLOSE, "--floor", FLOOR, "--seeds", "3"),
         *("--steps", "1", "--replayed-steps", "1", "--output", tmp_path / "out", *SIZE),
         "--no-page",
+        *("--score", score),
     )
     assert outcome.code == 0, outcome.err
-    assert "[3/3] sliding_tile_attn, prompt 1, seed 3" in outcome.err
+    assert "[3/4] sliding_tile_attn, prompt 1, seed 3" in outcome.err
     report = read_record(Report, tmp_path / "out" / "report.json")
     assert (report.prompts, report.seeds) == (("a fox",), (3,))
     assert report.settings["num_inference_steps"] == 1
@@ -30,6 +34,10 @@ def test_a_comparison_prints_tables_and_writes_its_report(sglang, tiny_pipeline,
     assert report.candidates[0].cost.density < 1
     for line in ("quality, against torch_sdpa", "cost", "sliding_tile_attn", "visible", "PSNR"):
         assert line in outcome.out
+    assert f"scores by {score}; differences" in outcome.out
+    assert re.search(r"^sliding_tile_attn +0\.500 +0\.000$", outcome.out, re.M)
+    assert {clip.score for run in report.runs for clip in run.generations} == {0.5}
+    assert "noise of speeds, torch_sdpa against itself: " in outcome.out
     assert outcome.out.splitlines()[-1].endswith("report.json")
 
 
@@ -43,6 +51,8 @@ def test_a_comparison_prints_tables_and_writes_its_report(sglang, tiny_pipeline,
         (("--num-gpus", "2"), "--num-gpus must be 1, got 2"),
         (("--num-gpus", "2"), "with `sglang generate --num-gpus`, once for each backend"),
         (("--backends", "best"), "--backends: attention backend must be one of"),
+        (("--score", "x.txt"), "--score must be FILE.py:function, got 'x.txt'"),
+        (("--score", "no.py:f"), "--score must name a file that is there, got 'no.py:f'"),
     ],
 )
 def test_options_that_cannot_be_are_refused(sglang, tmp_path, flags, message) -> None:

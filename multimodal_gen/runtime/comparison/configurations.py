@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from multimodal_gen.errors import ConfigError, UsageError, short
+from multimodal_gen.runtime.comparison.score import Score, read_score
 from multimodal_gen.runtime.generator.cache import CACHES, Cache, read_cache
 from multimodal_gen.runtime.layers.attention.config import config_as_dict, settings_text
 from multimodal_gen.runtime.layers.attention.scope import SelectionScope, scope_from
@@ -92,6 +93,7 @@ class Plan:
             up to three.
         layers_for: prompts and seeds whose calls are replayed, one of each prompt first; None for
             all.
+        score: what clips are scored by, or None.
     """
 
     prompts: tuple[str, ...]
@@ -103,6 +105,7 @@ class Plan:
     resume: bool = False
     replayed_steps: int | None = None
     layers_for: int | None = None
+    score: Score | None = None
 
     def __post_init__(self) -> None:
         if not self.prompts or not self.seeds:
@@ -147,6 +150,7 @@ def plan_of(
     resume: bool = False,
     replayed_steps: int | None = None,
     layers_for: int | None = None,
+    score: object = None,
     spell: Callable[[str], str] = str,
 ) -> Plan:
     """Return the plan of a comparison; see `Plan`, and `read_configurations` for its texts.
@@ -161,6 +165,7 @@ def plan_of(
         resume: see `Plan`.
         replayed_steps: see `Plan`.
         layers_for: see `Plan`.
+        score: a function, or a text FILE.py:function, as `read_score` takes it; None for no scores.
         spell: what messages call an argument of a name; by default that name.
     """
     (dense,) = read_configurations([reference], name=spell("reference"))
@@ -168,7 +173,7 @@ def plan_of(
     taken = [dense.name, *(each.name for each in candidates)]
     exact = None
     if floor is not None:
-        exact = read_configurations(floor, name=spell("floor"), taken=taken)
+        exact = read_configurations(floor, name=spell("floor"), taken=taken, is_noise=True)
     return Plan(
         prompts=tuple(dict.fromkeys(prompts)),
         seeds=tuple(dict.fromkeys(seeds)),
@@ -179,11 +184,16 @@ def plan_of(
         resume=resume,
         replayed_steps=replayed_steps,
         layers_for=layers_for,
+        score=None if score is None else read_score(score, name=spell("score")),
     )
 
 
 def read_configurations(
-    given: str | Sequence[str], *, name: str = "--backends", taken: Sequence[str] = ()
+    given: str | Sequence[str],
+    *,
+    name: str = "--backends",
+    taken: Sequence[str] = (),
+    is_noise: bool = False,
 ) -> tuple[Configuration, ...]:
     """Return configurations, in their order.
 
@@ -191,6 +201,7 @@ def read_configurations(
         given: text with semicolons, or a text for each.
         name: what messages call it.
         taken: names that others have already.
+        is_noise: they are exact kernels, and bear the names of these.
 
     Raises:
         ConfigError: there is none, one repeats, or a backend or its parameters are wrong.
@@ -202,7 +213,7 @@ def read_configurations(
     found: list[Configuration] = []
     for text in texts:
         names = [*taken, *(each.name for each in found)]
-        configuration = read_configuration(text, name=name, taken=names)
+        configuration = read_configuration(text, name=name, taken=names, is_noise=is_noise)
         if configuration.asked in [each.asked for each in found]:
             raise ConfigError(f"{name} must name each configuration once, got {short(text)} twice")
         found.append(configuration)
@@ -210,7 +221,7 @@ def read_configurations(
 
 
 def read_configuration(
-    text: str, *, name: str = "--backends", taken: Sequence[str] = ()
+    text: str, *, name: str = "--backends", taken: Sequence[str] = (), is_noise: bool = False
 ) -> Configuration:
     """Return one configuration; see `read_configurations`.
 
@@ -233,7 +244,10 @@ def read_configuration(
             f"{name} must name backends, got {short(text)}, which is an automatic choice"
         )
     asked = scope.default
-    bare = str(asked.backend) + ("" if cache is None else f"+{cache.name}")
+    # A sparse method that keeps everything is none: what runs is its kernel.
+    sparse = is_noise and AttentionBackendEnum.parse(str(asked.backend)).is_sparse
+    bare = "block_sparse" if sparse else str(asked.backend)
+    bare += "" if cache is None else f"+{cache.name}"
     same = [each for each in taken if each == bare or each.startswith(f"{bare}-")]
     settings = settings_text(asked.config)
     return Configuration(

@@ -1,4 +1,4 @@
-"""How far one clip is from another, by the metrics that ffmpeg has built in.
+"""How far one clip is from another, by the metrics that ffmpeg has built in, and `perceptual.py`.
 
     PSNR    dB    filter `psnr` on RGB: 10 log10(255^2 / MSE), the MSE over every frame and channel
     SSIM          Wang et al. 2004 on luma at full size: an 11 x 11 Gaussian window with a sigma of
@@ -7,7 +7,6 @@
     XPSNR   dB    filter `xpsnr` on luma, weighted by what the reference shows; ffmpeg's average
     VMAF          model vmaf_v0.6.1, 0 to 100, mean over frames. Equal clips get 97 to 100
     flicker       mean of |next frame - this frame| over pixels and channels, in levels of 8 bits
-    LPIPS         of AlexNet, version 0.1, mean over frames; only where its weights are present
 
 Luma is BT.709 in the range of TV, 16 to 235, in 4:2:0, as ffmpeg makes it from RGB. PSNR and XPSNR
 of equal clips are infinite. Where they are averaged with finite ones they count as `MOST_DB`.
@@ -21,28 +20,25 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from multimodal_gen.errors import UsageError, first_line
+from multimodal_gen.errors import UsageError
+from multimodal_gen.runtime.comparison.paired import MOST_DB
+from multimodal_gen.runtime.comparison.perceptual import measure_perceptual
 from multimodal_gen.runtime.comparison.record import FrameMetrics
 from multimodal_gen.runtime.generator.output import require_encoder
 
-MOST_DB = 100.0
-"""What infinite decibels count as in an average with finite ones."""
-
-_METRICS = ("psnr", "ssim", "xpsnr", "vmaf", "flicker", "flicker_reference", "lpips")
+_METRICS = (
+    *("psnr", "ssim", "xpsnr", "vmaf", "flicker", "flicker_reference"),
+    *("lpips", "st_lpips", "cvvdp"),
+)
 
 _VMAF_PIXELS = 17  # with less along an axis libvmaf reads beyond the frame, and crashes
 _LUMA = "scale=out_color_matrix=bt709:out_range=tv:flags=bicubic+accurate_rnd,format=yuv420p"
 _PSNR = re.compile(r"PSNR .*\baverage:(\S+)")
 _XPSNR = re.compile(r"XPSNR +y: *(\S+)")
-_LPIPS_WEIGHTS = "alexnet-owt-7be5be79.pth"
-_LPIPS_BATCH = 8
 
 
 def measure_frames(
@@ -73,15 +69,15 @@ def measure_frames(
         )
     frames, reference = _as_rgb(frames), _as_rgb(reference)
     found, reasons = _measure_with_ffmpeg(frames, reference, fps)
-    lpips, reason = _lpips(frames, reference)
+    perceptual, others = measure_perceptual(frames, reference, fps)
     metrics = FrameMetrics(
         **found,
+        **perceptual,
         flicker=_flicker(frames),
         flicker_reference=_flicker(reference),
-        lpips=lpips,
         constant=any(map(_loses_everything, frames, reference)),
     )
-    return metrics, (*reasons, *([reason] if reason else []))
+    return metrics, (*reasons, *others)
 
 
 def summarise(metrics: Sequence[FrameMetrics]) -> tuple[FrameMetrics, FrameMetrics]:
@@ -224,34 +220,3 @@ def _vmaf(command: Sequence[str], log: Path) -> tuple[dict[str, float], str]:
         return {}, problem
     pooled = json.loads(log.read_text("utf-8"))["pooled_metrics"]
     return {"ssim": pooled["float_ssim"]["mean"], "vmaf": pooled["vmaf"]["mean"]}, ""
-
-
-def _lpips(frames: Any, reference: Any) -> tuple[float | None, str]:
-    """Return LPIPS and, where there is none, why. Nothing is fetched."""
-    if find_spec("lpips") is None:
-        return None, "LPIPS: the package lpips is not installed"
-    weights = Path(torch.hub.get_dir(), "checkpoints", _LPIPS_WEIGHTS)
-    if not weights.is_file():
-        return None, (
-            f"LPIPS: the weights of AlexNet ({_LPIPS_WEIGHTS}) are not among torch.hub's "
-            f"checkpoints on this machine, and are not fetched unasked"
-        )
-    import lpips
-
-    try:
-        distance = lpips.LPIPS(net="alex", version="0.1", verbose=False).eval()
-        with torch.inference_mode():
-            values = [
-                distance(_signed(frames[at]), _signed(reference[at])).flatten()
-                for start in range(0, len(frames), _LPIPS_BATCH)
-                for at in [slice(start, start + _LPIPS_BATCH)]
-            ]
-        return torch.cat(values).mean().item(), ""
-    except (RuntimeError, ValueError, OSError) as error:
-        # AlexNet's pooling leaves nothing of frames that are smaller than about 63 pixels.
-        return None, f"LPIPS: {first_line(error)}"
-
-
-def _signed(frames: Any) -> torch.Tensor:
-    """Return [T, H, W, 3] bytes as [T, 3, H, W] in [-1, 1]."""
-    return torch.from_numpy(frames.copy()).permute(0, 3, 1, 2).float() / 127.5 - 1

@@ -20,27 +20,37 @@ from typing import Any
 from multimodal_gen.errors import MissingDependencyError, UsageError
 from multimodal_gen.files import atomic_write
 from multimodal_gen.runtime.comparison.frames import find_ffmpeg
+from multimodal_gen.runtime.comparison.paired import (
+    as_fast,
+    difference,
+    holds,
+    is_faster,
+    speed_text,
+)
 from multimodal_gen.runtime.comparison.plots import (
     HeatMap,
     Series,
     error_over_steps,
     heat_maps,
+    largest_error,
     latents_over_steps,
     series_of,
     time_against_quality,
 )
 from multimodal_gen.runtime.comparison.record import (
+    Estimate,
     Generation,
     MaskPicture,
     Report,
     Run,
     grouped,
     kept_mass_sources,
-    speed_up,
 )
 from multimodal_gen.runtime.comparison.verdict import (
     FACTOR,
     MEASURES,
+    SCORE,
+    Measure,
     NoiseComparison,
     compare_with_noise,
     was_dense,
@@ -54,7 +64,7 @@ SIZES = ((640, 23), (480, 26), (360, 29), (240, 32))
 
 _PICTURES = 6  # of masks, by run
 _DENSE = "dense in every call: no winner"  # a row's kind
-_SEARCHED = ("psnr", "vmaf")  # what time is drawn against
+_SEARCHED = ("psnr", "vmaf", "score")  # what time is drawn against
 _PACKAGE = "multimodal_gen.runtime.comparison"
 
 
@@ -133,10 +143,11 @@ def _context(report: Report) -> dict[str, Any]:
     colours = {each.run.name: each.css for each in series}
     found = {run.name: compare_with_noise(run, report.floor) for run in report.runs[1:]}
     measures = [m for m in MEASURES if any(e.measure is m for run in found.values() for e in run)]
+    scored = [SCORE] if report.score is not None else []
     trade_offs = [
         (Markup(svg), f"Each run's time per clip against its {measure.label}, mean over clips; "
          f"bars are the spread.")
-        for measure in MEASURES
+        for measure in (*MEASURES, SCORE)
         if measure.name in _SEARCHED and (svg := time_against_quality(series, measure))
     ]  # fmt: skip
     steps = [
@@ -149,7 +160,8 @@ def _context(report: Report) -> dict[str, Any]:
         )
         if (svg := draw(series))
     ]  # fmt: skip
-    maps = _maps(heat_maps(series), colours)
+    maps = _maps(heat_maps(series, report.floor), colours)
+    mapped = {group["name"] for group in maps}
     masks = [
         {**_mask(picture), "run": run.name, "colour": colours[run.name]}
         for run in report.candidates
@@ -160,12 +172,21 @@ def _context(report: Report) -> dict[str, Any]:
         "factor": f"{FACTOR:g}",
         "is_video": report.model.kind == "video",
         "glance": _glance(report),
-        "measure_heads": [(m.label, _hint(m.unit, m.better)) for m in measures],
+        "measure_heads": [
+            *((m.label, _hint(m.unit, m.better)) for m in measures),
+            *((SCORE.label, "1 is best") for _ in scored),
+        ],
+        "differences": _differences(report, [*measures, *scored]),
         "rows": [_row(report, each, found.get(each.run.name, ()), measures) for each in series],
         "notes": list(report.notes),
         "trade_offs": trade_offs,
         "steps": steps,
         "maps": maps,
+        "unmapped": [
+            f"{run.name} (at most {largest_error(run):.1g})"
+            for run in report.runs[1:]
+            if run.layers and run.name not in mapped
+        ],
         "layer_table": _layer_table(report),
         "layer_clips": max((call.clips for run in report.runs for call in run.layers), default=0),
         "masks": masks,
@@ -175,24 +196,80 @@ def _context(report: Report) -> dict[str, Any]:
 
 
 def _glance(report: Report) -> list[tuple[str, str, str]]:
-    """Return what the fastest runs of each verdict are: label, name and speed."""
-    reference = report.reference.cost
+    """Return what the fastest runs of each verdict are: label, names and speed.
+
+    Those whose speed the clips do not tell from the fastest's are named with it.
+    """
     found = []
     for word, label in (
         ("within the noise of dense kernels", "Fastest within the noise"),
         ("visible", "Fastest with a visible difference"),
     ):
         timed = [
-            (run.cost.generation_seconds, run)
+            (-run.speed.mean, run.name, run)
             for run in (*report.floor, *report.candidates)
-            if run.verdict and run.verdict.word == word and run.cost and not was_dense(run)
+            if run.verdict and run.verdict.word == word and run.speed and not was_dense(run)
         ]
-        if timed and reference:
-            _, fastest = min(timed, key=lambda each: (each[0], each[1].name))
-            speed = f"{_speed(fastest, report.reference)} the reference's speed"
-            found.append((label, fastest.name, speed))
-    broken = [r.name for r in report.runs if r.verdict and r.verdict.word == "broken"]
-    return [*found, *([("Broken", ", ".join(broken), "")] if broken else [])]
+        if timed:
+            *_, fastest = min(timed, key=lambda each: each[:2])
+            names = [fastest.name, *as_fast(fastest, (run for *_, run in timed))]
+            hint = f"{_speed(fastest)} x the reference's speed"
+            if not is_faster(fastest.speed, report.reference.speed):
+                hint += ", no faster than its own noise"
+            found.append((label, " or ".join(names), hint))
+    for word, label in (("broken", "Broken"), ("failed", "Failed")):
+        names = [run.name for run in report.runs if run.verdict and run.verdict.word == word]
+        found += [(label, ", ".join(names), "")] if names else []
+    return found
+
+
+def _differences(report: Report, measures: Sequence[Measure]) -> dict[str, Any]:
+    """Return what lies between runs, paired by clip: rows of candidates and of all, by measure.
+
+    Those of candidates are from the one that is best by a measure, those of all from dense kernels:
+    the noise, of the score the reference.
+    """
+    runs = [
+        run
+        for run in report.candidates
+        if run.status == "done" and not was_dense(run) and len(run.generations) > 1
+    ]
+    columns = [_from_best(measure, runs) for measure in measures]
+    best = [(run.name, [column[run.name] for column in columns]) for run in runs]
+    dense = [
+        (
+            run.name,
+            [_difference(measure, run.differences.get(measure.name)) for measure in measures],
+        )
+        for run in (*report.floor, *report.candidates)
+        if run.differences and len(run.generations) > 1
+    ]
+    heads = [(measure.label, measure.unit) for measure in measures]
+    return {"heads": heads, "best": best if len(best) > 1 else [], "dense": dense}
+
+
+def _difference(measure: Measure, found: Estimate | None) -> tuple[str, str, bool]:
+    """Return a difference, its interval, and whether it is beyond chance."""
+    if found is None:
+        return "-", "", False
+    return (*measure.apart(found), not holds(found, 0))
+
+
+def _from_best(measure: Measure, runs: Sequence[Run]) -> dict[str, tuple[str, str, bool]]:
+    """Return each run's cell of a measure: difference, interval, whether it is beyond chance."""
+    figures = {run.name: measure.figures(run) for run in runs}
+    distances = {
+        name: math.fsum(map(measure.distance, found.values())) / len(found)
+        for name, found in figures.items()
+        if found
+    }
+    sound = {name: apart for name, apart in distances.items() if not math.isnan(apart)}
+    best = min(sound, key=lambda name: sound[name], default="")
+    cells = {
+        name: _difference(measure, difference(found, figures.get(best, {})))
+        for name, found in figures.items()
+    }
+    return {**cells, best: ("best", "", False)}
 
 
 def _hint(unit: str, better: str) -> str:
@@ -220,42 +297,53 @@ def _row(
         "configuration": run.configuration,
         "verdict": run.verdict.word if run.verdict else None,
         "reasons": run.verdict.reasons if run.verdict else (),
-        "cells": [_cell(by_measure.get(measure.name), kind) for measure in measures],
-        "costs": _costs(run, report.reference),
+        "cells": [
+            *(_cell(by_measure.get(measure.name), kind) for measure in measures),
+            *([_score(run)] if report.score is not None else []),
+        ],
+        "costs": _costs(run),
         "message": f"{run.status}: {run.message}" if run.message else run.status,
     }
 
 
 def _cell(found: NoiseComparison | None, kind: str) -> dict[str, Any]:
     if found is None:
-        return {"text": "-", "spread": "", "beyond": False}
+        return {"text": "-", "small": [], "beyond": False}
     number = found.measure.number(found.mean)
     if math.isinf(found.mean) and found.measure.better == "higher":
         number = "equal"
     several = found.count > 1 and math.isfinite(found.mean)
-    spread = found.measure.number(found.spread) if several else ""
+    small = [f"\u00b1 {found.measure.number(found.spread)}"] if several else []
     beyond = found.within is False and kind in ("candidate", _DENSE)
-    return {"text": number, "spread": spread, "beyond": beyond}
+    return {"text": number, "small": small, "beyond": beyond}
 
 
-def _costs(run: Run, reference: Run) -> list[str]:
+def _score(run: Run) -> dict[str, Any]:
+    scores, apart = [*SCORE.figures(run).values()], run.differences.get("score")
+    text = SCORE.number(math.fsum(scores) / len(scores)) if scores else "-"
+    lower, interval, beyond = _difference(SCORE, apart)
+    small = [lower, interval] if apart is not None else []
+    return {"text": text, "small": small, "beyond": beyond}
+
+
+def _costs(run: Run) -> list[tuple[str, str]]:
     cost = run.cost
     if cost is None:
         return []
+    ratio, _, interval = _speed(run).partition(" ")
     return [
-        _seconds(cost.generation_seconds),
-        _speed(run, reference),
-        _seconds(cost.step_seconds),
-        _seconds(cost.warm_up_seconds),
-        "-" if cost.peak_memory is None else f"{cost.peak_memory / 2**30:.2f} GiB",
-        f"{cost.density:.1%}",
-        f"{cost.attention_share:.0%}",
+        (_seconds(cost.generation_seconds), ""),
+        (f"{ratio} x" if run.speed else "-", interval),
+        (_seconds(cost.step_seconds), ""),
+        (_seconds(cost.warm_up_seconds), ""),
+        ("-" if cost.peak_memory is None else f"{cost.peak_memory / 2**30:.2f} GiB", ""),
+        (f"{cost.density:.1%}", ""),
+        (f"{cost.attention_share:.0%}", ""),
     ]
 
 
-def _speed(run: Run, reference: Run) -> str:
-    ratio = speed_up(run, reference)
-    return "-" if ratio is None else f"{ratio:.2f} x"
+def _speed(run: Run) -> str:
+    return "-" if run.speed is None else speed_text(run.speed)
 
 
 def _seconds(seconds: float) -> str:
@@ -405,7 +493,9 @@ def _take(
             if (clip.prompt, clip.seed) == (prompt, seed) and clip.frames_path:
                 pixels = _pixels(folder / clip.frames_path)
                 encoded = _encoded(pixels, report.model.kind == "video", size, fps)
-                text = "the reference" if each.run is report.reference else _caption(clip)
+                text = _caption(clip)
+                if each.run is report.reference:
+                    text = f"the reference, {text}" if text else "the reference"
                 found = {"run": each.run.name, "colour": each.css, "text": text}
                 clips.append({**found, "frames": len(pixels), **encoded})
     label = f"prompt {prompt + 1}, seed {seed}" if len(report.prompts) > 1 else f"seed {seed}"
@@ -415,7 +505,7 @@ def _take(
 def _caption(clip: Generation) -> str:
     figures = [
         f"{measure.label} {measure.text(figure)}"
-        for measure in MEASURES
+        for measure in (*MEASURES, SCORE)
         if measure.name in _SEARCHED and (figure := measure.of(clip)) is not None
     ]
     return ", ".join(figures)

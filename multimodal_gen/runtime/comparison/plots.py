@@ -12,11 +12,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from multimodal_gen.runtime.comparison.frames import mean_and_spread
 from multimodal_gen.runtime.comparison.record import LayerErrors, Report, Run, grouped
-from multimodal_gen.runtime.comparison.verdict import Measure
+from multimodal_gen.runtime.comparison.verdict import FACTOR, Measure
 
 _STAND_INS: Mapping[str, str] = {
     "#10101a": "var(--ink)",
@@ -28,6 +29,8 @@ _INK, _MUTED, _LINE, *_SERIES = _STAND_INS
 _MARKERS = "osD^vPX*"
 _DASHES = ("-", "--", "-.", ":")
 _SMALLEST_SHARE = 1e-4  # of the largest error: less gets the first colour of the scale
+# Least height of an axis, below which differences are nothing to anybody.
+_LEAST_SPANS: Mapping[str, float] = MappingProxyType({"psnr": 10.0, "vmaf": 10.0, "score": 0.2})
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,7 @@ def series_of(report: Report) -> tuple[Series, ...]:
 def time_against_quality(series: Sequence[Series], measure: Measure) -> str | None:
     """Draw the time of a generation against a metric of frames; None where no run has both."""
     points = []
-    for each in series[1:]:
+    for each in series:
         figures = [*measure.figures(each.run).values()]
         if figures and each.run.cost is not None:
             points.append((each, each.run.cost.generation_seconds, mean_and_spread(figures)))
@@ -117,6 +120,9 @@ def time_against_quality(series: Sequence[Series], measure: Measure) -> str | No
             )
         axes.set_xlim(left=0)
         axes.margins(x=0.1, y=0.15)
+        low, high = axes.get_ylim()
+        short_of = max(0.0, _LEAST_SPANS.get(measure.name, 0.0) - (high - low)) / 2
+        axes.set_ylim(low - short_of, high + short_of)
         axes.set_xlabel("time per clip (s), less is better")
         unit = f" ({measure.unit})" if measure.unit else ""
         axes.set_ylabel(f"{measure.label}{unit}, {measure.better} is better")
@@ -148,14 +154,24 @@ def error_over_steps(series: Sequence[Series]) -> str | None:
     )
 
 
-def heat_maps(series: Sequence[Series]) -> tuple[HeatMap, ...]:
-    """Draw the relative L2 errors of all runs but the reference by layer and step, and by head.
+def heat_maps(series: Sequence[Series], floor: Sequence[Run]) -> tuple[HeatMap, ...]:
+    """Draw the relative L2 errors of runs by layer and step, and by head.
 
-    All share one scale of colours, which is logarithmic. Means are over what is not an axis.
+    All share one scale of colours, which is logarithmic. Means are over what is not an axis. Runs
+    whose errors are those of exact kernels, by `largest_error`, have no map: of one colour, it
+    would show nothing.
+
+    Args:
+        series: all runs, the reference first.
+        floor: the exact kernels among them.
     """
+    noise = FACTOR * max(map(largest_error, floor), default=0.0)
+    most = max((largest_error(each.run) for each in series[1:]), default=0.0)
+    noise = max(noise, most * _SMALLEST_SHARE if math.isfinite(most) else 0.0)
     grids = [
         _undrawn(each.run.name, component, calls, across)
         for each in series[1:]
+        if largest_error(each.run) > noise
         for component, calls in _by_component(each.run.layers).items()
         for across in ("step", "head")
     ]
@@ -165,6 +181,12 @@ def heat_maps(series: Sequence[Series]) -> tuple[HeatMap, ...]:
     high = max(found)
     low = max(min(found), high * _SMALLEST_SHARE)
     return tuple(_drawn(grid, (low, high if high > low else low * 10)) for grid in grids)
+
+
+def largest_error(run: Run) -> float:
+    """Return the largest relative L2 error of a layer; infinity where one is not finite."""
+    errors = [error for call in run.layers for error in call.relative_l2]
+    return max(errors, default=0.0) if all(map(math.isfinite, errors)) else math.inf
 
 
 def _over_steps(
@@ -188,6 +210,7 @@ def _over_steps(
                       markevery=max(1, len(steps) // 8), label=each.run.name)  # fmt: skip
         if any(error > 0 for _, by_step in lines for each in by_step.values() for error in each):
             axes.set_yscale("log")
+            _whole_decades(axes)
             _plain_numbers(axes.yaxis)
         axes.set_xlabel("denoising step")
         axes.set_ylabel(label)
@@ -316,6 +339,12 @@ def _plain_numbers(axis: Any) -> None:
     axis.set_major_locator(LogLocator(numticks=6))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_locator(NullLocator())  # most of the time of a figure is that of its ticks
+
+
+def _whole_decades(axes: Any) -> None:
+    """Let a logarithmic axis start and end at powers of ten, so that it has ticks, and no zoom."""
+    low, high = (math.log10(limit) for limit in axes.get_ylim())
+    axes.set_ylim(10 ** math.floor(low), 10 ** math.ceil(high))
 
 
 def _whole_numbers(axis: Any) -> None:

@@ -9,8 +9,9 @@ Good enough is what meets every limit that is given, as a mean over prompts and 
 Without any limit it is what is within the noise of dense kernels. A run that is broken or did not
 finish is never good enough, and neither is one that lacks a figure that is limited, nor a sparse
 method that was dense in every call: its time is a dense kernel's. Exact kernels may win, too; the
-reference wins where something is good enough, but nothing that is faster. The fastest takes the
-least time for a generation, from the prompt to the pixels: a step in the middle tells little of a
+reference wins where something is good enough, but nothing that is faster by more than chance: the
+interval of the speed must lie above 1, and above the reference's own noise. The fastest makes the
+most clips, from the prompt to the pixels, paired by clip: a step in the middle tells little of a
 cache, or of a schedule that starts with dense steps.
 """
 
@@ -28,6 +29,7 @@ from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.files import require_file, require_writable, write_text
 from multimodal_gen.runtime.comparison.configurations import EXACT_KERNELS, Plan, cache_of
 from multimodal_gen.runtime.comparison.frames import mean_and_spread
+from multimodal_gen.runtime.comparison.paired import as_fast, is_faster, speed_text
 from multimodal_gen.runtime.comparison.record import Report, Run, read_record
 from multimodal_gen.runtime.comparison.verdict import MEASURES, Measure, defects_of, was_dense
 from multimodal_gen.runtime.generator.cache import read_cache
@@ -130,15 +132,19 @@ def recommend(report: Report, limits: Limits) -> Recommendation:
     if broken := defects_of(reference):
         text = f"The reference, {reference.name}, is broken, so nothing can be put beside it: "
         return Recommendation(run=None, nearest=None, reasons=(text + " ".join(broken),))
-    finished = [run for run in report.runs[1:] if run.status == "done" and run.cost is not None]
-    finished.sort(key=_seconds)
+    finished = [run for run in report.runs[1:] if run.status == "done" and run.speed is not None]
+    finished.sort(key=_speed, reverse=True)
     misses = {run.name: _misses(run, limits) for run in finished}
     good = next((run for run in finished if not misses[run.name]), None)
     if good is not None:
-        if reference.cost is not None and _seconds(reference) < _seconds(good):
-            good = reference
-        faster = [run for run in finished if _seconds(run) < _seconds(good)]
+        others = as_fast(good, [run for run in finished if not misses[run.name]])
+        if not is_faster(good.speed, reference.speed):
+            good, others = reference, []
+        least = 1.0 if good is reference else _speed(good)
+        faster = [run for run in finished if misses[run.name] and _speed(run) > least]
         reasons = [_chosen(good, reference, limits)]
+        if others:
+            reasons.append(f"{', '.join(others)}: as fast, as far as these clips can tell.")
         reasons += [f"{run.name} is faster: {'; '.join(misses[run.name])}." for run in faster]
         if (cache := cache_of(good.configuration)) is not None:
             reasons.append(
@@ -271,9 +277,9 @@ def _not_searched(report: Report, plan: Plan, args: ServerArgs) -> list[str]:
     return [what for what, is_same in same.items() if not is_same]
 
 
-def _seconds(run: Run) -> float:
-    assert run.cost is not None
-    return run.cost.generation_seconds
+def _speed(run: Run) -> float:
+    assert run.speed is not None
+    return run.speed.mean
 
 
 def _misses(run: Run, limits: Limits) -> list[str]:
@@ -333,7 +339,7 @@ def _shortfall(run: Run, limits: Limits) -> float:
 
 def _chosen(run: Run, reference: Run, limits: Limits) -> str:
     if run is reference:
-        return f"{run.name}, the reference, is faster than everything that is good enough."
+        return f"{run.name}, the reference: nothing good enough is faster by more than chance."
     figures = [
         f"{measure.label} {measure.text(figure)}"
         for measure, _ in limits.given
@@ -341,9 +347,11 @@ def _chosen(run: Run, reference: Run, limits: Limits) -> str:
     ]
     text = f"{run.configuration} is the fastest that is good enough"
     text += f" ({', '.join(figures) if figures else _WITHIN})"
-    if reference.cost is not None:
+    if run.cost is not None and reference.cost is not None:
         text += (
-            f": {_seconds(run):.3g} s per generation, where {reference.name} takes "
-            f"{_seconds(reference):.3g} s"
+            f": {run.cost.generation_seconds:.3g} s per generation, where {reference.name} takes "
+            f"{reference.cost.generation_seconds:.3g} s"
         )
+    if run.speed is not None and run.speed.low is not None:
+        text += f"; {speed_text(run.speed)} times its speed, paired by clip"
     return f"{text}."

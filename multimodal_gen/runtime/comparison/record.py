@@ -8,6 +8,8 @@
         generations: Generation, ...     one per prompt and seed
           frames: FrameMetrics           against the reference's clip of the same prompt and seed
         cost: Cost
+        speed: Estimate                  of the reference's, paired by clip
+        differences: Estimate, ...       of its figures, paired by clip
         layers: LayerErrors, ...         against exact attention on the reference's q, k and v
           spread: LayerSpread            over prompts and seeds
         masks: MaskPicture, ...
@@ -22,7 +24,7 @@ the truth, so 0.01 is one percent. Paths are relative to the folder of the repor
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -31,7 +33,7 @@ from multimodal_gen.records import from_plain, read_file
 from multimodal_gen.settings import option
 
 SCHEMA = "multimodal_gen.comparison"
-VERSION = 2
+VERSION = 3
 
 _DECIBELS = 1000.0
 _ONE = 1.001  # with room for rounding
@@ -99,6 +101,8 @@ class FrameMetrics:
         flicker: mean absolute difference of successive frames, in 8-bit levels (0 to 255).
         flicker_reference: the same of the reference's clip.
         lpips: learned perceptual distance, 0 for equal, mean over frames.
+        st_lpips: the same where a shift by a pixel counts little, mean over sampled frames.
+        cvvdp: visible difference by ColorVideoVDP in JOD, at most 10, which is equal.
         constant: whether a frame has one colour only, where the reference's has more.
         non_finite: pixels that were NaN or infinite before they were rounded to 8 bits.
     """
@@ -110,6 +114,8 @@ class FrameMetrics:
     flicker: float | None = option(None, ge=0, le=255)
     flicker_reference: float | None = option(None, ge=0, le=255)
     lpips: float | None = option(None, ge=0, le=LARGEST)
+    st_lpips: float | None = option(None, ge=0, le=LARGEST)
+    cvvdp: float | None = option(None, ge=-LARGEST, le=10)
     constant: bool = False
     non_finite: int = option(0, ge=0)
 
@@ -125,7 +131,9 @@ class Generation:
             None after a failure.
         preview_path: the same as an MP4 or a PNG, for the page.
         seconds: from the prompt to the pixels, loading apart.
+        repeat_seconds: the same of making it once more; None but for some of the reference's.
         step_seconds: of every denoising step.
+        score: what the function of the comparison gives it, in [0, 1]; None without one.
         latents: relative L2 distance of the latents from the reference's after every step; empty
             for the reference.
         non_finite: values of the last latents and of the pixels that are NaN or infinite.
@@ -137,10 +145,29 @@ class Generation:
     frames_path: str | None = None
     preview_path: str | None = None
     seconds: float = option(0.0, ge=0, le=LARGEST)
+    repeat_seconds: float | None = option(None, ge=0, le=LARGEST)
     step_seconds: tuple[float, ...] = option((), ge=0, le=LARGEST)
+    score: float | None = option(None, ge=0, le=1)
     latents: tuple[float, ...] = option((), ge=0, le=LARGEST)
     non_finite: int = option(0, ge=0)
     frames: FrameMetrics | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A mean over clips, with the interval that holds it with a probability of 95 %.
+
+    Attributes:
+        count: clips.
+        mean: over them.
+        low: lower bound of the interval; None for one clip.
+        high: upper bound.
+    """
+
+    count: int = option(ge=1)
+    mean: float = option(ge=-LARGEST, le=LARGEST)
+    low: float | None = option(None, ge=-LARGEST, le=LARGEST)
+    high: float | None = option(None, ge=-LARGEST, le=LARGEST)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +177,7 @@ class Cost:
     Attributes:
         step_seconds: of a denoising step. Where steps differ, as with a cache or after dense steps,
             it does not tell how long all of them take.
-        generation_seconds: from the prompt to the pixels. Runs are ranked by it.
+        generation_seconds: from the prompt to the pixels.
         warm_up_seconds: of its first calls, before anything is measured: kernels' compilation
             mostly. Of the reference, of a short generation.
         peak_memory: bytes at most on the device, weights included; None on the CPU.
@@ -274,11 +301,12 @@ class Verdict:
     """What the figures of a run mean, by the rules of `verdict.py`.
 
     Attributes:
-        word: in words; "unknown" where there is nothing to judge by.
+        word: in words; "failed" where it did not run to its end, "unknown" where there is nothing
+            to judge by.
         reasons: sentences with the figures and the noise beside them.
     """
 
-    word: Literal["within the noise of dense kernels", "visible", "broken", "unknown"]
+    word: Literal["within the noise of dense kernels", "visible", "broken", "failed", "unknown"]
     reasons: tuple[str, ...] = ()
 
 
@@ -297,6 +325,11 @@ class Run:
         attention: what the layers ran, one line per group of layers.
         generations: those that finished, by prompt, then seed.
         cost: what it takes; None where nothing finished.
+        speed: how many clips it makes while the reference makes one, paired by clip; runs are
+            ranked by it. Of the reference, its own noise: how fast it is the second time.
+        differences: of its figures, by measure (`psnr`, ..., `flicker_change`, `latents`, `score`),
+            paired by clip: from the noise, that is the exact kernel that is farther away on a clip;
+            those of the score from the reference's.
         layers: of sampled calls; empty where not measured.
         masks: of chosen heads; empty for dense backends.
         frames_mean: mean of every metric over the generations.
@@ -314,6 +347,8 @@ class Run:
     attention: tuple[str, ...] = ()
     generations: tuple[Generation, ...] = ()
     cost: Cost | None = None
+    speed: Estimate | None = None
+    differences: Mapping[str, Estimate] = field(default_factory=dict)
     layers: tuple[LayerErrors, ...] = ()
     masks: tuple[MaskPicture, ...] = ()
     frames_mean: FrameMetrics | None = None
@@ -335,16 +370,6 @@ def kept_mass_sources(run: Run) -> tuple[str, ...]:
     return tuple(source for source in ("plan", "estimate") if source in found)
 
 
-def speed_up(run: Run, reference: Run) -> float | None:
-    """Return how many generations a run makes while the reference makes one.
-
-    It is the one figure of speed, wherever one is shown. None where one of them has no time.
-    """
-    if run.cost is None or reference.cost is None or not run.cost.generation_seconds:
-        return None
-    return reference.cost.generation_seconds / run.cost.generation_seconds
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """A comparison.
@@ -359,6 +384,7 @@ class Report:
             and "fps" for videos.
         prompts: what was generated.
         seeds: of every prompt.
+        score: the function that gave the scores, e.g. "score.py:score"; None without one.
         reference: the run that others are compared with.
         floor: exact kernels beside it.
         candidates: the backends asked for, in that order.
@@ -375,6 +401,7 @@ class Report:
     settings: Mapping[str, Any]
     prompts: tuple[str, ...]
     seeds: tuple[int, ...]
+    score: str | None = None
     reference: Run
     floor: tuple[Run, ...] = ()
     candidates: tuple[Run, ...] = ()

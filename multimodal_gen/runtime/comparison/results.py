@@ -14,15 +14,18 @@ from multimodal_gen.runtime.comparison.configurations import Configuration, Plan
 from multimodal_gen.runtime.comparison.cost import Spent, cost_of
 from multimodal_gen.runtime.comparison.frames import measure_frames, summarise
 from multimodal_gen.runtime.comparison.layers import Measured, averaged
+from multimodal_gen.runtime.comparison.perceptual import available
 from multimodal_gen.runtime.comparison.record import Generation, Run
 from multimodal_gen.runtime.comparison.store import (
     Store,
     StoredGeneration,
     StoredMetrics,
+    StoredRepeat,
     clip_writers,
 )
 from multimodal_gen.runtime.generator.denoise import Denoised
 
+_REPEATS = 4  # clips that the reference makes twice, at most
 _LATENT_VALUES = 1 << 18  # of the latents of a step, at most
 
 
@@ -33,10 +36,12 @@ class Todo:
     Attributes:
         missing: prompts' indices and seeds of each configuration that can run, by its name.
         replays: names of what the reference's calls are to be replayed on, by prompt and seed.
+        repeats: what the reference makes once more, for the noise of times.
     """
 
     missing: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
     replays: Mapping[tuple[int, int], Sequence[str]] = field(default_factory=dict)
+    repeats: Sequence[tuple[int, int]] = ()
 
 
 class Results:
@@ -55,6 +60,7 @@ class Results:
         self.fps = fps
         self.notes: list[str] = []
         self._store, self._plan = store, plan
+        self._scores: dict[str, float] = {}
 
     def todo(self, served: Sequence[Configuration]) -> Todo:
         """Return what is left to do for the reference and those of the others that can run."""
@@ -66,6 +72,9 @@ class Results:
         return Todo(
             missing={each.name: self._missing(each) for each in runs},
             replays={clip: names for clip, names in replays.items() if names},
+            repeats=[
+                clip for clip in self._plan.clips[:_REPEATS] if self._repeat_seconds(clip) is None
+            ],
         )
 
     def reference_latents(self, prompt: int, seed: int) -> Any:
@@ -130,6 +139,10 @@ class Results:
         """Write what replaying the reference's calls of a clip found."""
         self._store.write(self._replay_key(configuration, clip), measured)
 
+    def keep_repeat(self, clip: tuple[int, int], seconds: float) -> None:
+        """Write how long the reference took for a clip the second time."""
+        self._store.write(self._repeat_key(clip), StoredRepeat(seconds=seconds))
+
     def run_of(self, configuration: Configuration, failure: str) -> Run:
         """Return the record of a configuration, its clips measured.
 
@@ -154,6 +167,12 @@ class Results:
         generations = [each.generation for each in found]
         if configuration is not plan.reference:
             generations = [self.measured(configuration, each) for each in generations]
+        else:
+            generations = [
+                replace(each, repeat_seconds=self._repeat_seconds((each.prompt, each.seed)))
+                for each in generations
+            ]
+        generations = list(map(self.scored, generations))
         metrics = [each.frames for each in generations if each.frames is not None]
         mean, spread = summarise(metrics) if metrics else (None, None)
         out_of_memory = failure.startswith("out of memory")
@@ -180,7 +199,8 @@ class Results:
         prompt, seed = generation.prompt, generation.seed
         reference = self._stored_generation(self._plan.reference, prompt, seed)
         assert reference is not None, "the reference runs first"
-        key = self._store.key(metrics=self._generation_key(configuration, prompt, seed))
+        made = self._generation_key(configuration, prompt, seed)
+        key = self._store.key(metrics=made, packages=available())
         stored = self._store.find(StoredMetrics, key)
         if stored is None:
             paths = (generation.frames_path, reference.generation.frames_path)
@@ -196,6 +216,16 @@ class Results:
         self.notes.extend(stored.notes)
         return replace(generation, frames=stored.frames)
 
+    def scored(self, generation: Generation) -> Generation:
+        """Return a generation with its score, which is not kept, as the function may change."""
+        score, path = self._plan.score, generation.frames_path
+        if score is None or path is None:
+            return generation
+        if path not in self._scores:
+            prompt = self._plan.prompts[generation.prompt]
+            self._scores[path] = score.of(self._store.read_array(path), prompt)
+        return replace(generation, score=self._scores[path])
+
     def _missing(self, configuration: Configuration) -> list[tuple[int, int]]:
         """Return the prompts' indices and seeds that are not done yet."""
         is_reference = configuration is self._plan.reference
@@ -208,6 +238,13 @@ class Results:
 
     def _latents_path(self, prompt: int, seed: int) -> str:
         return f"latents/{self._generation_key(self._plan.reference, prompt, seed)}.npy"
+
+    def _repeat_seconds(self, clip: tuple[int, int]) -> float | None:
+        found = self._store.find(StoredRepeat, self._repeat_key(clip))
+        return None if found is None else found.seconds
+
+    def _repeat_key(self, clip: tuple[int, int]) -> str:
+        return self._store.key(repeat=self._generation_key(self._plan.reference, *clip))
 
     def _replay(self, configuration: Configuration, clip: tuple[int, int]) -> Measured | None:
         return self._store.find(Measured, self._replay_key(configuration, clip))

@@ -1,9 +1,11 @@
-"""Runs a comparison: one loaded pipeline, one backend after the other, the reference first.
+"""Runs a comparison: one loaded pipeline, every clip on all backends before the next clip.
 
     warm-up       a short generation of the reference, whose calls all backends get a few of
-    reference     every prompt with every seed; some of its calls are replayed (`layers.py`)
-    floor         the same on other exact kernels: what differs there means nothing
-    candidates    the same on each of the backends asked for
+    clip          each prompt with each seed:
+      reference     some of its calls are replayed (`layers.py`)
+      others        exact kernels, whose difference means nothing, and the candidates; who starts
+                    changes from clip to clip, so that what drifts favours nobody
+      reference     of some clips once more: what differs in time there means nothing
     metrics       clips against the reference's, verdicts, the report
 
 A backend that cannot serve the model, fails or runs out of memory is a row with a message; only the
@@ -36,6 +38,7 @@ from multimodal_gen.runtime.comparison.configurations import (
 )
 from multimodal_gen.runtime.comparison.cost import Meter
 from multimodal_gen.runtime.comparison.layers import Measured, Replay, WarmUp, failure_line
+from multimodal_gen.runtime.comparison.perceptual import available
 from multimodal_gen.runtime.comparison.record import (
     VERSION,
     Environment,
@@ -193,14 +196,12 @@ class Comparison:
                 )
             try:
                 served = [each for each in others if each.name not in self._unserved]
-                todo = self._results.todo(served)
-                self._run_reference(todo, served)
-                failures = {each.name: self._run(each, todo) for each in others}
+                failures = self._run_clips(self._results.todo(served), served)
             finally:
                 self._writer.finish()
             self._writer.check(plan.reference.name)
             unwritten = {name: failure_line(e) for name, e in self._writer.errors.items()}
-            failures = {**unwritten, **{k: v for k, v in failures.items() if v}}
+            failures = {**self._unserved, **unwritten, **failures}
         return self._report(floor, failures, start)
 
     def _report(
@@ -221,6 +222,7 @@ class Comparison:
             },
             prompts=plan.prompts,
             seeds=plan.seeds,
+            score=None if plan.score is None else plan.score.name,
             reference=runs[0],
             floor=tuple(runs[1 : 1 + len(floor)]),
             candidates=tuple(runs[1 + len(floor) :]),
@@ -239,7 +241,7 @@ class Comparison:
         found: list[Configuration] = []
         taken = [self._plan.reference.name, *(each.name for each in self._plan.candidates)]
         for text in EXACT_KERNELS:
-            configuration = read_configuration(text, name="--floor", taken=taken)
+            configuration = read_configuration(text, name="--floor", taken=taken, is_noise=True)
             if len(found) == _FLOORS or configuration.backend == self._plan.reference.backend:
                 continue
             if self._runs_itself(configuration):
@@ -292,40 +294,55 @@ class Comparison:
 
     # Runs
 
-    def _run_reference(self, todo: Todo, served: Sequence[Configuration]) -> None:
-        """Run the reference, and replay calls of its generations on the others."""
-        reference = self._plan.reference
-        missing = {*todo.missing[reference.name], *todo.replays}
-        clips = [clip for clip in self._plan.clips if clip in missing]
-        total = len(clips) + sum(len(todo.missing[each.name]) for each in served)
+    def _run_clips(self, todo: Todo, served: Sequence[Configuration]) -> dict[str, str]:
+        """Make what is missing, clip by clip; return why backends failed, by name."""
+        reference, failures = self._plan.reference, dict[str, str]()
+        first = {*todo.missing[reference.name], *todo.replays}
+        left = {each.name: {*todo.missing[each.name]} for each in served}
+        total = len(first) + len(todo.repeats) + sum(map(len, left.values()))
         self._progress = _Progress(total, self._say)
         if not total:
-            return
+            return failures
         self._warm_up((reference, *served))
         by_name = {each.name: each for each in (reference, *served)}
-        for clip in clips:
-            replayed = [by_name[name] for name in todo.replays.get(clip, ())]
-            found = self._generate(reference, *clip, replayed)
-            for each in replayed:
-                self._results.keep_replay(each, clip, found[each.name])
+        for number, clip in enumerate(self._plan.clips):
+            if clip in first:
+                replayed = [by_name[name] for name in todo.replays.get(clip, ())]
+                found = self._generate(reference, *clip, replayed)
+                for each in replayed:
+                    self._results.keep_replay(each, clip, found[each.name])
+            start = number % max(1, len(served))
+            for each in (*served[start:], *served[:start]):
+                if clip not in left[each.name]:
+                    continue
+                self._writer.check(reference.name)  # nothing can be compared without it
+                if failure := self._try(each, clip):
+                    failures[each.name] = failure
+                    self._progress.skip(len(left.pop(each.name)))
+                    left[each.name] = set()
+                left[each.name].discard(clip)
+            if clip in todo.repeats:
+                self._repeat(clip)
+        return failures
 
-    def _run(self, configuration: Configuration, todo: Todo) -> str:
-        """Run what is missing of a configuration; return why it failed, or nothing."""
-        if configuration.name in self._unserved:
-            return self._unserved[configuration.name]
-        self._writer.check(self._plan.reference.name)  # nothing can be compared without it
-        failure, left = "", list(todo.missing[configuration.name])
+    def _try(self, configuration: Configuration, clip: tuple[int, int]) -> str:
+        """Make one generation; return why it failed, or nothing."""
         try:
-            while left:
-                self._generate(configuration, *left[0])
-                left.pop(0)
+            self._generate(configuration, *clip)
         except Exception as error:
             failure = failure_line(error)
-        if failure:
             self._say(f"{configuration.name}: {failure}")
             _free_memory(self._device)
-            self._progress.skip(len(left))
-        return failure
+            return failure
+        return ""
+
+    def _repeat(self, clip: tuple[int, int]) -> None:
+        """Make a clip of the reference once more, and keep how long it took."""
+        meter = Meter(self._device)
+        _, report = self._made(self._plan.reference, self._plan.reference.scope, clip, meter)
+        self._results.keep_repeat(clip, meter.spent(report).seconds)
+        prompt, seed = clip
+        self._progress.done(f"{self._plan.reference.name} again, prompt {prompt + 1}, seed {seed}")
 
     def _cached(self, configuration: Configuration) -> AbstractContextManager[object]:
         """Enable the cache of a configuration on the denoisers in a `with` block."""
@@ -365,21 +382,12 @@ class Comparison:
         replayed: Sequence[Configuration] = (),
     ) -> dict[str, Measured]:
         """Make one generation and keep it; return what replaying its calls found."""
-        plan, meter = self._plan, Meter(self._device)
-        args = replace(self._args, prompt=plan.prompts[prompt], seed=seed)
-        is_reference = configuration is plan.reference
+        meter = Meter(self._device)
+        is_reference = configuration is self._plan.reference
         scope = self._reference_scope(replayed) if is_reference else configuration.scope
         replay = self._replay(replayed, meter, (prompt, seed)) if replayed else None
-
-        def watch(layer: Any, call: Any, serve: Any) -> torch.Tensor:
-            timed = partial(meter.attend, layer, serve=serve)
-            return timed(call) if replay is None else replay(layer, call, timed)
-
         steps = LatentSteps(None if is_reference else self._truth((prompt, seed)))
-        with self._attached(scope) as handle:
-            with watching(watch), self._cached(configuration):
-                run = self._denoise(args, meter, steps)
-            report = handle.report()
+        run, report = self._made(configuration, scope, (prompt, seed), meter, steps, replay)
         keep = partial(
             self._results.keep,
             configuration,
@@ -397,6 +405,27 @@ class Comparison:
         self._highest = max(self._highest, meter.highest)
         self._progress.done(f"{configuration.name}, prompt {prompt + 1}, seed {seed}")
         return {} if replay is None else replay.found
+
+    def _made(
+        self,
+        configuration: Configuration,
+        scope: SelectionScope,
+        clip: tuple[int, int],
+        meter: Meter,
+        steps: LatentSteps | None = None,
+        replay: Replay | None = None,
+    ) -> tuple[Denoised, AttentionReport]:
+        """Return a generation, and what its layers ran."""
+        args = replace(self._args, prompt=self._plan.prompts[clip[0]], seed=clip[1])
+
+        def watch(layer: Any, call: Any, serve: Any) -> torch.Tensor:
+            timed = partial(meter.attend, layer, serve=serve)
+            return timed(call) if replay is None else replay(layer, call, timed)
+
+        with self._attached(scope) as handle:
+            with watching(watch), self._cached(configuration):
+                run = self._denoise(args, meter, steps)
+            return run, handle.report()
 
     def _truth(self, clip: tuple[int, int]) -> Any:
         """Return the reference's latents, which may still be on their way to the disk."""
@@ -422,7 +451,9 @@ class Comparison:
         generation = keep()
         if configuration is self._plan.reference:
             self._latents.pop(clip, None)
-        elif self._writer.in_background:
+            self._results.scored(generation)  # a function that fails is known with the first clip
+        # Networks on the CPU would take time from the next clip, and its clock would run on.
+        elif self._writer.in_background and not available():
             self._results.measured(configuration, generation)
 
     def _denoise(

@@ -22,12 +22,13 @@ from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.files import Staging, require_writable, sweep
 from multimodal_gen.runtime.comparison.cost import Spent
 from multimodal_gen.runtime.comparison.record import (
+    LARGEST,
     FrameMetrics,
     Generation,
     read_record,
 )
 from multimodal_gen.runtime.generator import output
-from multimodal_gen.settings import as_plain
+from multimodal_gen.settings import as_plain, option
 
 _MARK = "compare-"
 _PREVIEW_WIDTH = 480
@@ -59,6 +60,13 @@ class StoredMetrics:
 
     frames: FrameMetrics
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRepeat:
+    """How long the reference took for a clip the second time."""
+
+    seconds: float = option(ge=0, le=LARGEST)
 
 
 class Store:

@@ -1,4 +1,4 @@
-"""What the figures of a comparison mean: broken, visible, or within the noise of dense kernels.
+"""What the figures of a comparison mean: broken, failed, visible, or within the noise.
 
 The noise is what the same model does with another exact kernel: both are right, so a difference of
 that size means nothing. The rules, in this order:
@@ -7,9 +7,11 @@ broken
     A value of the latents or the pixels is NaN or infinite; a frame has one colour where the
     reference's has more; or a clip stands still (less than `STILL` of the reference's flicker)
     where the reference's moves (at least `MOVES` levels).
+failed
+    It did not run to its end: clips that it lacks might be the ones that it does badly.
 unknown
-    Nothing finished; the reference itself is broken; or something is beyond rounding and there is
-    no noise to put it beside. VMAF alone is not: it gives equal clips 97 to 100.
+    No clip was compared; the reference itself is broken; or something is beyond rounding and there
+    is no noise to put it beside. VMAF alone is not: it gives equal clips 97 to 100.
 within the noise of dense kernels
     Every measure's distance from the reference, as a mean over prompts and seeds, is at most
     `FACTOR` times that of exact kernels on the same prompts and seeds, plus `rounding`. With
@@ -21,8 +23,10 @@ visible
 A sparse method that left nothing out in any call, such as one whose dense steps cover the run, says
 nothing of itself: its verdict says so first, and it is never named the fastest.
 
-Distances: decibels as a ratio of squared error, 10^(-dB/10); SSIM and VMAF as what they lack from
-1 and 100; LPIPS and latents as they are; flicker as |1 - flicker / that of the reference|.
+Distances: decibels as a ratio of squared error, 10^(-dB/10); SSIM, VMAF and JOD as what they lack
+from 1, 100 and 10; LPIPS and latents as they are; flicker as |1 - flicker / that of the reference|.
+
+A score by a function of the user's is no distance from the reference, and no verdict rests on it.
 """
 
 import math
@@ -32,7 +36,8 @@ from typing import Literal
 
 from multimodal_gen.errors import ConfigError
 from multimodal_gen.runtime.comparison.frames import mean_and_spread
-from multimodal_gen.runtime.comparison.record import Generation, Report, Run, Verdict
+from multimodal_gen.runtime.comparison.paired import difference, own_noise, ratio_of_times
+from multimodal_gen.runtime.comparison.record import Estimate, Generation, Report, Run, Verdict
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 FACTOR = 2.0
@@ -47,10 +52,10 @@ MOVES = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """A figure that verdicts rest on.
+    """A figure of a clip.
 
     Attributes:
-        name: of its field in `FrameMetrics`; "latents" or "flicker_change" for what is derived.
+        name: of its field in `FrameMetrics`; "latents", "flicker_change" or "score" for others.
         label: as people know it.
         unit: of the figure, or "".
         digits: behind the decimal point, in print; None for two digits wherever they are.
@@ -72,6 +77,8 @@ class Measure:
         """Return the figure of one clip; None where it has none."""
         if self.name == "latents":
             return generation.latents[-1] if generation.latents else None
+        if self.name == "score":
+            return generation.score
         frames = generation.frames
         if frames is None:
             return None
@@ -95,6 +102,14 @@ class Measure:
         """Return a figure with its unit."""
         return f"{self.number(figure)} {self.unit}".strip()
 
+    def apart(self, found: Estimate) -> tuple[str, str]:
+        """Return a difference of figures with its sign, and its interval; "" for one clip."""
+        figures = (found.mean, found.low, found.high)
+        numbers = [self.number(figure) for figure in figures if figure is not None]
+        # What rounds to nothing has no sign.
+        texts = [n.lstrip("-") if not float(n) else f"+{n}" if n[0] != "-" else n for n in numbers]
+        return texts[0], f"[{texts[1]}, {texts[2]}]" if len(texts) > 1 else ""
+
 
 def _squared_error(decibels: float) -> float:
     return 10 ** (-decibels / 10)
@@ -107,10 +122,15 @@ MEASURES = (
     Measure("xpsnr", "XPSNR", "dB", 1, "higher", 1e-6, _squared_error),
     Measure("vmaf", "VMAF", "", 1, "higher", 1.0, lambda vmaf: max(0.0, 100 - vmaf)),
     Measure("lpips", "LPIPS", "", 4, "lower", 1e-3, lambda lpips: lpips),
+    Measure("st_lpips", "ST-LPIPS", "", 4, "lower", 1e-3, lambda lpips: lpips),
+    Measure("cvvdp", "CVVDP", "JOD", 2, "higher", 0.02, lambda jod: max(0.0, 10 - jod)),
     Measure("flicker_change", "flicker", "x", 2, "lower", 0.01, lambda ratio: abs(1 - ratio)),
     Measure("latents", "latents", "", None, "lower", 1e-5, lambda error: error),
 )
-"""Every measure. The ratio of flickers is 1 for equal clips; 2 flickers twice as much."""
+"""What verdicts rest on. The ratio of flickers is 1 for equal clips; 2 flickers twice as much."""
+
+SCORE = Measure("score", "score", "", 3, "higher", 0.0, lambda score: 1 - score)
+"""What a function of the user's gives a clip, without the reference."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +144,7 @@ class NoiseComparison:
         mean: the run's figure, mean over these clips; infinite ones count as in `frames.py`.
         spread: its standard deviation over these clips, n - 1; 0 for one.
         noise: the same mean of exact kernels, of each clip the farther one; None without any.
+        difference: from them, paired by clip; None without any.
         within: whether the distance is within the noise, by the rules above; None where there is
             no noise and it is beyond rounding.
     """
@@ -133,11 +154,18 @@ class NoiseComparison:
     mean: float
     spread: float
     noise: float | None
+    difference: Estimate | None
     within: bool | None
 
 
 def judged(report: Report) -> Report:
-    """Return the report with the verdict of every run but the reference."""
+    """Return the report with what is paired by clip, and the verdict of all but the reference."""
+    report = replace(
+        report,
+        reference=replace(report.reference, speed=own_noise(report.reference)),
+        floor=tuple(_paired(run, report) for run in report.floor),
+        candidates=tuple(_paired(run, report) for run in report.candidates),
+    )
     if defects := defects_of(report.reference):
         reason = f"The reference, {report.reference.name}, is broken: {' '.join(defects)}"
         verdict = Verdict(word="unknown", reasons=(reason,))
@@ -147,16 +175,29 @@ def judged(report: Report) -> Report:
         )
         notes = (*report.notes, reason)
         return replace(report, floor=floor, candidates=candidates, notes=notes)
-    sound = tuple(run for run in report.floor if not defects_of(run) and not _leaves_pairs_out(run))
     return replace(
         report,
         floor=tuple(replace(run, verdict=_of_floor(run)) for run in report.floor),
-        candidates=tuple(replace(run, verdict=judge(run, sound)) for run in report.candidates),
+        candidates=tuple(
+            replace(run, verdict=judge(run, report.floor)) for run in report.candidates
+        ),
     )
 
 
+def _paired(run: Run, report: Report) -> Run:
+    """Return a run with what is paired by clip."""
+    found = compare_with_noise(run, report.floor)
+    differences = {
+        each.measure.name: each.difference for each in found if each.difference is not None
+    }
+    score = difference(SCORE.figures(run), SCORE.figures(report.reference))
+    if score is not None:
+        differences["score"] = score
+    return replace(run, speed=ratio_of_times(run, report.reference), differences=differences)
+
+
 def _of_floor(run: Run) -> Verdict:
-    if _leaves_pairs_out(run) and not defects_of(run):
+    if run.status == "done" and _leaves_pairs_out(run) and not defects_of(run):
         reason = "It leaves pairs out, so its difference is not the noise; name an exact kernel."
         return Verdict(word="unknown", reasons=(reason,))
     verdict = judge(run, [run])
@@ -190,7 +231,8 @@ def judge(run: Run, floor: Sequence[Run]) -> Verdict:
 
     Args:
         run: what is judged.
-        floor: exact kernels on the same prompts and seeds. Those that are broken are no noise.
+        floor: exact kernels on the same prompts and seeds. Those that are broken, did not finish or
+            left pairs out are no noise.
     """
     verdict = _judge(run, floor)
     if verdict.word == "broken" or not was_dense(run):
@@ -206,10 +248,12 @@ def judge(run: Run, floor: Sequence[Run]) -> Verdict:
 def _judge(run: Run, floor: Sequence[Run]) -> Verdict:
     if defects := defects_of(run):
         return Verdict(word="broken", reasons=defects)
+    if run.status != "done":
+        reason = f"{run.status}: {run.message}" if run.message else f"It ended as {run.status}."
+        return Verdict(word="failed", reasons=(reason,))
     found = compare_with_noise(run, floor)
     if not found:
-        reason = f"{run.status}: {run.message}" if run.message else "No clip was compared."
-        return Verdict(word="unknown", reasons=(reason,))
+        return Verdict(word="unknown", reasons=("No clip was compared.",))
     beyond = [each for each in found if each.within is False]
     if beyond:
         return Verdict(word="visible", reasons=tuple(map(_sentence, beyond)))
@@ -234,7 +278,11 @@ def compare_with_noise(run: Run, floor: Sequence[Run]) -> tuple[NoiseComparison,
         run: what is judged.
         floor: exact kernels on the same prompts and seeds.
     """
-    noises = [each for each in floor if not defects_of(each)]
+    noises = [
+        each
+        for each in floor
+        if each.status == "done" and not defects_of(each) and not _leaves_pairs_out(each)
+    ]
     found = (_compare_measure(measure, run, noises) for measure in MEASURES)
     return tuple(each for each in found if each is not None)
 
@@ -251,14 +299,15 @@ def _compare_measure(measure: Measure, run: Run, floor: Sequence[Run]) -> NoiseC
     if not paired:
         return None
     mean, spread = mean_and_spread([figures[clip] for clip in paired])
-    distance = math.fsum(measure.distance(figures[clip]) for clip in paired) / len(paired)
+    apart = math.fsum(measure.distance(figures[clip]) for clip in paired) / len(paired)
     compared = NoiseComparison(
         measure=measure,
         count=len(paired),
         mean=mean,
         spread=spread,
         noise=None,
-        within=True if distance <= measure.rounding else None,
+        difference=None,
+        within=True if apart <= measure.rounding else None,
     )
     if not noise:
         return compared
@@ -266,7 +315,8 @@ def _compare_measure(measure: Measure, run: Run, floor: Sequence[Run]) -> NoiseC
     return replace(
         compared,
         noise=mean_and_spread([noise[clip] for clip in paired])[0],
-        within=distance <= FACTOR * allowed + measure.rounding,
+        difference=difference(figures, noise),
+        within=apart <= FACTOR * allowed + measure.rounding,
     )
 
 

@@ -32,7 +32,7 @@ def test_the_numbers_of_rules_are_those_of_the_code() -> None:
         assert re.search(rf"\b{side}\b", TEXT)
     assert (verdict.FACTOR, verdict.STILL, verdict.MOVES) == (2.0, 0.01, 0.5)
     rows = dict(
-        re.findall(r"^\| ([A-Za-z, ]+) \| [^|]* \| ([\d.]+)(?: dB)? \|$", TEXT, re.MULTILINE)
+        re.findall(r"^\| ([A-Za-z, -]+) \| [^|]* \| ([\d.]+)(?: dB)? \|$", TEXT, re.MULTILINE)
     )
     for measure in verdict.MEASURES:
         (written,) = [

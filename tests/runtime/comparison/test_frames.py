@@ -3,22 +3,20 @@
 import math
 import subprocess
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from multimodal_gen.errors import MissingDependencyError, UsageError
 from multimodal_gen.runtime.comparison import frames as module
 from multimodal_gen.runtime.comparison.frames import (
-    MOST_DB,
     find_ffmpeg,
     measure_frames,
     summarise,
 )
+from multimodal_gen.runtime.comparison.paired import MOST_DB
 from multimodal_gen.runtime.comparison.record import FrameMetrics
 
 
@@ -183,34 +181,6 @@ def test_a_missing_ffmpeg_is_said_with_its_remedy(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'multimodal_gen\[compare\]'"):
         find_ffmpeg()
-
-
-class FakeDistance(torch.nn.Module):
-    """Mean absolute difference by frame, where LPIPS has its network."""
-
-    def __init__(self, net: str, version: str, verbose: bool) -> None:
-        super().__init__()
-        assert (net, version, verbose) == ("alex", "0.1", False)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return (x - y).abs().mean((1, 2, 3), keepdim=True)
-
-
-def test_lpips_is_measured_only_where_its_weights_are(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    frames, reference = np.full((10, 4, 4, 3), 255, np.uint8), np.zeros((10, 4, 4, 3), np.uint8)
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
-    assert module._lpips(frames, reference) == (None, "LPIPS: the package lpips is not installed")
-    monkeypatch.setattr(module, "find_spec", lambda name: object())
-    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
-    absent, reason = module._lpips(frames, reference)
-    assert absent is None
-    assert "not fetched unasked" in reason
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "alexnet-owt-7be5be79.pth").touch()
-    monkeypatch.setitem(sys.modules, "lpips", types.SimpleNamespace(LPIPS=FakeDistance))
-    assert module._lpips(frames, reference) == (2.0, "")
 
 
 def test_means_and_spreads_are_over_the_clips_that_have_a_figure() -> None:

@@ -18,9 +18,13 @@ from multimodal_gen.cli.compare import print_report
 from multimodal_gen.errors import MissingDependencyError, UsageError
 from multimodal_gen.runtime.comparison import page as module
 from multimodal_gen.runtime.comparison.page import LIMIT, write_page
-from multimodal_gen.runtime.comparison.plots import error_over_steps, series_of
-from multimodal_gen.runtime.comparison.record import Report
-from multimodal_gen.runtime.comparison.verdict import judged
+from multimodal_gen.runtime.comparison.plots import (
+    error_over_steps,
+    series_of,
+    time_against_quality,
+)
+from multimodal_gen.runtime.comparison.record import FrameMetrics, Report
+from multimodal_gen.runtime.comparison.verdict import MEASURES, SCORE, judged
 from tests.helpers.reports import make_report
 
 FRAMES = 7
@@ -70,9 +74,12 @@ def test_the_page_holds_everything_it_shows(report: Report, page_file: Path) -> 
     assert page.count("data:video/mp4") == 2 * 7
     for run in report.runs:
         assert run.name in page
-    for word in ("within the noise", "visible", "broken", "out of memory: needs 151 GiB"):
+    for word in ("within the noise", "visible", "broken", "failed", "out of memory: needs 151 GiB"):
         assert word in page
-    assert page.count('class="plot map"') == 6 * 2
+    assert page.count('class="plot map"') == 5 * 2
+    assert re.search(
+        r"without a map have the errors of exact kernels: fa \(at most 0\.0\d+\)", page
+    )
     assert page.count('class="mask"') == 6
     assert "Random weights prove the tool, not a method." in page
     assert re.findall(r"var\(--([a-z]+-\d)\)", page)
@@ -94,16 +101,24 @@ def test_speed_is_that_of_generations_wherever_it_stands(
     assert slow.cost is not None
     assert report.reference.cost is not None
     seconds = 2 * report.reference.cost.generation_seconds  # and a median step that is short
-    slow = replace(slow, cost=replace(slow.cost, generation_seconds=seconds))
-    changed = replace(few(report), candidates=(slow,), seeds=())
+    clips = tuple(
+        replace(clip, seconds=2 * other.seconds)
+        for clip, other in zip(slow.generations, report.reference.generations, strict=True)
+    )
+    cost = replace(slow.cost, generation_seconds=seconds)
+    slow = replace(slow, cost=cost, generations=clips)
+    changed = judged(replace(few(report), candidates=(slow,), seeds=()))
+    changed = replace(changed, candidates=(replace(changed.candidates[0], verdict=slow.verdict),))
     page = written(changed, folder, tmp_path / "report.html")
-    assert re.search(r"Fastest with a visible difference</dt>.*\s*<small>0.50 x the ref", page)
-    assert page.count(">0.50 x</td>") == 1
+    won = r"Fastest with a visible difference</dt>.*\s*<small>0.50 \[0.50, 0.50\] x the reference"
+    assert re.search(won, page)
+    assert "no faster than its own noise" in page
+    assert page.count("<span>0.50 x<small>[0.50, 0.50]</small></span>") == 1
     assert ">time per clip (s), less is better<" in page
     assert f"{slow.name}: {seconds:.3g} s" in page
     print_report(changed)
     (line,) = re.findall(rf"^{slow.name} +{seconds:.2f} s .*$", capsys.readouterr().out, re.M)
-    assert line.split()[3] == "0.50x"
+    assert line.split()[3:6] == ["0.50", "[0.50,", "0.50]"]
 
 
 def test_a_sparse_method_that_was_dense_throughout_wins_nothing(
@@ -111,9 +126,11 @@ def test_a_sparse_method_that_was_dense_throughout_wins_nothing(
 ) -> None:
     (sparse,) = few(report).candidates
     assert sparse.cost is not None
-    dense = replace(sparse, name="dense-run", cost=replace(sparse.cost, density=1.0))
-    fast = replace(dense.cost, generation_seconds=0.9 * sparse.cost.generation_seconds)
-    both = (replace(dense, cost=fast), sparse)
+    clips = tuple(replace(clip, seconds=0.9 * clip.seconds) for clip in sparse.generations)
+    cost = replace(sparse.cost, density=1.0)
+    dense = replace(sparse, name="dense-run", cost=cost, generations=clips)
+    both = judged(replace(few(report), candidates=(dense, sparse))).candidates
+    both = tuple(replace(each, verdict=sparse.verdict) for each in both)
     page = written(replace(few(report), candidates=both), folder, tmp_path / "report.html")
     won = re.findall(r"<dt>Fastest with a visible difference</dt><dd>(\S+)", page)
     assert won == [sparse.name]
@@ -199,7 +216,7 @@ def test_what_is_not_a_number_is_shown_as_such(
     page = written(spoilt_report, folder, tmp_path / "report.html")
     assert page.count("Empty cells have no finite error.") == 2
     assert ">nan<" in re.sub(r"\s", "", page)
-    assert page.count("<span>the reference</span>") == 2
+    assert len(re.findall("<span>the reference, score 0.9\\d0</span>", page)) == 2
 
 
 def test_a_clip_that_is_gone_is_said(report: Report, folder: Path, tmp_path: Path) -> None:
@@ -287,7 +304,7 @@ def test_everything_is_seen_and_nothing_is_fetched(
             return drawn && left >= 0 && right <= innerWidth && width >= 250 && height >= 150;
         })"""
     )
-    assert plots == [True] * (4 + 6 * 2)
+    assert plots == [True] * (5 + 5 * 2)
     pictures = page.evaluate(
         "() => [...document.querySelectorAll('.cells img')].map((i) => i.naturalWidth)"
     )
@@ -306,13 +323,103 @@ def test_everything_is_seen_and_nothing_is_fetched(
     assert remote == [page_file.as_uri()]
 
 
-def test_tables_are_seen_whole_on_a_small_screen(opened: Opened) -> None:
-    opened.page.set_viewport_size({"width": 1100, "height": 900})
-    hidden = opened.page.evaluate(
-        "() => [...document.querySelectorAll('.scroll')].map((e) => e.scrollWidth - e.clientWidth)"
+HIDDEN = """() => {
+    const all = [...document.querySelectorAll(".scroll")];
+    for (const each of document.querySelectorAll("details")) each.open = true;
+    return all.map((each) => each.scrollWidth - each.clientWidth);
+}"""
+
+
+@pytest.mark.parametrize("width", [1100, 890, 390])
+def test_tables_are_seen_whole_on_a_small_screen(opened: Opened, width: int) -> None:
+    """But for that of all layers and runs, at whose edge a shadow says that there is more."""
+    page = opened.page
+    page.set_viewport_size({"width": width, "height": 900})
+    *hidden, layers = page.evaluate(HIDDEN)
+    assert hidden == [0] * 4
+    assert (layers > 0) == (width < 1100)
+    outside = page.evaluate(
+        """() => [...document.querySelectorAll(".cards td > *, .verdict")].filter((each) => {
+            const { left, right } = each.getBoundingClientRect();
+            return left < 0 || right > innerWidth;
+        }).length"""
     )
-    opened.page.set_viewport_size({"width": 1440, "height": 900})
-    assert hidden == [0, 0, 0]
+    assert outside == 0
+    cue = page.evaluate(
+        """() => {
+            const style = getComputedStyle(document.querySelector(".scroll"));
+            return [style.backgroundAttachment, style.backgroundImage.match(/linear/g).length];
+        }"""
+    )
+    assert cue == ["local, local, scroll, scroll", 4]
+    labels = page.evaluate(
+        """() => [...document.querySelectorAll(".cards td.number")].slice(0, 3)
+            .map((each) => getComputedStyle(each, "::before").content)"""
+    )
+    assert labels == (["none"] * 3 if width == 1100 else ['"PSNR"', '"SSIM"', '"XPSNR"'])
+    page.set_viewport_size({"width": 1440, "height": 900})
+
+
+def heights(drawing: str | None) -> list[float]:
+    """Return the numbers beside the left axis of a figure."""
+    assert drawing is not None
+    texts = re.findall(r"text-anchor: end[^>]*>([\d.\u2212-]+)</text>", drawing)
+    return [float(text.replace("\u2212", "-")) for text in texts]
+
+
+def test_an_axis_shows_no_less_than_what_means_something(report: Report) -> None:
+    """Two methods a hundredth of a decibel apart look as they are: the same."""
+    measures = {measure.name: measure for measure in (*MEASURES, SCORE)}
+    base = report.candidates[1]
+    close = [
+        replace(
+            base,
+            name=name,
+            generations=tuple(
+                replace(each, score=0.9, frames=FrameMetrics(psnr=psnr, vmaf=90.0))
+                for each in base.generations
+            ),
+        )
+        for name, psnr in (("one", 30.0), ("other", 30.01))
+    ]
+    reference = replace(
+        report.reference,
+        generations=tuple(replace(each, score=0.9) for each in report.reference.generations),
+    )
+    series = series_of(replace(report, reference=reference, floor=(), candidates=tuple(close)))
+    for name, least in (("psnr", 8), ("vmaf", 8), ("score", 0.15)):
+        shown = heights(time_against_quality(series, measures[name]))
+        assert max(shown) - min(shown) >= least, name
+
+
+def test_the_fastest_is_named_with_those_that_are_as_fast(
+    report: Report, folder: Path, tmp_path: Path
+) -> None:
+    (one,) = few(report).candidates
+    first, second = one.generations
+    swapped = (replace(first, seconds=second.seconds), replace(second, seconds=first.seconds))
+    both = (one, replace(one, name="as-fast", generations=swapped))
+    failed = replace(one, name="cut-short", status="failed", message="why", generations=(
+        replace(first, seconds=0.1),
+    ))  # fmt: skip
+    changed = judged(replace(report, floor=report.floor, candidates=(*both, failed)))
+    page = written(changed, folder, tmp_path / "report.html")
+    (won,) = re.findall(r"<dt>Fastest with a visible difference</dt><dd>([^\n]*)", page)
+    assert sorted(won.split(" or ")) == ["as-fast", one.name]
+    assert re.search(r"<dt>Failed</dt><dd>cut-short", page)
+
+
+def test_candidates_are_compared_with_the_best_of_them(
+    report: Report, folder: Path, tmp_path: Path
+) -> None:
+    page = re.sub(r"\s+", " ", written(report, folder, tmp_path / "report.html"))
+    best, dense = re.findall(r'aria-label="Differences from [a-z ]*">(.*?)</table>', page)
+    assert best.count(">best<") == 9  # each of the measures
+    rows = re.findall(r'<th scope="row">([^<]*)</th>', best)
+    assert rows == [run.name for run in report.candidates[:-1]]
+    assert re.search(r"<span>-\d+\.\d<small>\[-\d+\.\d, -\d+\.\d\]</small></span>", best)
+    assert re.findall(r'<th scope="row">([^<]*)</th>', dense) == ["fa", *rows]
+    assert "score.py:score" in page
 
 
 def test_clips_move_in_step(opened: Opened) -> None:

@@ -106,7 +106,7 @@ def test_a_report_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"schema": "other"}, "must be the report of a comparison"),
-        ({"version": 0}, "must have version 2, got 0"),
+        ({"version": 0}, "must have version 3, got 0"),
         ({"seeds": [1, "2"]}, r"\.seeds\[1\] must be an integer, got '2'"),
         ({"seeds": 1}, r"\.seeds must be a list, got 1"),
         ({"model": {"path": "m"}}, r"\.model must have dtype, identity, kind, pipeline"),

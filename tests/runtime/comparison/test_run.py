@@ -87,6 +87,11 @@ def found(report: Report, configuration: str) -> Run:
     return run
 
 
+def generated(lines: list[str]) -> list[str]:
+    """Return which generations the lines of progress tell of."""
+    return [line.partition(":")[0] for line in lines if line.startswith("[")]
+
+
 def processors(pipe: Any) -> dict[str, Any]:
     return dict(pipe.transformer.attn_processors)
 
@@ -164,7 +169,7 @@ def test_out_of_memory_is_a_row(wan: tuple[Report, Path]) -> None:
     assert (run.status, run.generations, run.cost) == ("out of memory", (), None)
     assert "tried to allocate 2 GiB" in run.message
     assert run.verdict is not None
-    assert run.verdict.word == "unknown"
+    assert run.verdict.word == "failed"
 
 
 def test_a_sparse_method_has_densities_masses_and_pictures(wan: tuple[Report, Path]) -> None:
@@ -236,7 +241,7 @@ def test_a_comparison_that_was_interrupted_goes_on(tiny_pipeline: Any, tmp_path:
 
     def say(line: str) -> None:
         lines.append(line)
-        if line.startswith("[2/3]"):
+        if line.startswith("[2/4]"):
             raise Stop
 
     with pytest.raises(Stop):
@@ -249,15 +254,16 @@ def test_a_comparison_that_was_interrupted_goes_on(tiny_pipeline: Any, tmp_path:
         multimodal_gen.compare(pipe, **given)
     # What was half-written when a process was killed is made again.
     records = sorted((tmp_path / "out" / "records").glob("*.json"))
-    (clip,) = (tmp_path / "out" / "clips").glob("video_sparse_attn-p0*.npy")
+    (clip,) = (tmp_path / "out" / "clips").glob("block_sparse-p0*.npy")
     clip.write_bytes(clip.read_bytes()[:1000])  # as a full disk leaves it
     (tmp_path / "out" / "clips" / ".compare-x.partial.npy").write_bytes(b"half")
     (tmp_path / "out" / "records" / f"{'0' * 24}.json").write_text("{")
     lines.clear()
     report = multimodal_gen.compare(pipe, **given, resume=True, say=lines.append)
-    assert [line.partition(":")[0] for line in lines[1:]] == [
-        "[1/2] video_sparse_attn, prompt 1, seed 0",
-        "[2/2] sliding_tile_attn, prompt 1, seed 0",
+    assert generated(lines) == [
+        "[1/3] block_sparse, prompt 1, seed 0",
+        "[2/3] sliding_tile_attn, prompt 1, seed 0",
+        "[3/3] torch_sdpa again, prompt 1, seed 0",
     ]
     assert [run.status for run in report.runs] == ["done"] * 3
     assert not list((tmp_path / "out").rglob(".*"))
@@ -287,7 +293,84 @@ def test_a_comparison_goes_on_with_its_prompts_at_other_places(
     assert [each.frames for each in after] == [each.frames for each in reversed(before)]
     pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, shift=9.0)
     multimodal_gen.compare(pipe, **given, resume=True, say=lines.append)
-    assert sum(line.startswith("[") for line in lines) == 6  # nothing of another scheduler counts
+    assert len(generated(lines)) == 8  # nothing of another scheduler counts
+
+
+def test_every_clip_runs_on_all_backends_before_the_next(
+    tiny_pipeline: Any, tmp_path: Path
+) -> None:
+    """Who starts changes, a failure is left out of the rest, and the reference runs twice."""
+    lines: list[str] = []
+    multimodal_gen.compare(
+        loaded(tiny_pipeline("flux")),
+        backends=[tiles(1, 1), tiles(1, 3)],
+        output=tmp_path / "out",
+        say=lines.append,
+        **arguments(
+            "flux", num_inference_steps=1, replayed_steps=0, prompts=["a fox"], seeds=[0, 1]
+        ),
+    )
+    kernels = ("block_sparse", "sliding_tile_attn", "sliding_tile_attn-2")
+    order = ["torch_sdpa", *kernels, "torch_sdpa again"]
+    then = ["torch_sdpa", *kernels[1:], kernels[0], "torch_sdpa again"]
+    assert generated(lines) == [
+        f"[{at + 1}/10] {name}, prompt 1, seed {at // 5}" for at, name in enumerate([*order, *then])
+    ]
+    report = read_record(Report, tmp_path / "out" / "report.json")
+    assert all(each.repeat_seconds for each in report.reference.generations)
+    assert report.reference.speed is not None
+    assert report.reference.speed.count == 2
+    assert all(run.speed is not None and run.speed.low is not None for run in report.candidates)
+    assert "psnr" in report.candidates[0].differences
+
+
+def test_scores_of_every_clip_are_in_the_report(tiny_pipeline: Any, tmp_path: Path) -> None:
+    asked: list[Any] = []
+
+    def brightness(video: Any, prompt: str) -> Any:
+        asked.append((video.shape[0], video.shape[-1], prompt))
+        return video.mean() / 255
+
+    given = arguments("flux", backends=tiles(1, 1), output=tmp_path / "out", replayed_steps=0)
+    given |= {"num_inference_steps": 1, "prompts": ["a fox"], "seeds": (0, 1)}
+    pipe = loaded(tiny_pipeline("flux"))
+    report = multimodal_gen.compare(pipe, **given, score=brightness)
+    assert asked == [(1, 3, "a fox")] * 6
+    assert report.score is not None
+    assert report.score.endswith("brightness")
+    for run in report.runs:
+        for clip in run.generations:
+            frames = np.load(tmp_path / "out" / clip.frames_path)
+            assert clip.score == pytest.approx(frames.mean() / 255)
+    score = report.candidates[0].differences["score"]
+    pairs = zip(report.candidates[0].generations, report.reference.generations, strict=True)
+    assert score.mean == pytest.approx(np.mean([one.score - other.score for one, other in pairs]))
+    # Another function needs no generation; one that fails leaves all as it was.
+    lines: list[str] = []
+    again = {**given, "resume": True, "say": lines.append}
+    assert multimodal_gen.compare(pipe, **again).score is None
+    with pytest.raises(UsageError, match=r"score must return a number in \[0, 1\] .* got 7 from"):
+        multimodal_gen.compare(pipe, **again, score=lambda video, prompt: 7)
+    assert generated(lines) == []
+
+
+def test_a_score_that_fails_is_known_with_the_first_clip(
+    tiny_pipeline: Any, tmp_path: Path
+) -> None:
+    def bad(video: Any, prompt: str) -> float:
+        raise ZeroDivisionError("by zero")
+
+    lines: list[str] = []
+    with pytest.raises(UsageError, match=r"got ZeroDivisionError: by zero from .*bad"):
+        multimodal_gen.compare(
+            loaded(tiny_pipeline("flux")),
+            backends=EXACT,
+            output=tmp_path / "out",
+            say=lines.append,
+            score=bad,
+            **arguments("flux", num_inference_steps=1, replayed_steps=0, seeds=(0, 1)),
+        )
+    assert generated(lines) == []
 
 
 def test_clips_that_are_written_beside_the_next_run_are_the_same(
@@ -356,9 +439,7 @@ def test_layers_are_replayed_for_as_many_prompts_and_seeds_as_asked(
     # The reference makes its second clip once more, and nothing else runs.
     given |= {"layers_for": None, "resume": True, "say": lines.append}
     both = multimodal_gen.compare(pipe, **given).candidates[0]
-    assert [line.partition(":")[0] for line in lines[1:]] == [
-        "[1/1] torch_sdpa, prompt 2, seed 0",
-    ]
+    assert generated(lines) == ["[1/1] torch_sdpa, prompt 2, seed 0"]
     assert {(layer.clips, layer.spread) for layer in one.layers} == {(1, None)}
     assert {layer.clips for layer in both.layers} == {2}
     for alone, layer in zip(one.layers, both.layers, strict=True):

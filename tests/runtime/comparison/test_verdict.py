@@ -177,9 +177,16 @@ def test_the_boundary_of_standing_still() -> None:
     assert word(STILL * 10 - 0.001, 10.0) == "broken"
 
 
-def test_a_run_without_clips_is_unknown_with_its_message() -> None:
-    verdict = judge(run(status="out of memory", message="needs 90 GiB"), [])
-    assert (verdict.word, verdict.reasons) == ("unknown", ("out of memory: needs 90 GiB",))
+def test_a_run_that_did_not_finish_is_failed_whatever_its_clips_look_like() -> None:
+    equal, noise = FrameMetrics(psnr=math.inf), [run(FrameMetrics(psnr=50.0))]
+    for clips in ((), (equal,)):
+        verdict = judge(run(*clips, status="out of memory", message="needs 90 GiB"), noise)
+        assert (verdict.word, verdict.reasons) == ("failed", ("out of memory: needs 90 GiB",))
+    failed = run(FrameMetrics(psnr=20.0), status="failed", message="it")
+    assert judge(run(FrameMetrics(psnr=30.0)), [failed]).word == "unknown"  # no noise, either
+
+
+def test_a_run_without_clips_is_unknown() -> None:
     assert judge(run(), []).reasons == ("No clip was compared.",)
 
 
@@ -238,6 +245,36 @@ def test_a_sparse_method_that_was_dense_throughout_is_said_so() -> None:
             f"{lines[0]}.",
         )
         assert "cross" not in " ".join(verdict.reasons)
+
+
+def test_what_is_paired_by_clip_is_in_the_report() -> None:
+    def scored(each: Run, scores: tuple[float, ...], seconds: float) -> Run:
+        clips = tuple(
+            replace(clip, score=score, seconds=seconds, seed=seed)
+            for seed, (clip, score) in enumerate(zip(each.generations, scores, strict=True))
+        )
+        return replace(each, generations=clips)
+
+    frames = [FrameMetrics(psnr=psnr) for psnr in (30.0, 40.0, 50.0)]
+    lower = [FrameMetrics(psnr=psnr) for psnr in (28.0, 38.1, 47.9)]
+    dense = replace(
+        report((scored(run(*frames, name="exact"), (0.5, 0.7, 0.9), 1.0),)),
+        candidates=(scored(run(*lower), (0.4, 0.6, 0.8), 0.5),),
+        reference=scored(run(*[FrameMetrics()] * 3, name="dense"), (0.5, 0.7, 0.9), 1.0),
+    )
+    found = judged(dense)
+    (candidate,), (exact,) = found.candidates, found.floor
+    assert sorted(candidate.differences) == ["psnr", "score"]
+    psnr, score = candidate.differences["psnr"], candidate.differences["score"]
+    assert (psnr.count, psnr.mean) == (3, pytest.approx(-2.0))
+    assert psnr.low is not None
+    assert -2.3 < psnr.low < -2
+    assert (score.mean, score.low) == (pytest.approx(-0.1), pytest.approx(-0.1))
+    assert exact.differences["psnr"].mean == 0.0
+    assert candidate.speed is not None
+    assert (candidate.speed.mean, candidate.speed.low) == (pytest.approx(2), pytest.approx(2))
+    assert found.reference.speed is None  # nothing was made twice
+    assert "score" not in " ".join(candidate.verdict.reasons if candidate.verdict else ())
 
 
 def test_a_broken_reference_is_blamed_itself() -> None:

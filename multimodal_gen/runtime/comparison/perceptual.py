@@ -1,0 +1,121 @@
+"""Metrics of frames that come with packages of their own, on the CPU; nothing is fetched.
+
+LPIPS       of AlexNet, version 0.1, mean over frames; only where its weights are present
+ST-LPIPS    the same where a shift by a pixel counts little, of the shift-tolerant AlexNet in
+            the wheel of stlpips-pytorch; mean over up to `FRAMES` frames, spread evenly
+CVVDP       ColorVideoVDP on `DISPLAY`, in JOD: how visible the difference is to people, in
+            detail, colour and motion
+
+None is a video as people see one: LPIPS and ST-LPIPS look at frames, one by one.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from multimodal_gen.errors import first_line
+
+FRAMES = 16
+"""Of a clip that ST-LPIPS sees: with two cores it takes 1.6 s for one of 480 x 832 pixels."""
+
+DISPLAY = "standard_fhd"
+"""ColorVideoVDP's name of what the clip is seen on: 1920 x 1080 on 24 inches, from 0.6 m."""
+
+_LPIPS_WEIGHTS = "alexnet-owt-7be5be79.pth"
+_BATCH = 8
+
+
+def available() -> tuple[str, ...]:
+    """Return which packages are there, without importing them: what is measured depends on it."""
+    return tuple(package for *_, package, _ in _METRICS if find_spec(package))
+
+
+def measure_perceptual(frames: Any, reference: Any, fps: float) -> tuple[dict[str, Any], list[str]]:
+    """Return the metrics that could be computed by name, and why others could not.
+
+    Args:
+        frames: uint8 [T, H, W, 3].
+        reference: the same.
+        fps: frames per second.
+    """
+    found: dict[str, Any] = {}
+    reasons = []
+    for name, label, measure, package, words in _METRICS:
+        if find_spec(package) is None:
+            reasons.append(f"{label}: {words} not installed")
+            continue
+        try:
+            found[name] = measure(frames, reference, fps)
+        # A package whose torchvision was built for another torch fails in its import so, too.
+        except (RuntimeError, ValueError, OSError, ImportError) as error:
+            reasons.append(f"{label}: {first_line(error)}")
+    return found, reasons
+
+
+def _lpips(frames: Any, reference: Any, fps: float) -> float:
+    weights = Path(torch.hub.get_dir(), "checkpoints", _LPIPS_WEIGHTS)
+    if not weights.is_file():
+        raise OSError(
+            f"the weights of AlexNet ({_LPIPS_WEIGHTS}) are not among torch.hub's checkpoints on "
+            f"this machine, and are not fetched unasked"
+        )
+    import lpips
+
+    # AlexNet's pooling leaves nothing of frames that are smaller than about 63 pixels.
+    distance = lpips.LPIPS(net="alex", version="0.1", verbose=False).eval()
+    return _mean_distance(distance, frames, reference, range(len(frames)))
+
+
+def _st_lpips(frames: Any, reference: Any, fps: float) -> float:
+    from stlpips_pytorch import stlpips
+
+    distance = stlpips.LPIPS(net="alex", variant="shift_tolerant", verbose=False)
+    count = min(FRAMES, len(frames))
+    at = [round(i * (len(frames) - 1) / max(1, count - 1)) for i in range(count)]
+    return _mean_distance(distance, frames, reference, at)
+
+
+def _cvvdp(frames: Any, reference: Any, fps: float) -> float:
+    path = [*sys.path]
+    try:
+        import pycvvdp  # its modules import each other by a path that it adds
+    finally:
+        sys.path[:] = path
+    metric = pycvvdp.cvvdp(display_name=DISPLAY, device=torch.device("cpu"), quiet=True)
+    rate = fps if len(frames) > 1 else 0  # of a picture
+    clips = [each.copy() for each in (frames, reference)]
+    jod, _ = metric.predict(*clips, dim_order="FHWC", frames_per_second=rate)
+    return min(10.0, float(jod))
+
+
+def _mean_distance(
+    distance: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    frames: Any,
+    reference: Any,
+    at: Sequence[int],
+) -> float:
+    """Return the mean distance of the frames that are named."""
+    with torch.inference_mode():
+        found = [
+            distance(_signed(frames[some]), _signed(reference[some])).flatten()
+            for start in range(0, len(at), _BATCH)
+            for some in [list(at[start : start + _BATCH])]
+        ]
+    return torch.cat(found).mean().item()
+
+
+def _signed(frames: Any) -> torch.Tensor:
+    """Return [T, H, W, 3] bytes as [T, 3, H, W] in [-1, 1]."""
+    return torch.from_numpy(frames.copy()).permute(0, 3, 1, 2).float() / 127.5 - 1
+
+
+_EXTRA = "the packages of the extra `perceptual` are"
+_METRICS = (
+    ("lpips", "LPIPS", _lpips, "lpips", "the package lpips is"),
+    ("st_lpips", "ST-LPIPS", _st_lpips, "stlpips_pytorch", _EXTRA),
+    ("cvvdp", "CVVDP", _cvvdp, "pycvvdp", _EXTRA),
+)

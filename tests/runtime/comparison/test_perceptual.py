@@ -1,0 +1,103 @@
+"""Metrics of packages that need not be there, and what is said where they are not."""
+
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from multimodal_gen.runtime.comparison import perceptual as module
+from multimodal_gen.runtime.comparison.perceptual import FRAMES, available, measure_perceptual
+
+
+class FakeDistance(torch.nn.Module):
+    """Mean absolute difference by frame, where LPIPS has its network."""
+
+    def __init__(self, net: str, version: str, verbose: bool) -> None:
+        super().__init__()
+        assert (net, version, verbose) == ("alex", "0.1", False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (x - y).abs().mean((1, 2, 3), keepdim=True)
+
+
+def black_and_white() -> tuple[Any, Any]:
+    return np.full((10, 4, 4, 3), 255, np.uint8), np.zeros((10, 4, 4, 3), np.uint8)
+
+
+def moving(frames: int = 20) -> Any:
+    """Return waves that move."""
+    t, y, x = np.ogrid[:frames, :64, :96]
+    waves = [np.sin((x + 3 * t) / 7 + k) * np.cos((y - t) / 5 - k) for k in range(3)]
+    return np.stack([127.5 + 100 * wave for wave in waves], axis=-1).astype(np.uint8)
+
+
+def test_without_their_packages_every_metric_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    assert available() == ()
+    assert measure_perceptual(*black_and_white(), 16.0) == (
+        {},
+        [
+            "LPIPS: the package lpips is not installed",
+            "ST-LPIPS: the packages of the extra `perceptual` are not installed",
+            "CVVDP: the packages of the extra `perceptual` are not installed",
+        ],
+    )
+
+
+def test_lpips_is_measured_only_where_its_weights_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(module, "find_spec", lambda name: name == "lpips" or None)
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    found, (reason, *_) = measure_perceptual(*black_and_white(), 16.0)
+    assert found == {}
+    assert "not fetched unasked" in reason
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "alexnet-owt-7be5be79.pth").touch()
+    monkeypatch.setitem(sys.modules, "lpips", types.SimpleNamespace(LPIPS=FakeDistance))
+    assert measure_perceptual(*black_and_white(), 16.0)[0] == {"lpips": 2.0}
+
+
+def test_a_package_that_cannot_be_imported_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one is whose torchvision was built for another torch."""
+    monkeypatch.setattr(module, "find_spec", lambda name: name == "stlpips_pytorch" or None)
+    monkeypatch.setitem(sys.modules, "stlpips_pytorch", None)
+    reasons = measure_perceptual(*black_and_white(), 16.0)[1]
+    assert reasons[1].startswith("ST-LPIPS: import of stlpips_pytorch halted")
+
+
+def test_st_lpips_sees_few_frames_spread_evenly_and_forgives_a_shift() -> None:
+    pytest.importorskip("stlpips_pytorch.stlpips", reason="needs the extra `perceptual`")
+    clip = moving()
+    assert measure_perceptual(clip, clip, 16.0)[0]["st_lpips"] == 0.0
+    seen = [round(i * 19 / (FRAMES - 1)) for i in range(FRAMES)]
+    changed = clip.copy()
+    changed[[at for at in range(20) if at not in seen]] = 0  # of frames that are not looked at
+    assert measure_perceptual(changed, clip, 16.0)[0]["st_lpips"] == 0.0
+    noise = np.random.default_rng(0).integers(-40, 41, clip.shape)
+    noisy = (clip + noise).clip(0, 255).astype(np.uint8)
+    shifted, far = (
+        measure_perceptual(each, clip, 16.0)[0]["st_lpips"] for each in (np.roll(clip, 1, 2), noisy)
+    )
+    assert 0 < shifted < far / 2
+
+
+def test_color_video_vdp_is_ten_for_equal_clips_and_leaves_no_path_behind() -> None:
+    pytest.importorskip("torchvision", reason="needs the extra `perceptual`")
+    if "pycvvdp" not in available():
+        pytest.skip("needs the extra `perceptual`")
+    clip, path = moving(6), [*sys.path]
+    for equal in (clip, clip[:1]):  # a video and a picture
+        assert measure_perceptual(equal, equal, 16.0)[0]["cvvdp"] == 10.0
+    assert sys.path == path
+    faint = (clip + np.random.default_rng(0).integers(-4, 5, clip.shape)).clip(0, 255)
+    strong = (clip + np.random.default_rng(0).integers(-40, 41, clip.shape)).clip(0, 255)
+    near, far = (
+        measure_perceptual(each.astype(np.uint8), clip, 16.0)[0]["cvvdp"]
+        for each in (faint, strong)
+    )
+    assert far < near < 10
