@@ -232,7 +232,8 @@ def _differences(report: Report, measures: Sequence[Measure]) -> dict[str, Any]:
     runs = [
         run
         for run in report.candidates
-        if run.status == "done" and not was_dense(run) and len(run.generations) > 1
+        if run.verdict and run.verdict.word not in ("broken", "failed")
+        if not was_dense(run) and len(run.generations) > 1
     ]
     columns = [_from_best(measure, runs) for measure in measures]
     best = [(run.name, [column[run.name] for column in columns]) for run in runs]

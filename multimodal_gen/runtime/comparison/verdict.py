@@ -355,4 +355,7 @@ def _sentence(found: NoiseComparison) -> str:
         text += f" (spread {measure.number(found.spread)} over {found.count} clips)"
     if found.noise is None:
         return f"{text}."
-    return f"{text}; dense kernels {measure.text(found.noise)}."
+    text += f"; dense kernels {measure.text(found.noise)}"
+    if found.difference is not None and found.difference.low is not None:
+        text += f", by clip {' '.join(measure.apart(found.difference))}"
+    return f"{text}."

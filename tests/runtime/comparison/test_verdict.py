@@ -308,7 +308,9 @@ def test_every_run_but_the_reference_gets_a_verdict() -> None:
 def test_figures_are_said_with_unit_and_spread() -> None:
     floor = [run(FrameMetrics(psnr=math.inf), FrameMetrics(psnr=math.inf))]
     verdict = judge(run(FrameMetrics(psnr=30.0), FrameMetrics(psnr=34.0)), floor)
-    assert verdict.reasons == ("PSNR 32.0 dB (spread 2.8 over 2 clips); dense kernels inf dB.",)
+    text = "PSNR 32.0 dB (spread 2.8 over 2 clips); dense kernels inf dB"
+    # Equal clips count as 100 dB.
+    assert verdict.reasons == (f"{text}, by clip -68.0 [-93.4, -42.6].",)
 
 
 def test_equal_clips_and_small_figures_are_said_in_few_words() -> None:
