@@ -20,10 +20,11 @@ from multimodal_gen.runtime.comparison import page as module
 from multimodal_gen.runtime.comparison.page import LIMIT, write_page
 from multimodal_gen.runtime.comparison.plots import (
     error_over_steps,
+    heat_maps,
     series_of,
     time_against_quality,
 )
-from multimodal_gen.runtime.comparison.record import FrameMetrics, Report
+from multimodal_gen.runtime.comparison.record import FrameMetrics, LayerErrors, Report
 from multimodal_gen.runtime.comparison.verdict import MEASURES, SCORE, judged
 from tests.helpers.reports import make_report
 
@@ -390,6 +391,33 @@ def test_an_axis_shows_no_less_than_what_means_something(report: Report) -> None
     for name, least in (("psnr", 8), ("vmaf", 8), ("score", 0.15)):
         shown = heights(time_against_quality(series, measures[name]))
         assert max(shown) - min(shown) >= least, name
+
+
+def test_errors_that_differ_little_stand_between_powers_of_ten(report: Report) -> None:
+    run = report.candidates[1]
+    layers = tuple(
+        replace(run.layers[0], step=step, relative_l2=(error,) * 3)
+        for step, error in enumerate((0.021, 0.022))
+    )
+    drawing = error_over_steps(
+        series_of(replace(report, floor=(), candidates=(replace(run, layers=layers),)))
+    )
+    assert heights(drawing) == [0.01, 0.1]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_no_map_is_of_one_colour(report: Report, known: bool) -> None:
+    """An exact candidate is told by the noise, or without any by errors that are as nothing."""
+    sparse = report.candidates[1]
+
+    def exact(error: float) -> tuple[LayerErrors, ...]:
+        return tuple(replace(each, relative_l2=(error,) * 3) for each in sparse.layers)
+
+    floor = (replace(report.floor[0], layers=exact(0.002)),) if known else ()
+    same = replace(sparse, name="same", layers=exact(0.003 if known else 1e-7))
+    runs = replace(report, floor=floor, candidates=(same, sparse))
+    drawn = [each.run for each in heat_maps(series_of(runs), floor)]
+    assert drawn == [sparse.name] * 2
 
 
 def test_the_fastest_is_named_with_those_that_are_as_fast(
