@@ -18,7 +18,6 @@ The command line prints a `MultimodalGenError` as one line and exits with status
 import reprlib
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import Any
 
 
 class MultimodalGenError(Exception):
@@ -82,23 +81,6 @@ def short(value: object) -> str:
 _MOST_LETTERS = 200
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = _MOST_LETTERS
-
-
-def expect(name: str, value: object, kind: Any, words: str, remedy: str = "") -> None:
-    """Refuse an argument of another type.
-
-    Args:
-        name: what it is called.
-        value: what was given.
-        kind: what `isinstance` takes.
-        words: what it must be.
-        remedy: what to do instead, where that is not plain.
-
-    Raises:
-        ConfigError: it is something else.
-    """
-    if not isinstance(value, kind):
-        raise ConfigError(f"{name} must be {words}, got {short(value)}{remedy and '; '}{remedy}")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -415,6 +415,23 @@ def _read_text(text: str) -> object:
     return scalar if not isinstance(scalar, str) else read_pairs(text)
 
 
+def expect(name: str, value: object, kind: Any, words: str, remedy: str = "") -> None:
+    """Refuse an argument of another type.
+
+    Args:
+        name: what it is called.
+        value: what was given.
+        kind: what `isinstance` takes.
+        words: what it must be.
+        remedy: what to do instead, where that is not plain.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if not isinstance(value, kind):
+        raise ConfigError(f"{name} must be {words}, got {short(value)}{remedy and '; '}{remedy}")
+
+
 def as_plain(value: object) -> Any:
     """Return a value as JSON has it: mappings, lists, numbers, bools and None, others as text.
 

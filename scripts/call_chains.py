@@ -38,11 +38,10 @@ from multimodal_gen.runtime.layers.attention.scope import (
     BackendPreference,
     SelectionScope,
     Source,
-    scope_from_args,
+    scope_from,
 )
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-from multimodal_gen.runtime.server_args import ServerArgs
 from tests.helpers.processes import World
 
 PACKAGE = Path(multimodal_gen.__file__).parent
@@ -235,12 +234,10 @@ def bound_from_text() -> Chain:
     """Return what is entered from the text of a configuration to a layer with its backend."""
 
     def bind() -> None:
-        args = ServerArgs(
-            model_path="none",
-            attention_backend="sliding_tile_attn",
-            attention_backend_config="window=[3,3,3]",
+        scope = scope_from(
+            attention_backend="sliding_tile_attn", attention_backend_config="window=[3,3,3]"
         )
-        LocalAttention(HEADS, HEAD_SIZE, compute_dtype=torch.float32, scope=scope_from_args(args))
+        LocalAttention(HEADS, HEAD_SIZE, compute_dtype=torch.float32, scope=scope)
 
     return record(bind)
 

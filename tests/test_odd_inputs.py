@@ -422,14 +422,17 @@ CHUNK = torch.zeros(1, 4, 1, 8)
             r"tokens must be in \[1, 4\], got 0",
         ),
         (
-            lambda: LayerSite(component={}),
+            lambda: LocalAttention(2, 8, site=LayerSite(component={})),
             "component of a LayerSite must be a name or None",
         ),
         (
-            lambda: LayerSite(role="cross"),
+            lambda: LocalAttention(2, 8, site=LayerSite(role="cross")),
             "role of a LayerSite must be an AttentionRole such as AttentionRole.CROSS, got",
         ),
-        (lambda: LayerSite(layer="3"), "layer of a LayerSite must be an index or None, got '3'"),
+        (
+            lambda: LocalAttention(2, 8, site=LayerSite(layer="3")),
+            "layer of a LayerSite must be an index or None, got '3'",
+        ),
     ],
 )
 def test_an_argument_of_another_type_is_refused_by_name(make, message: str) -> None:

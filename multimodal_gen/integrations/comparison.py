@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from multimodal_gen._version import __version__
-from multimodal_gen.errors import UsageError, expect, short
+from multimodal_gen.errors import UsageError, short
 from multimodal_gen.integrations.diffusers import AttentionHandle, apply
 from multimodal_gen.runtime.comparison.configurations import Plan, plan_of
 from multimodal_gen.runtime.comparison.page import require_page, write_page
@@ -16,6 +16,7 @@ from multimodal_gen.runtime.comparison.run import Comparison
 from multimodal_gen.runtime.generator.index import PipelineIndex
 from multimodal_gen.runtime.layers.attention.scope import SelectionScope
 from multimodal_gen.runtime.server_args import ServerArgs
+from multimodal_gen.settings import expect
 
 
 def compare(

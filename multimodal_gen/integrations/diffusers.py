@@ -17,12 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from multimodal_gen.errors import (
-    NothingAppliedError,
-    UnsupportedBackendError,
-    UsageError,
-    expect,
-)
+from multimodal_gen.errors import NothingAppliedError, UnsupportedBackendError, UsageError
 from multimodal_gen.integrations.components import Component, Kind, find_components, unwrap
 from multimodal_gen.integrations.denoiser_plan import DenoiserPlan
 from multimodal_gen.integrations.forward_hooks import notice_end
@@ -40,6 +35,7 @@ from multimodal_gen.runtime.layers.attention.request import LayerSite
 from multimodal_gen.runtime.layers.attention.scope import SelectionScope, scope_from
 from multimodal_gen.runtime.layers.attention.warn_once import WarnOnce
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
+from multimodal_gen.settings import expect
 
 _HANDLE = "_multimodal_gen_handle"
 

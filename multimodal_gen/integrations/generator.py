@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from multimodal_gen._version import __version__
-from multimodal_gen.errors import NothingAppliedError, UsageError, expect, nearest, short
+from multimodal_gen.errors import NothingAppliedError, UsageError, nearest, short
 from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.runtime.distributed.groups import parallel_groups
 from multimodal_gen.runtime.generator import (
@@ -31,6 +31,7 @@ from multimodal_gen.runtime.generator import (
 from multimodal_gen.runtime.layers.attention.scope import scope_from_args
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.runtime.server_args import LOADING_SETTINGS, SETTINGS, ServerArgs
+from multimodal_gen.settings import expect
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from multimodal_gen.errors import ConfigError, UsageError, expect, short
+from multimodal_gen.errors import ConfigError, UsageError, short
 from multimodal_gen.runtime.distributed.mesh import Mesh, Place, plan_mesh
 from multimodal_gen.runtime.platforms import current_platform
+from multimodal_gen.settings import expect
 
 _TIMEOUT = timedelta(minutes=10)
 # Long enough for ranks that compile at different speeds.

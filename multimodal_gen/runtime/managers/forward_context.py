@@ -14,7 +14,8 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from multimodal_gen.errors import UsageError, expect, short
+from multimodal_gen.errors import UsageError, short
+from multimodal_gen.settings import expect
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from multimodal_gen.errors import ConfigError, MultimodalGenError, UsageError, expect, short
+from multimodal_gen.errors import ConfigError, MultimodalGenError, UsageError, short
 from multimodal_gen.runtime.layers.attention.arguments import (
     check_alike,
     refuse_shapes,
@@ -75,6 +75,7 @@ from multimodal_gen.runtime.managers.forward_context import (
     use_forward_context,
 )
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, current_platform
+from multimodal_gen.settings import expect
 
 if TYPE_CHECKING:
     from multimodal_gen.runtime.layers.attention.backends.block_masks import AnyBlockMask
@@ -610,10 +611,21 @@ def _check_sizes(num_heads: int, head_size: int, num_kv_heads: int) -> None:
         )
 
 
+_SITE: tuple[tuple[str, Any, str], ...] = (
+    ("name", str, "a dotted path such as 'blocks.3.attn'"),
+    ("component", str | None, "a name or None"),
+    ("role", AttentionRole, "an AttentionRole such as AttentionRole.CROSS"),
+    ("layer", Integral | None, "an index or None"),
+    ("num_layers", Integral | None, "a number or None"),
+)
+
+
 def _check_places(site: object, scope: object, supported: object, prefix: object) -> None:
     """Refuse what does not say where a layer sits, what was configured, or what it prefers."""
     expect("prefix", prefix, str, "a dotted path such as 'blocks.3.attn'")
     expect("site", site, LayerSite | None, "a LayerSite or None")
+    for name, kind, words in _SITE if isinstance(site, LayerSite) else ():
+        expect(f"{name} of a LayerSite", getattr(site, name), kind, words)
     remedy = "a backend is named by default_attention_backend"
     expect("scope", scope, SelectionScope | None, "a SelectionScope or None", remedy)
     if supported is not None and (

@@ -23,12 +23,12 @@ from typing import Any, Final, Literal
 
 import torch
 
-from multimodal_gen.errors import ConfigError, expect
+from multimodal_gen.errors import ConfigError
 from multimodal_gen.files import write_text
 from multimodal_gen.records import from_plain, read_file, wrong
 from multimodal_gen.runtime.layers.attention.request import Environment, Ranking, Timing
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-from multimodal_gen.settings import as_plain
+from multimodal_gen.settings import as_plain, expect
 
 SCHEMA: Final = 1
 COMMITTED = Path(__file__).with_suffix(".json")

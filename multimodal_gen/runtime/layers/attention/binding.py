@@ -353,7 +353,7 @@ def bind(demand: Demand, *, own: bool = True) -> Binding:
 def _construct(selection: Selection, demand: Demand, *, own: bool) -> Binding:
     cls, variant = declared(selection, demand.request)
     geometry, features = demand.geometry, variant.features
-    training = demand.request.with_needs(Feature.BACKWARD)
+    training = replace(demand.request, needs=demand.request.needs | {Feature.BACKWARD})
     if not selection.named and cls.reasons_against_auto(training):
         features -= {Feature.BACKWARD}  # others train faster
     impl = cls.get_impl_cls()(

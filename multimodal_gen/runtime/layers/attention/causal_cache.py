@@ -21,7 +21,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import torch
 
-from multimodal_gen.errors import ConfigError, UsageError, expect
+from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.block_sparse.slots import (
     CacheCut,
@@ -35,6 +35,7 @@ from multimodal_gen.kernels.tile_order.api import TileOrder, tile_order
 from multimodal_gen.runtime.distributed.collectives import Span, partition_heads
 from multimodal_gen.runtime.distributed.groups import parallel_groups
 from multimodal_gen.runtime.layers.attention.sparse.windows import kept_indices
+from multimodal_gen.settings import expect
 
 Pair: TypeAlias = tuple[int, int]
 """Height and width, in tokens or in tiles."""

@@ -3,11 +3,10 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from numbers import Integral
 
 import torch
 
-from multimodal_gen.errors import ConfigError, expect
+from multimodal_gen.errors import ConfigError
 from multimodal_gen.kernels.launch.self_check import SelfCheck
 from multimodal_gen.kernels.requirements import PackageProbe, installed
 from multimodal_gen.runtime.backend_names import NamedEnum
@@ -58,14 +57,6 @@ class LayerSite:
     role: AttentionRole = AttentionRole.SELF
     layer: int | None = None
     num_layers: int | None = None
-
-    def __post_init__(self) -> None:
-        expect("name of a LayerSite", self.name, str, "a dotted path such as 'blocks.3.attn'")
-        expect("component of a LayerSite", self.component, str | None, "a name or None")
-        words = "an AttentionRole such as AttentionRole.CROSS"
-        expect("role of a LayerSite", self.role, AttentionRole, words)
-        expect("layer of a LayerSite", self.layer, Integral | None, "an index or None")
-        expect("num_layers of a LayerSite", self.num_layers, Integral | None, "a number or None")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, Any, Final
 from multimodal_gen.errors import (
     ComponentAttentionBackendNotAppliedError,
     ConfigError,
-    expect,
     nearest,
     short,
 )
@@ -66,7 +65,7 @@ from multimodal_gen.runtime.platforms import (
     PlatformEnum,
     current_platform,
 )
-from multimodal_gen.settings import as_flag, read_mapping
+from multimodal_gen.settings import as_flag, expect, read_mapping
 
 if TYPE_CHECKING:
     from multimodal_gen.runtime.server_args import ServerArgs

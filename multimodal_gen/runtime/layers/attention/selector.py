@@ -14,11 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from multimodal_gen.errors import (
-    ComponentAttentionBackendNotAppliedError,
-    UnsupportedBackendError,
-    expect,
-)
+from multimodal_gen.errors import ComponentAttentionBackendNotAppliedError, UnsupportedBackendError
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionBackend
 from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.backends.registry import (
@@ -48,6 +44,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
 )
 from multimodal_gen.runtime.layers.attention.warn_once import PROCESS
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
+from multimodal_gen.settings import expect
 
 __all__ = [
     "FALLBACKS",
