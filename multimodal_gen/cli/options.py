@@ -90,7 +90,7 @@ def _parameter(
         text += "" if required else " [required, here or in --config]"
     kind: Any = setting.kind
     if kind is Path:  # as text: of an empty one a path would make the folder one is in
-        kind, default = str, None if default is None else str(default)
+        kind, default = str, str(default) if isinstance(default, Path) else default
     # What a configuration file switches on, the command line can switch off.
     flag = f"{setting.flag}/--no-{setting.flag[2:]}" if kind is bool else setting.flag
     listed: Any = list[kind] if setting.many else kind

@@ -100,6 +100,57 @@ def test_every_option_explains_itself(command: str, sglang) -> None:
     assert silent == []
 
 
+def _commands(group=None, path: tuple[str, ...] = ()):
+    """Yield every command with what is typed to call it."""
+    import typer
+
+    group = group or typer.main.get_command(main_module.app)
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from _commands(command, (*path, name))
+        else:
+            yield (*path, name), command
+
+
+def test_no_help_text_shows_what_python_calls_a_default(sglang) -> None:
+    texts = {" ".join(path): sglang(*path, "--help").out for path, _ in _commands()}
+    assert len(texts) == 10
+    assert [name for name, text in texts.items() if re.search(r"inspect|class '", text)] == []
+
+
+REQUIRED = [
+    "explain --model-path",
+    "compare --backends",
+    "compare --output",
+    "compare --model-path",
+    "recommend --comparison",
+    "search --output",
+    "search --model-path",
+    "tune --searches",
+    "tune --output",
+]
+"""Which flags of which commands are required; `generate` takes its own from files, too."""
+
+
+def test_every_command_wants_each_of_its_required_flags(
+    sglang, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    missing = []
+    for path, command in _commands():
+        required = [each for each in command.params if each.required and each.opts[0][0] == "-"]
+        for left_out in required:
+            given = [each for each in required if each is not left_out]
+            words = [word for each in given for word in (each.opts[0], "m")]
+            outcome = sglang(*path, *words)
+            (line,) = outcome.err.splitlines()
+            expected = f"error: {left_out.opts[0]} must be given; see `sglang {' '.join(path)} "
+            assert (outcome.code, line) == (2, f"{expected}--help`")
+            missing.append(f"{path[-1]} {left_out.opts[0]}")
+    assert missing == REQUIRED
+    assert list(tmp_path.iterdir()) == []
+
+
 RUN = ("generate", "--model-path", "m", "--prompt", "x")
 
 
