@@ -10,7 +10,7 @@ import shutil
 import stat
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -266,6 +266,31 @@ def require_file(path: Path, flag: str) -> bool:
         ) from error
     require_writable(path.parent, flag)
     return taken
+
+
+def require_apart(
+    path: Path, flag: str, what: str, is_one: Callable[[Path], bool], instead: str
+) -> None:
+    """Refuse to write a file over one that holds something else that is wanted.
+
+    Args:
+        path: the file.
+        flag: what names it, for messages.
+        what: what it must not be.
+        is_one: tells whether a file is one; asked of the file, and of what it is a link to.
+        instead: a name that would do.
+
+    Raises:
+        UsageError: it is one.
+    """
+    try:
+        taken = is_one(path.absolute()) or is_one(path.resolve())
+    except (OSError, RuntimeError, ValueError):  # writing it will say what is wrong with the name
+        return
+    if taken:
+        raise UsageError(
+            f"{flag} must not be {what}, got {str(path)!r}; give another name, such as {instead}"
+        )
 
 
 def require_writable(folder: Path, flag: str = "--output-path") -> None:

@@ -118,6 +118,7 @@ def recommend(
     limits = choice.Limits(min_psnr=min_psnr, min_vmaf=min_vmaf, max_error=max_error)
     if output is not None:
         choice.check_file(output)
+        choice.check_apart(output, comparison)
     if settings["model_path"] is None:
         _refuse_search(prompt, prompts, backends, seeds, settings)
         report = _read(comparison)

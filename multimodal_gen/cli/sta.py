@@ -14,7 +14,8 @@ import typer
 from multimodal_gen.cli.options import AsJson, Settings, takes
 from multimodal_gen.cli.prompts import PromptFile, Prompts, read_prompts
 from multimodal_gen.cli.table import Row, echo, table
-from multimodal_gen.errors import ConfigError, UsageError, short
+from multimodal_gen.errors import ConfigError, short
+from multimodal_gen.files import require_apart
 from multimodal_gen.runtime.server_args import CALL_SETTINGS, SETTINGS, ServerArgs
 from multimodal_gen.settings import Setting, by_axis
 
@@ -261,21 +262,21 @@ def show(file: _Shown, tiles: _Tiles = None, png: _Png = None, as_json: AsJson =
 
 
 def _check_not_read(output: Path, files: Sequence[Path]) -> None:
-    """Refuse a strategy file that is a search, one that is read or another by its name."""
+    """Refuse a strategy file that is a search, or the record of another strategy."""
     from multimodal_gen.runtime.layers.attention.sparse.methods.sta.search import SEARCH_STEM
+    from multimodal_gen.runtime.layers.attention.sparse.methods.sta.strategy import record_path
 
-    try:
-        taken = output.exists() and (
-            output.resolve().name.startswith(SEARCH_STEM)
-            or any(file.samefile(output) for file in files)
+    ending = record_path(Path()).name  # of a strategy without a name
+
+    def is_one(path: Path) -> bool:
+        if path.name.endswith(ending):
+            return True
+        return path.exists() and (
+            path.name.startswith(SEARCH_STEM) or any(map(path.samefile, files))
         )
-    except (OSError, ValueError):  # writing it will say what is wrong with the name
-        taken = False
-    if taken:
-        raise UsageError(
-            f"--output must not be a search, got {str(output)!r}; give another name, such as "
-            f"mask_strategy.json"
-        )
+
+    what = "a search or the record of a strategy"
+    require_apart(output, "--output", what, is_one, "mask_strategy.json")
 
 
 def _skip(num_steps: int | None) -> str:

@@ -1,6 +1,7 @@
 """`sglang attention recommend` on reports of comparisons that were made before."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,44 @@ def test_a_config_that_cannot_be_written_is_one_line(
     assert "--output must lie in a folder" in capsys.readouterr().err
     assert main(["attention", "recommend", *arguments, "--output", "/proc/x/a.yaml"]) == 2
     assert "error: --output must be writable" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("comparison", "name"),
+    [
+        ("", "report.json"),
+        ("report.json", "report.json"),
+        ("report.json", "report.html"),
+        ("", "records/a.json"),
+        ("", "clips/below/a.yaml"),
+        ("copy.json", "copy.json"),
+        ("", "link.yaml"),
+    ],
+)
+def test_a_config_takes_the_place_of_no_file_of_a_comparison(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], comparison: str, name: str
+) -> None:
+    held = tmp_path / "held"
+    shutil.copytree(folder, held)
+    shutil.copy(held / "report.json", held / "copy.json")
+    (held / "link.yaml").symlink_to(held / "report.json")
+    report = (held / "report.json").read_text()
+    read = ["attention", "recommend", "--comparison", str(held / comparison), "--min-psnr", "20"]
+    assert main([*read, "--output", str(held / name)]) == 2
+    assert capsys.readouterr().err == (
+        f"error: --output must not be a file of the comparison, got {str(held / name)!r}; give "
+        f"another name, such as attention.yaml\n"
+    )
+    assert (held / "report.json").read_text() == (held / "copy.json").read_text() == report
+    assert main([*read, "--output", str(held / "attention.yaml")]) == 0
+
+
+def test_a_search_is_given_no_config_of_the_name_of_its_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "new" / "report.json"
+    assert main(search(tmp_path / "new", "--output", str(output))) == 2
+    assert "--output must not be a file of the comparison, got" in capsys.readouterr().err
 
 
 def search(folder: Path, *flags: str) -> list[str]:

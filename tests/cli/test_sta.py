@@ -193,8 +193,8 @@ def test_search_errors_are_one_line(search, tmp_path) -> None:
         assert len(outcome.err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("output", ["pos", "neg", "link"])
-def test_tune_writes_over_no_search(output, sglang, tmp_path) -> None:
+@pytest.mark.parametrize("output", ["pos", "neg", "link", "record"])
+def test_tune_writes_over_no_search_and_no_record(output, sglang, tmp_path) -> None:
     files = {
         name: tmp_path / f"mask_search_result_{name}_48x32" / "mask_search_a.json"
         for name in ("pos", "neg")
@@ -204,10 +204,12 @@ def test_tune_writes_over_no_search(output, sglang, tmp_path) -> None:
         file.write_text("{}")
     files["link"] = tmp_path / "strategy.json"
     files["link"].symlink_to(files["neg"])
+    files["record"] = tmp_path / "other.json.meta.json"
+    files["record"].write_text("{}")
     given = ("--searches", tmp_path, "--output", files[output])
     done = sglang("attention", "sta", "tune", *given)
     assert done.code == 2
-    assert done.err.startswith("error: --output must not be a search, got ")
+    assert done.err.startswith("error: --output must not be a search or the record of a ")
     assert files[output].read_text() == "{}"
 
 

@@ -26,7 +26,7 @@ from typing import Any
 import yaml
 
 from multimodal_gen.errors import ConfigError, UsageError
-from multimodal_gen.files import require_file, require_writable, write_text
+from multimodal_gen.files import require_apart, require_file, require_writable, write_text
 from multimodal_gen.runtime.comparison.configurations import EXACT_KERNELS, Plan, cache_of
 from multimodal_gen.runtime.comparison.frames import mean_and_spread
 from multimodal_gen.runtime.comparison.paired import as_fast, is_faster, speed_text
@@ -55,6 +55,9 @@ _LIMITED: Mapping[str, str] = MappingProxyType(
     {"min_psnr": "psnr", "min_vmaf": "vmaf", "max_error": "latents"}
 )
 """Limit -> the measure that it is of, in their order."""
+
+_OWN = ("report.json", "report.html", "clips", "latents", "records", "failures")
+"""What a comparison has in its folder."""
 
 _WITHIN = "within the noise of dense kernels"
 
@@ -211,6 +214,27 @@ def check_file(path: Path) -> None:
             f"--output must be a file, got {str(path)!r}, which is a folder; try "
             f"{str(path / 'attention.yaml')!r}"
         )
+
+
+def check_apart(path: Path, comparison: Path) -> None:
+    """Check that a config takes the place of nothing that a comparison consists of.
+
+    Args:
+        path: where the config is to be written.
+        comparison: the folder of the comparison, or its report.
+
+    Raises:
+        UsageError: the file is its report, its page, or in one of its folders.
+    """
+    folder = comparison.parent if comparison.name == "report.json" else comparison
+    own = {(folder / name).resolve() for name in _OWN}
+    if not comparison.is_dir():
+        own.add(comparison.resolve())
+
+    def is_one(file: Path) -> bool:
+        return not own.isdisjoint((file, *file.parents))
+
+    require_apart(path, "--output", "a file of the comparison", is_one, "attention.yaml")
 
 
 def check_search(plan: Plan, args: ServerArgs) -> None:
