@@ -18,7 +18,6 @@ import pytest
 import torch
 
 from multimodal_gen.cli.main import main
-from multimodal_gen.testing import tiny_models
 from tests.architecture.test_docs import REPOSITORY, commands, pages
 
 # What the first page makes, and others go on with.
@@ -108,7 +107,6 @@ def folder(
     """Be in a folder where the model of the first page lies, on a terminal of 100 columns."""
     (tmp_path / TINY).parent.mkdir()
     shutil.copytree(tiny_pipeline("wan"), tmp_path / TINY)
-    monkeypatch.setattr(tiny_models, "make_tiny_model", lambda family, out: Path(out))
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.chdir(tmp_path)
     before = torch.is_grad_enabled()
@@ -147,6 +145,17 @@ def test_every_example_of_a_page_runs_and_prints_what_it_shows(page: str) -> Non
             printed = "".join(run_command(each) for each in commands(block.text) if is_run(each))
         else:
             assert missing(block.text, printed) == [], printed
+
+
+def test_the_first_example_makes_its_model_and_runs_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = "docs/pages/start.md"
+    code = next(block.text for block in blocks_of(page) if block.language == "python")
+    for _ in range(2):
+        assert "transformer.self" in run_code(code, page, {})
+    assert (tmp_path / TINY / "model_index.json").is_file()
 
 
 def test_what_does_not_run_says_why() -> None:
