@@ -19,6 +19,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from _harness import positive
+
 ROOT = Path(__file__).resolve().parents[2]
 SLOWER = 1.02
 # Runs a command that finds the package in the folder given first, before what is found else.
@@ -34,7 +36,7 @@ def add_turns(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser.add_argument(
         "--against", type=Path, help="another checkout to run by turns, in a folder named by commit"
     )
-    parser.add_argument("--turns", type=int, default=2, help="how often each of both runs (2)")
+    parser.add_argument("--turns", type=positive, default=2, help="how often each of both runs (2)")
     return parser
 
 

@@ -20,9 +20,11 @@ import datetime
 import importlib.metadata
 import math
 import random
+import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -292,6 +294,14 @@ class Bench:
         self.options = options
         self.wrong: list[str] = []
         """Names of what was wrong; the run fails at its end."""
+        self.asked: dict[str, bool] = {}
+        """Option that selects -> whether anything had such a name."""
+
+    def wants(self, name: str, option: str = "only") -> bool:
+        """Tell whether what has this name is selected by an option, a pattern of names."""
+        found = re.search(getattr(self.options, option), name) is not None
+        self.asked[option] = found or self.asked.get(option, False)
+        return found
 
     @contextmanager
     def case(self, name: str) -> Iterator[None]:
@@ -375,10 +385,19 @@ class Bench:
             told = {"case": "name", "shape": "shape", "flop": "flop"}.items()
             of_rows |= {column: getattr(measured, x) for column, x in told if column not in of_rows}
         rows = rows_of(times, commit=options.commit, benchmark=benchmark or self.name, **of_rows)
+        if options.out is None:
+            options.out = fresh_folder(self.name)
         write_table(options.out / f"{table or self.name}.csv", rows)
         for row in rows:
             print(show(row), flush=True)
         return rows
+
+
+def fresh_folder(name: str) -> Path:
+    """Return a folder for what the tiny cases of a benchmark give, which is said."""
+    folder = Path(tempfile.mkdtemp(prefix=f"{name}-"))
+    print(f"tiny cases, so their rows go to {folder}", flush=True)
+    return folder
 
 
 def run_apart(name: str, *words: str, seconds: float) -> tuple[str, str | None]:
@@ -396,6 +415,25 @@ def run_apart(name: str, *words: str, seconds: float) -> tuple[str, str | None]:
         said, _ = process.communicate()
         return said, f"hangs, or compiles for more than {seconds} s"
     return said, None if process.returncode == 0 else errors[-600:].strip()
+
+
+def positive(text: str) -> int:
+    """Return the number of an option that counts."""
+    count = int(text) if text.isdecimal() else 0
+    if not count:
+        raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text!r}")
+    return count
+
+
+def pattern(text: str) -> str:
+    """Return the pattern of an option that selects by name."""
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(
+            f"must be a regular expression, got {text!r}: {error}"
+        ) from None
+    return text
 
 
 def relative_error(actual: torch.Tensor, reference: torch.Tensor) -> float:

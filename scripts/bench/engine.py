@@ -14,7 +14,6 @@ step fills the kernel cache. Those that pass are timed in interleaved rounds.
 
 import argparse
 import math
-import re
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -286,7 +285,7 @@ def main(bench: Bench) -> int:
     if options.smoke:
         check_small("r64", next(iter(VARIANTS["r64", "forward"].values())))
         return 0
-    keys = [key for key in VARIANTS if re.search(options.only, " ".join(key))]
+    keys = [key for key in VARIANTS if bench.wants(" ".join(key))]
     jobs = [(*key, name) for key in keys for name in VARIANTS[key]]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         passed = dict(zip(jobs, pool.map(tried, jobs), strict=True))

@@ -91,7 +91,7 @@ def main(bench: Bench) -> None:
     for name in ("torch_sdpa", "torch_cudnn_sdpa", "fa", "sage_attn"):
         # What a package takes is known by calling it; our own kernels follow below.
         config = {"kernel": "sageattention"} if name == "sage_attn" else {}
-        wanted = bench.options.only in f"{name} direct"
+        wanted = bench.wants(f"{name} direct")
         layer = layer_of(SMALL, name, config) if wanted else None
         if layer is not None:
             direct = direct_call(name, *qkv)
@@ -103,7 +103,7 @@ def main(bench: Bench) -> None:
     qkv, runs = case.draw(torch.bfloat16), {}
     with set_forward_context(0, latent_grid=GRID, num_steps=2):
         for name, config in OWN.items():
-            wanted = bench.options.only in f"{name} own"
+            wanted = bench.wants(f"{name} own")
             layer = layer_of(case, name, config) if wanted else None
             if layer is not None:
                 layer(*qkv)

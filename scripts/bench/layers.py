@@ -38,6 +38,7 @@ from _harness import (
     event_ms,
     extra_memory,
     mark,
+    pattern,
     relative_error,
     run_apart,
     synchronize,
@@ -539,7 +540,7 @@ def write_pieces(found: Layers, name: str, columns: list[str]) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of these benchmarks."""
-    parser.add_argument("--case", default="", help="run the cases whose name contains this")
+    parser.add_argument("--case", type=pattern, default="", help="run the cases whose name matches")
     parser.add_argument("--backward", action="store_true", help="time the backward passes")
     parser.add_argument("--trial", action="store_true", help=argparse.SUPPRESS)
 
@@ -549,7 +550,8 @@ def main(bench: Bench) -> int:
     options = bench.options
     for part in SUITES["benchmarks"][bench.name]["parts"]:
         for case in cases_of(part, smoke=options.smoke):
-            if options.case in case.name:
+            names = [part.get("base", "dense"), *(it.name for it in methods_of(part, case))]
+            if bench.wants(case.name, "case") and any([*map(bench.wants, names)]):
                 with bench.case(case.name):
                     measure(part, case, bench)
     return bench.status()

@@ -10,16 +10,16 @@ one GPU's before it is timed, and rows are written as each case ends. The forwar
 """
 
 import argparse
-import sys
 import time
 from pathlib import Path
 
 import torch.distributed as dist
 import yaml
-from _harness import Bench
+from _harness import Bench, positive
 from _parallel_layers import exchange_case, growth_case, layer_case
 from _ranks import Ranks
 
+_START = "python3 -m torch.distributed.run --nproc-per-node 2 scripts/bench/run.py"
 _MODELS = yaml.safe_load(Path(__file__).with_name("models.yaml").read_text("utf-8"))
 SPARSE_LAYERS = {
     name: _MODELS[name]["config"] for name in ("sliding_tile_attn", "video_sparse_attn")
@@ -42,7 +42,9 @@ FORWARDS = ("forward dense", "forward methods")
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark alone."""
     parser.set_defaults(rounds=3)
-    parser.add_argument("--layer-rounds", type=int, default=5, help="rounds of single layers (5)")
+    parser.add_argument(
+        "--layer-rounds", type=positive, default=5, help="rounds of single layers (5)"
+    )
     parser.add_argument("--frames", type=int, default=0, help="latent frames of single layers (21)")
     parser.add_argument("--layers", type=int, default=0, help="layers of the model (all)")
     parser.add_argument("--modes", default="eager", help="eager, compiled, or both by commas")
@@ -66,7 +68,10 @@ def main(bench: Bench) -> int:
     options.chunks = tuple(int(n) for n in _listed(options.chunks))
     options.wants = lambda case: any(name in case for name in options.only.split(","))
     if not any(options.wants(case) for case in (*CASES, *FORWARDS)):
-        sys.exit(f"--only must be part of one of {', '.join((*CASES, *FORWARDS))}")
+        known = ", ".join((*CASES, *FORWARDS))
+        raise argparse.ArgumentError(None, f"--only must be part of one of {known}")
+    if not (dist.is_torchelastic_launched() or dist.is_initialized()):
+        raise argparse.ArgumentError(None, f"start it on several ranks: {_START} parallel ...")
     ranks = Ranks.join()
     begin = time.monotonic()
     sparse = SMOKE if options.smoke else SPARSE_LAYERS

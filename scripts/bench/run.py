@@ -1,8 +1,8 @@
 """Run benchmarks and append what they measure to a CSV file of their name.
 
-    python3 scripts/bench/run.py NAME... --commit HASH [--only TEXT] [--rounds N] [--out FOLDER]
+    python3 scripts/bench/run.py NAME... --commit HASH [--only PATTERN] [--rounds N] [--out FOLDER]
     python3 scripts/bench/run.py NAME --commit HASH --against CHECKOUT [--turns 2]
-    python3 scripts/bench/run.py NAME --commit HASH --smoke    # tiny cases, where there are any
+    python3 scripts/bench/run.py NAME --smoke                  # tiny cases, where there are any
     python3 scripts/bench/run.py NAME --help                   # its own options
     python3 scripts/bench/run.py --list                        # what there is
 
@@ -10,7 +10,8 @@ A benchmark is a module of this folder, or a list of layers in `layers.yaml`. A 
 tiny ones in `SMOKE` where it has any, and `measure(case, bench)`, which checks, times and writes
 one; or `main(bench)` in their place. Where it takes more than the options of all it has
 `add_options(parser)`; `--case` among them selects cases, and `--only` what is measured of each.
-What CSV rows hold is in `_harness.py`.
+Rows of tiny cases go to a temporary folder, unless `--out` names one. What rows hold is in
+`_harness.py`.
 """
 
 import argparse
@@ -21,11 +22,12 @@ from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
 import torch
 import yaml
 from _against import add_turns, run_by_turns
-from _harness import RESULTS, Bench
+from _harness import RESULTS, Bench, fresh_folder, pattern, positive
 
 FOLDER = Path(__file__).parent
 LAYERS = yaml.safe_load((FOLDER / "layers.yaml").read_text("utf-8"))["benchmarks"]
@@ -43,14 +45,21 @@ def about(name: str) -> str:
     return ast.get_docstring(ast.parse((FOLDER / f"{name}.py").read_text())) or ""
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}; see {self.prog} --help\n")
+
+
 def make_parser(name: str, module: ModuleType) -> argparse.ArgumentParser:
     """Return a parser with the options of all benchmarks and those of one."""
     form = {"prog": f"run.py {name}", "formatter_class": argparse.RawDescriptionHelpFormatter}
-    parser = add_turns(argparse.ArgumentParser(description=about(name), **form))
+    parser = add_turns(_Parser(description=about(name), **form))
     parser.add_argument("--commit", default="", help="commit that is measured")
-    parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds (9)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the CSV files")
-    parser.add_argument("--only", default="", help="run the cases whose name contains this")
+    parser.add_argument("--rounds", type=positive, default=9, help="interleaved rounds (9)")
+    parser.add_argument("--out", type=Path, help="folder of the CSV files (results)")
+    parser.add_argument("--only", type=pattern, default="", help="run the cases whose name matches")
     if hasattr(module, "SMOKE"):
         parser.add_argument("--smoke", action="store_true", help="tiny cases, on any machine")
     if hasattr(module, "add_options"):
@@ -58,20 +67,30 @@ def make_parser(name: str, module: ModuleType) -> argparse.ArgumentParser:
     return parser
 
 
-def run(name: str, words: Sequence[str]) -> int:
-    """Run a benchmark on the words of its command line; returns the exit status."""
+def run(name: str, words: Sequence[str]) -> int | None:
+    """Run a benchmark on the words of its command line.
+
+    Returns:
+        The exit status; None where nothing has a name that was asked for.
+    """
     module = importlib.import_module("layers" if name in LAYERS else name)
     parser = make_parser(name, module)
     options = parser.parse_args(words)
-    if not options.commit and not getattr(options, "table", False):
+    smoke = getattr(options, "smoke", False)
+    if not options.commit and not smoke and not getattr(options, "table", False):
         parser.error("the following arguments are required: --commit")
+    if smoke:
+        options.commit = options.commit or "-"
+    if options.out is None and (options.against or not smoke):
+        options.out = fresh_folder(name) if smoke else RESULTS
     if options.against:
         return run_by_turns(name, words, options)
     torch.backends.cuda.matmul.allow_tf32 = False
     try:
         with torch.enable_grad():  # what one benchmark sets is not for the next
             bench = Bench(name, options)
-            return module.main(bench) or 0 if hasattr(module, "main") else run_cases(module, bench)
+            found = module.main(bench) if hasattr(module, "main") else run_cases(module, bench)
+            return None if False in bench.asked.values() else found or 0
     except argparse.ArgumentError as error:
         parser.error(str(error))
 
@@ -79,8 +98,9 @@ def run(name: str, words: Sequence[str]) -> int:
 def run_cases(module: ModuleType, bench: Bench) -> int:
     """Measure the cases of a benchmark that are asked for; 1 if anything was wrong."""
     options = bench.options
+    option = "case" if hasattr(options, "case") else "only"
     for case in module.SMOKE if getattr(options, "smoke", False) else module.CASES:
-        if getattr(options, "case", options.only) in case.name:
+        if bench.wants(case.name, option):
             with bench.case(case.name):
                 module.measure(case, bench)
     return bench.status()
@@ -95,9 +115,19 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0
     names = list(takewhile(lambda word: not word.startswith("-"), words))
     unknown = [name for name in names if name not in BENCHMARKS]
+    if not names and {"-h", "--help"} & {*words}:
+        print(__doc__.strip())
+        return 0
     if unknown or not names:
-        raise SystemExit(f"name benchmarks among {', '.join(BENCHMARKS)}, got {unknown}")
-    return max([run(name, words[len(names) :]) for name in names])
+        got = f", got {', '.join(unknown)}" if unknown else "; --help says more"
+        raise SystemExit(f"name benchmarks among {', '.join(BENCHMARKS)}{got}")
+    codes = [run(name, words[len(names) :]) for name in names]
+    if codes == [None] * len(names):
+        print(
+            f"error: nothing of {', '.join(names)} has a name that was asked for", file=sys.stderr
+        )
+        return 2
+    return max(code for code in codes if code is not None)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ consists of.
 """
 
 import argparse
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
@@ -20,7 +19,7 @@ from unittest import mock
 
 import torch
 from _attention import Case, Grid, random_lists
-from _harness import DEVICE, Bench, Run, relative_error
+from _harness import DEVICE, Bench, Run, pattern, relative_error
 
 from multimodal_gen.kernels.block_sparse import tail as tail_module
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
@@ -282,7 +281,7 @@ STAGES = {stage.__name__: stage for stage in (gather, scatter, select, lists, ta
 def measure(case: TiledCase, bench: Bench) -> None:
     """Check, time and write the kernels of a case."""
     for name, make in STAGES.items():
-        if not re.search(bench.options.only, name):
+        if not bench.wants(name):
             continue
         stage = make(case)
         right, errors = bench.check(
@@ -300,4 +299,4 @@ def measure(case: TiledCase, bench: Bench) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark alone."""
-    parser.add_argument("--case", default="", help="run the cases whose name contains this")
+    parser.add_argument("--case", type=pattern, default="", help="run the cases whose name matches")

@@ -28,7 +28,6 @@ the contender's chunk, all caches of the run included.
 
 import argparse
 import math
-import re
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,6 +39,7 @@ from _harness import (
     Bench,
     Row,
     capture,
+    pattern,
     relative_error,
     time_calls,
     version_of,
@@ -478,19 +478,24 @@ def bench_attention(run: Run, bench: Bench) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark alone."""
-    parser.add_argument("--contenders", default="", help="their pattern; the first one is right")
+    parser.add_argument(
+        "--contenders", type=pattern, default="", help="their pattern; the first one is right"
+    )
 
 
 def main(bench: Bench) -> None:
     """Check, time, and append to `streaming.csv`."""
     options = bench.options
+    attention, chunks = bench.wants("one call"), bench.wants("chunk")
     run, layers = prepare(SMOKE if options.smoke else WAN)
-    run.found = {n: pair for n, pair in run.found.items() if re.search(options.contenders, n)}
+    run.found = {n: pair for n, pair in run.found.items() if bench.wants(n, "contenders")}
+    if not run.found:
+        return
     with torch.inference_mode():
         errors, wrong = check(run)
-        if options.only in "one call":
+        if attention:
             bench_attention(run, bench)
-        if options.only in "chunk":
+        if chunks:
             bench_chunks(run, bench, errors)
     for name, layer in layers.items():
         report = layer.report()

@@ -1,6 +1,8 @@
 """Benchmarks that no other test runs: a run on tiny cases, and whether the others import."""
 
 import csv
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -66,8 +68,52 @@ def test_benchmarks_must_be_known(bench, words):
 
 def test_a_run_needs_the_commit_that_it_measures(bench, capsys):
     with pytest.raises(SystemExit, match="2"):
-        bench("run").main(["vmoba", "--smoke"])
+        bench("run").main(["vmoba"])
     assert "required: --commit" in capsys.readouterr().err
+
+
+def test_tiny_cases_leave_the_committed_results_alone(bench, capsys):
+    results = {file: file.stat().st_mtime_ns for file in (BENCH / "results").iterdir()}
+    assert bench("run").main(["dense", "--smoke", "--rounds", "1"]) == 0
+    (folder,) = re.findall("tiny cases, so their rows go to (.*)\n", capsys.readouterr().out)
+    assert (Path(folder) / "dense.csv").is_file()
+    shutil.rmtree(folder)
+    assert {file: file.stat().st_mtime_ns for file in (BENCH / "results").iterdir()} == results
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["dense", "--only", "nosuch"], "nothing of dense has a name that was asked for"),
+        (["vmoba", "--case", "nosuch"], "nothing of vmoba has a name that was asked for"),
+        (["vmoba", "--only", "nosuch"], "nothing of vmoba has a name that was asked for"),
+        (["streaming", "--contenders", "nosuch"], "nothing of streaming has a name .*"),
+        (["dense", "--rounds", "0"], "argument --rounds: must be an integer >= 1, got '0'; see .*"),
+        (["dense", "--turns", "-1"], "argument --turns: must be an integer >= 1, got '-1'; see .*"),
+        (["dense", "--only", "("], "argument --only: must be a regular expression, got '\\(': .*"),
+        (["vmoba", "--case", "("], "argument --case: must be a regular expression, got .*"),
+        (["parallel"], "start it on several ranks: python3 -m torch.distributed.run .*"),
+        (["parallel", "--only", "nosuch"], "--only must be part of one of exchange, .*"),
+    ],
+    ids=lambda it: " ".join(it) if isinstance(it, list) else "",
+)
+def test_what_cannot_be_measured_is_one_line(run_bench, tmp_path, words, message):
+    result = run_bench(*words, "--smoke", "--out", tmp_path)
+    assert result.code == 2
+    assert re.fullmatch(f"error: {message}\n", result.err), result.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_may_be_that_of_a_case_of_one_of_several_benchmarks(bench, capsys, tmp_path):
+    words = ["--smoke", "--rounds", "1", "--out", str(tmp_path), "--only"]
+    assert bench("run").main(["dense", "backward", *words, "nosuch"]) == 2
+    assert "nothing of dense, backward has a name that was" in capsys.readouterr().err
+    assert bench("run").main(["dense", "vmoba", *words, "smoke"]) == 0
+
+
+def test_help_without_a_name_says_how_to_start(bench, capsys):
+    assert bench("run").main(["--help"]) == 0
+    assert "run.py NAME... --commit HASH" in capsys.readouterr().out
 
 
 def test_rows_of_other_columns_are_not_appended(bench, tmp_path):
