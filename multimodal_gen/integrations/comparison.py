@@ -94,7 +94,7 @@ def compare(
     expect("say", say, Callable, "a function of a line")
     expect("reference", reference, str, "text such as 'torch_sdpa'")
     prompts = _texts(prompts, "prompts")
-    for name, given in (("backends", backends), ("floor", floor or ())):
+    for name, given in (("backends", backends), ("floor", () if floor is None else floor)):
         _texts(given, name)
     plan = plan_of(
         prompts=prompts,

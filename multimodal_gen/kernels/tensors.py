@@ -4,7 +4,7 @@ from functools import cache, lru_cache
 
 import torch
 
-from multimodal_gen.errors import UsageError, first_line
+from multimodal_gen.errors import UsageError, first_line, short
 
 
 @cache
@@ -50,9 +50,9 @@ def usable_device(name: str, device: object) -> torch.device:
     try:
         found = torch.device(device)  # type: ignore[call-overload]
         torch.empty(0, device=found)
-    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError, TypeError, ValueError, OverflowError) as error:
         raise UsageError(
-            f"`{name}` must be a torch device of this machine, got {device!r} "
+            f"`{name}` must be a torch device of this machine, got {short(device)} "
             f"({first_line(error).partition('. ')[0]})"
         ) from error
     return found

@@ -36,6 +36,7 @@ def compare(tmp_path: Path, **changes: Any) -> Any:
         ({"prompts": ["a", 3]}, r"prompts must be a text or a list of texts, got \['a', 3\]"),
         ({"backends": 5}, "backends must be a text or a list of texts, got 5"),
         ({"floor": 5}, "floor must be a text or a list of texts, got 5"),
+        ({"floor": False}, "floor must be a text or a list of texts, got False"),
         ({"reference": None}, "reference must be text such as 'torch_sdpa', got None"),
         ({"score": 3}, "score must be a function or FILE.py:function, got 3"),
         ({"score": "score"}, "score must be FILE.py:function, got 'score'"),

@@ -126,6 +126,9 @@ def test_files_of_another_kind_or_number_end_in_one_line(tiny_pipeline, tmp_path
         Image.new("RGB", (32, 32)).save(tmp_path / "a.png")
         with pytest.raises(UsageError, match=r"--video-path must be a video \(.mp4.* the image '"):
             wan_to_video.generate(prompt="a fox", video_path=tmp_path / "a.png", **CALL)
+        with pytest.raises(UsageError) as caught:
+            wan_to_video.generate(prompt="a fox", video_path="x/" * 2000 + "a.mp4", **CALL)
+        assert len(str(caught.value)) < 400
         assert wan_to_video.generate(prompt="a fox", video_path=moving, **CALL).pixels
 
 

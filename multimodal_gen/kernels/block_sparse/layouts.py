@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 import torch
 
-from multimodal_gen.errors import UsageError
+from multimodal_gen.errors import UsageError, short
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.tensors import usable_device
 
 QUERY_ROWS = 384
 """Rows of a query block: whole tiles of 192 rows on compute capability 9.0, of 128 elsewhere."""
@@ -46,7 +47,7 @@ def segment_plan(
     _check_number("query_rows", query_rows, 1)
     wanted = (len(queries), len(keys))
     if not isinstance(mask, torch.Tensor):
-        raise UsageError(f"`mask` must be a bool tensor {list(wanted)}, got {mask!r:.60}")
+        raise UsageError(f"`mask` must be a bool tensor {list(wanted)}, got {short(mask)}")
     if mask.dtype != torch.bool or mask.dim() not in (2, 4) or tuple(mask.shape[-2:]) != wanted:
         raise UsageError(
             f"`mask` must be bool {list(wanted)}, or have two sizes more in front, got "
@@ -61,7 +62,7 @@ def segment_plan(
     kv = _adjoining(keys, max(keys))
     rows = mask.cpu()[..., torch.tensor(owner), :]
     rows = rows[None, None] if rows.dim() == 2 else rows
-    return BlockPlan.from_map(rows, q, kv).longest_first().to(device)
+    return BlockPlan.from_map(rows, q, kv).longest_first().to(usable_device("device", device))
 
 
 def _adjoining(lengths: Sequence[int], size: int) -> Blocks:
@@ -158,15 +159,15 @@ def teacher_forcing_plan(
 
 
 def _check_lengths(name: str, lengths: Sequence[int]) -> None:
-    if not isinstance(lengths, Sequence) or not lengths:
-        raise UsageError(f"`{name}` must be a list of lengths in tokens, got {lengths!r:.60}")
+    if not isinstance(lengths, Sequence) or hasattr(lengths, "hex") or not lengths:
+        raise UsageError(f"`{name}` must be a list of lengths in tokens, got {short(lengths)}")
     for i, length in enumerate(lengths):
         _check_number(f"{name}[{i}]", length, 1)
 
 
 def _check_number(name: str, value: object, least: int) -> None:
     if type(value) is not int or value < least:
-        raise UsageError(f"`{name}` must be a whole number >= {least}, got {value!r}")
+        raise UsageError(f"`{name}` must be a whole number >= {least}, got {short(value)}")
 
 
 def _seen(num: int, window: int | None, sink: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from multimodal_gen.errors import UsageError
+from multimodal_gen.errors import UsageError, short
 from multimodal_gen.kernels.static_cache import static_cache
 from multimodal_gen.kernels.tensors import usable_device
 
@@ -22,9 +22,10 @@ _DerivedT = TypeVar("_DerivedT")
 
 
 def _expect_kind(name: str, value: object, kind: type) -> None:
-    whole = kind is int and hasattr(value, "__index__")  # whole numbers of other libraries
+    # Whole numbers of other libraries; not the class int, nor arrays.
+    whole = kind is int and hasattr(type(value), "__index__") and not getattr(value, "shape", ())
     if not whole and not isinstance(value, kind):
-        raise UsageError(f"`{name}` must be of type {kind.__name__}, got {value!r:.80}")
+        raise UsageError(f"`{name}` must be of type {kind.__name__}, got {short(value)}")
 
 
 def _expect_int32(name: str, tensor: torch.Tensor, shape: tuple[str, ...]) -> None:

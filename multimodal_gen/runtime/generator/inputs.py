@@ -140,7 +140,7 @@ def _takes_none(index: PipelineIndex, setting: str, files: tuple[Path, ...]) -> 
     has = f"it takes {', '.join(taken)}" if taken else "it starts from text alone"
     return UsageError(
         f"{as_flag(setting)} must be left out for {index.name}, which has no such argument, got "
-        f"{str(files[0])!r}; {has}, another --pipeline-class-name may fit the same model"
+        f"{short(str(files[0]))}; {has}, another --pipeline-class-name may fit the same model"
     )
 
 
@@ -253,10 +253,10 @@ def _check_kind(setting: str, file: Path) -> None:
     if needed:
         raise UsageError(
             f"{as_flag(setting)} must be a video ({', '.join(_VIDEOS)}), got the image "
-            f"{str(file)!r}"
+            f"{short(str(file))}"
         )
     if file.suffix.lower() != ".gif" or _moves(file):
-        raise UsageError(f"{as_flag(setting)} must be an image, got the video {str(file)!r}")
+        raise UsageError(f"{as_flag(setting)} must be an image, got the video {short(str(file))}")
 
 
 def _moves(file: Path) -> bool:
@@ -301,4 +301,4 @@ def _read(name: str, file: Path) -> Any:
 def _unreadable(name: str, file: Path, problem: Exception | str) -> str:
     what = "video" if _is_video(file) else "image"
     reason = problem if isinstance(problem, str) else first_line(problem)
-    return f"{name} must be a readable {what}, got {str(file)!r}: {reason}"
+    return f"{name} must be a readable {what}, got {short(str(file))}: {reason}"

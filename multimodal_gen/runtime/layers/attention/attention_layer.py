@@ -136,6 +136,7 @@ class AttentionLayer(nn.Module):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         _check_places(site, scope, supported_attention_backends, prefix)
+        expect("prepare", prepare, Callable | None, "a function of a layer and a call, or None")
         _check_sizes(num_heads, head_size, num_kv_heads)
         _check_numbers(softmax_scale, compute_dtype)
         check_flags(causal=causal, is_cross_attention=is_cross_attention)
@@ -601,7 +602,7 @@ def _check_sizes(num_heads: int, head_size: int, num_kv_heads: int) -> None:
     sizes = {"num_heads": num_heads, "head_size": head_size, "num_kv_heads": num_kv_heads}
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, Integral):
-            raise ConfigError(f"{name} must be a whole number, got {size!r}")
+            raise ConfigError(f"{name} must be a whole number, got {short(size)}")
         if not 1 <= size <= _MOST_CHANNELS:
             bound = "at least 1" if size < 1 else f"at most {_MOST_CHANNELS}"
             raise ConfigError(f"{name} must be {bound}, got {short(size)}")
@@ -633,7 +634,7 @@ def _check_places(site: object, scope: object, supported: object, prefix: object
     ):
         raise ConfigError(
             f"supported_attention_backends must be a collection of backends or None, got "
-            f"{supported!r}"
+            f"{short(supported)}"
         )
 
 
@@ -642,7 +643,7 @@ def _check_numbers(softmax_scale: float | None, compute_dtype: torch.dtype | Non
     if softmax_scale is not None and (
         isinstance(softmax_scale, bool) or not isinstance(softmax_scale, Real)
     ):
-        raise ConfigError(f"softmax_scale must be a number, got {softmax_scale!r}")
+        raise ConfigError(f"softmax_scale must be a number, got {short(softmax_scale)}")
     # A whole number may be finite and yet too large for a float.
     if softmax_scale is not None and not abs(softmax_scale) <= _MOST_SCALE:
         raise ConfigError(f"softmax_scale must be finite, got {short(softmax_scale)}")

@@ -23,7 +23,7 @@ from typing import Any, Final, Literal
 
 import torch
 
-from multimodal_gen.errors import ConfigError
+from multimodal_gen.errors import ConfigError, short
 from multimodal_gen.files import write_text
 from multimodal_gen.records import from_plain, read_file, wrong
 from multimodal_gen.runtime.layers.attention.request import Environment, Ranking, Timing
@@ -283,8 +283,8 @@ def table_for(
         dict.fromkeys(reason for table in tables for reason in table.mismatches(environments[0]))
     )
     raise ConfigError(
-        f"{name} must be a table of this machine and its versions, got {str(path)!r}: {reasons}; "
-        f"measure one here with `sglang attention bench --save FILE`, or leave it out"
+        f"{name} must be a table of this machine and its versions, got {short(str(path))}: "
+        f"{reasons}; measure one here with `sglang attention bench --save FILE`, or leave it out"
     )
 
 
@@ -298,7 +298,7 @@ def read_tables(path: "str | os.PathLike[str]", *, name: str) -> tuple[AutoTable
     Raises:
         ConfigError: the file cannot be read, is of another schema, or is malformed.
     """
-    where = f"tables {str(path)!r} of {name}"
+    where = f"{name} {short(str(path))}"
     try:
         tables = from_plain(_File, read_file(Path(path), where), where).tables
         if not tables:

@@ -21,7 +21,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import torch
 
-from multimodal_gen.errors import ConfigError, UsageError
+from multimodal_gen.errors import ConfigError, UsageError, short
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.block_sparse.slots import (
     CacheCut,
@@ -90,14 +90,14 @@ class CacheSize:
         for name in (*sizes, "sink"):
             value, least = getattr(self, name), 0 if name == "sink" else 1
             if type(value) is not int or value < least:
-                raise ConfigError(f"{name} must be a whole number >= {least}, got {value!r}")
+                raise ConfigError(f"{name} must be a whole number >= {least}, got {short(value)}")
         expect("before_rope", self.before_rope, bool, "True or False")
-        if self.bits not in (8, 16):
-            raise ConfigError(f"bits must be 8, or 16 for what layers bring, got {self.bits!r}")
-        if self.dtype not in _DTYPES:
+        if type(self.bits) is not int or self.bits not in (8, 16):
+            raise ConfigError(f"bits must be 8, or 16 as layers bring it, got {short(self.bits)}")
+        if not any(self.dtype is each for each in _DTYPES):
             raise ConfigError(
                 f"dtype must be that of what layers bring, one of {', '.join(map(str, _DTYPES))}, "
-                f"got {self.dtype!r}; take bits=8 to keep chunks as bytes"
+                f"got {short(self.dtype)}; take bits=8 to keep chunks as bytes"
             )
         if self.bits == 8 and self.before_rope:
             raise ConfigError(
@@ -110,7 +110,7 @@ class CacheSize:
     def _check_tiles(self) -> None:
         for name, pair in (("grid", self.grid), ("tile", self.tile)):
             if pair is not None and not _is_pair(pair):
-                raise ConfigError(f"{name} must be (height, width) or None, got {pair!r}")
+                raise ConfigError(f"{name} must be (height, width) or None, got {short(pair)}")
         if (self.grid is None) != (self.tile is None):
             raise ConfigError(
                 f"grid and tile must be given together, got {self.grid} and {self.tile}"
@@ -280,10 +280,10 @@ class CausalCache:
         if (rotate is not None) != size.before_rope:
             raise UsageError(
                 "rotate must be given exactly where the cache keeps keys before their rotary "
-                f"embedding, got before_rope={size.before_rope} and rotate={rotate!r}"
+                f"embedding, got before_rope={size.before_rope} and rotate={short(rotate)}"
             )
-        if positions not in ("start", "window"):
-            raise UsageError(f'positions must be "start" or "window", got {positions!r}')
+        if not isinstance(positions, str) or positions not in ("start", "window"):
+            raise UsageError(f'positions must be "start" or "window", got {short(positions)}')
         self.size = size
         self.device = usable_device("device", device)
         _refuse_what_does_not_fit(size, self.device, limit_bytes)
@@ -638,7 +638,7 @@ class LayerCache:
             if value is not None and (type(value) is not int or not least <= value <= most):
                 raise UsageError(
                     f"{name} must be a whole number in [{least}, {most}], what the cache keeps, "
-                    f"got {value!r}"
+                    f"got {short(value)}"
                 )
         if space is not None and (size.tile is None or not _is_pair(space) or min(space) < 1):
             raise UsageError(
@@ -664,7 +664,7 @@ class LayerCache:
             if span is not None and not (_is_pair(span) and 0 <= span[0] < span[1] <= most):
                 raise UsageError(
                     f"{name} must be two whole numbers, first and last + 1, in [0, {most}], got "
-                    f"{span!r}"
+                    f"{short(span)}"
                 )
         return self._with(samples=samples, heads=heads)
 
@@ -745,7 +745,7 @@ def _is_captured(x: torch.Tensor) -> bool:
 
 def _check_start(start: int) -> None:
     if type(start) is not int or start < 0:
-        raise UsageError(f"start must be a whole number >= 0, got {start!r}")
+        raise UsageError(f"start must be a whole number >= 0, got {short(start)}")
 
 
 def _quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -525,6 +525,7 @@ def scope_from(
     Raises:
         ConfigError: settings contradict each other, cannot be read or do not fit their backend.
     """
+    expect("strict", strict, bool, "true or false")
     backend = parse_attention_backend(attention_backend, name=spell("attention_backend"))
     # Empty text and empty mappings ask for nothing.
     given = attention_backend_config or None
@@ -590,9 +591,8 @@ def _config(
 def _structured(raw: _RawConfig, name: str) -> SelectionScope:
     mapping = read_mapping(raw, name=name)
     _check_keys(mapping, _TOP_KEYS, name)
-    strict = mapping.get("strict", False)
-    if not isinstance(strict, bool):
-        raise ConfigError(f"{name}: strict must be true or false, got {short(strict)}")
+    strict: Any = mapping.get("strict", False)
+    expect(f"{name}: strict", strict, bool, "true or false")
     backend, config = _backend_and_config(mapping, f"{name}: ")
     rules = mapping.get("rules", ())
     if not isinstance(rules, Sequence) or isinstance(rules, str):
@@ -601,9 +601,8 @@ def _structured(raw: _RawConfig, name: str) -> SelectionScope:
     return SelectionScope(default=_asked(backend, config), rules=parsed, strict=strict)
 
 
-def _rule(raw: object, where: str) -> Rule:
-    if not isinstance(raw, Mapping):
-        raise ConfigError(f"{where} must be a mapping, got {short(raw)}")
+def _rule(raw: Any, where: str) -> Rule:
+    expect(where, raw, Mapping, "a mapping")
     _check_keys(raw, _RULE_KEYS, where)
     if "backend" not in raw:
         raise ConfigError(f"{where}.backend must be given: the backend's name, or auto")

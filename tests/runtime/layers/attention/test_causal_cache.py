@@ -741,7 +741,7 @@ def test_sparse_methods_without_such_windows_run_dense_over_a_cache_and_say_so(b
         ({"window": 0}, "window must be a whole number >= 1, got 0"),
         ({"sink": -1}, "sink must be a whole number >= 0, got -1"),
         ({"batch": True}, "batch must be a whole number >= 1, got True"),
-        ({"bits": 4}, "bits must be 8, or 16 for what layers bring, got 4"),
+        ({"bits": 4}, "bits must be 8, or 16 as layers bring it, got 4"),
         ({"dtype": torch.int8}, "dtype must be that of what layers bring, one of .* torch.int8"),
         (
             {"dtype": torch.float8_e4m3fn},
