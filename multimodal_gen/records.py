@@ -11,7 +11,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
-from multimodal_gen.errors import ConfigError, short
+from multimodal_gen.errors import ConfigError, nearest, short
 from multimodal_gen.files import MalformedError, read_small_file, write_text
 from multimodal_gen.settings import (
     MismatchError,
@@ -57,12 +57,15 @@ def from_plain(kind: type[_RecordT], data: object, where: str) -> _RecordT:
     Raises:
         ConfigError: a field is missing, not known, of another type, or out of its bounds.
     """
-    if not isinstance(data, dict):
-        raise wrong(where, f"an object, the fields of a {kind.__name__}", data)
     known = parameters_of(kind)
+    if not isinstance(data, dict):
+        raise wrong(where, f"an object with the fields {', '.join(known)}", data)
     unknown = [name for name in data if name not in known]
     if unknown:
-        raise ConfigError(f"{where} must have the fields {', '.join(known)}, got {short(unknown)}")
+        raise ConfigError(
+            f"{where} must have no fields but {', '.join(known)}, got {short(unknown)}"
+            f"{nearest(unknown[0], known)}"
+        )
     missing = sorted(name for name, field in known.items() if field.required and name not in data)
     if missing:
         raise ConfigError(f"{where} must have {', '.join(missing)}, which it lacks")

@@ -7,14 +7,22 @@ Settings have the names, the values and the checks of the flags; `runtime/server
 them. The command line runs the same code.
 """
 
+import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from multimodal_gen._version import __version__
-from multimodal_gen.errors import NothingAppliedError, UsageError, nearest, short
+from multimodal_gen.errors import (
+    MultimodalGenError,
+    NothingAppliedError,
+    UsageError,
+    nearest,
+    short,
+)
 from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.runtime.distributed.groups import parallel_groups
 from multimodal_gen.runtime.generator import (
@@ -151,6 +159,25 @@ def job_of(settings: Mapping[str, Any]) -> Job:
     return Job(args=args, reason=reason, explicit=asked != "auto")
 
 
+# Commands to type and what somebody gave stay as they are.
+_FLAG = re.compile(r"`[^`]*`|'[^']*'|--(?P<name>[a-z][a-z-]*)")
+
+
+@contextmanager
+def _naming_arguments() -> Iterator[None]:
+    """Let errors name the arguments of Python where they name the flags that are called so."""
+
+    def argument(found: re.Match[str]) -> str:
+        name = (found["name"] or "").replace("-", "_")
+        return name if name in SETTINGS else found[0]
+
+    try:
+        yield
+    except MultimodalGenError as error:
+        error.args = (_FLAG.sub(argument, str(error)), *error.args[1:])
+        raise
+
+
 class DiffGenerator:
     """A loaded pipeline; also a context manager that lets go of it at the end.
 
@@ -172,6 +199,7 @@ class DiffGenerator:
         self._session: Session | None = Session(args, self._attach)
 
     @classmethod
+    @_naming_arguments()
     def from_pretrained(
         cls, model_path: Path | str, **settings: "Unpack[PretrainedSettings]"
     ) -> "DiffGenerator":
@@ -201,6 +229,7 @@ class DiffGenerator:
             )
         return cls(args, attention)
 
+    @_naming_arguments()
     def generate(
         self,
         *,
@@ -311,6 +340,7 @@ class DiffGenerator:
             return DiffusersAttention(pipe, notes=(f"runs as diffusers ships it: {error}",))
 
 
+@_naming_arguments()
 def generate(model_path: Path | str, **settings: Any) -> Generated | None:
     """Load a pipeline, generate once, and let go of it; see `DiffGenerator`.
 

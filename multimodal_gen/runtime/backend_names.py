@@ -74,24 +74,28 @@ class AttentionBackendEnum(NamedEnum):
         return self in _SPARSE or _PLUGINS.get(self.value, _NO_PLUGIN).sparse
 
     @classmethod
-    def parse(cls, text: str) -> "AttentionBackendEnum":
+    def parse(cls, text: str, *, name: str = "attention backend") -> "AttentionBackendEnum":
         """Return the member a user means by `text`.
 
         Case, surrounding blanks and `-` against `_` do not matter; `fa3`, `fa4` and `flash_attn`
         mean `fa`, `cudnn_sdpa` means `torch_cudnn_sdpa`, `sdpa` means `torch_sdpa`.
 
+        Args:
+            text: what the user gave.
+            name: the flag or place it came from, for messages.
+
         Raises:
             ConfigError: no backend has that name; the message lists the names.
         """
-        name = text.strip().lower().replace("-", "_")
-        name = _ALIASES.get(name, name)
+        meant = text.strip().lower().replace("-", "_")
+        meant = _ALIASES.get(meant, meant)
         try:
-            return cls(name)
+            return cls(meant)
         except ValueError:
             valid = [str(member) for member in cls] + sorted(_PLUGINS)
             raise ConfigError(
-                f"attention backend must be one of {', '.join(valid)}, got {short(text)}"
-                f"{nearest(name, valid)}"
+                f"{name} must be one of {', '.join(valid)}, got {short(text)}"
+                f"{nearest(meant, valid)}"
             ) from None
 
     @classmethod
@@ -188,10 +192,7 @@ def parse_attention_backend(
         AttentionBackendEnum.register_plugin_name(entry.name): entry
         for entry in entry_points(group=_PLUGIN_GROUP)
     }
-    try:
-        backend = AttentionBackendEnum.parse(value)
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from None
+    backend = AttentionBackendEnum.parse(value, name=name)
     if backend in plugins:
         # Its class says whether it is sparse; an error concerns the layer that selects it.
         with suppress(Exception):

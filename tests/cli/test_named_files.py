@@ -146,7 +146,7 @@ def test_a_record_that_was_written_meanwhile_is_kept(
 
 def test_a_generation_in_one_call_refuses_its_files_first(tiny_pipeline, no_weights) -> None:
     Path("attention.json").symlink_to("no/where")
-    with pytest.raises(UsageError, match="--record-attention must be a file that does not exist"):
+    with pytest.raises(UsageError, match="record_attention must be a file that does not exist"):
         multimodal_gen.generate(
             tiny_pipeline("flux"),
             prompt="a fox",

@@ -595,14 +595,14 @@ def test_a_killed_command_leaves_a_video_that_plays(helios, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"prompts_file": "x.txt"}, "--prompts-file needs --stream"),
+        ({"prompts_file": "x.txt"}, "prompts_file needs stream"),
         ({"stream": True}, "stream needs output_path or on_chunk, got neither"),
         ({"on_chunk": print}, "on_chunk needs stream=True"),
         ({"stream": True, "on_chunk": 3}, "on_chunk must be a function that takes a chunk, got 3"),
-        ({"stream": True, "on_chunk": print, "num_outputs": 2}, "--num-outputs must be 1 with --s"),
+        ({"stream": True, "on_chunk": print, "num_outputs": 2}, "num_outputs must be 1 with s"),
         (
             {"stream": True, "on_chunk": print, "prompts_file": "nowhere.txt"},
-            "--prompts-file must be a readable text file",
+            "prompts_file must be a readable text file",
         ),
     ],
 )
@@ -647,7 +647,7 @@ def test_pipelines_that_make_a_video_as_a_whole_are_refused(sglang, tiny_pipelin
 def test_several_ranks_are_refused(generator, monkeypatch) -> None:
     groups = SimpleNamespace(mesh=Mesh(ulysses=2))
     monkeypatch.setattr("multimodal_gen.runtime.generator.stream.parallel_groups", lambda: groups)
-    with pytest.raises(UsageError, match=r"--stream must be left out on several ranks.* got 2 r"):
+    with pytest.raises(UsageError, match=r"stream must be left out on several ranks.* got 2 r"):
         streamed(generator)
 
 

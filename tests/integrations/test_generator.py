@@ -113,18 +113,16 @@ def test_files_of_another_kind_or_number_end_in_one_line(tiny_pipeline, tmp_path
     with DiffGenerator.from_pretrained(
         tiny_pipeline("flux"), pipeline_class_name="FluxImg2ImgPipeline"
     ) as flux:
-        with pytest.raises(UsageError, match=r"--image-path must be an image, got the video '.*mo"):
+        with pytest.raises(UsageError, match=r"^image_path must be an image, got the video '.*mo"):
             flux.generate(prompt="a fox", image_path=moving, **CALL)
-        with pytest.raises(
-            UsageError, match=r"fails with --image-path .*gif, --image-path .*gif: "
-        ):
+        with pytest.raises(UsageError, match=r"fails with image_path .*gif, image_path .*gif: "):
             flux.generate(prompt="a fox", image_path=[still, still], **CALL)
         assert flux.generate(prompt="a fox", image_path=still, **CALL).pixels
     with DiffGenerator.from_pretrained(
         tiny_pipeline("wan"), pipeline_class_name="WanVideoToVideoPipeline"
     ) as wan_to_video:
         Image.new("RGB", (32, 32)).save(tmp_path / "a.png")
-        with pytest.raises(UsageError, match=r"--video-path must be a video \(.mp4.* the image '"):
+        with pytest.raises(UsageError, match=r"^video_path must be a video \(.mp4.* the image '"):
             wan_to_video.generate(prompt="a fox", video_path=tmp_path / "a.png", **CALL)
         with pytest.raises(UsageError) as caught:
             wan_to_video.generate(prompt="a fox", video_path="x/" * 2000 + "a.mp4", **CALL)
@@ -358,7 +356,7 @@ def test_a_lora_for_a_component_that_is_not_there_is_refused(
     with pytest.raises(UsageError) as error:
         DiffGenerator.from_pretrained(tiny_pipeline(family), lora_path=f"{lora_file}:0.5@{target}")
     assert str(error.value) == (
-        f"--lora-path must name a component of WanPipeline that takes a LoRA behind the @, "
+        f"lora_path must name a component of WanPipeline that takes a LoRA behind the @, "
         f"{choices}, got {target!r} for {str(lora_file)!r}"
     )
 
@@ -370,7 +368,7 @@ def test_a_lora_that_cannot_be_told_is_refused(original_lora, tiny_pipeline, tmp
     folder = tiny_pipeline("wan")
     file = tmp_path / "a.safetensors"
     save_file(original_lora, file)
-    with pytest.raises(UsageError, match=r"--lora-path must have a finite scale, got .*:1e999'"):
+    with pytest.raises(UsageError, match=r"lora_path must have a finite scale, got .*:1e999'"):
         DiffGenerator.from_pretrained(folder, lora_path=f"{file}:1e999")
     with pytest.raises(UsageError, match=r"must be an existing file .*'loras/a.safetensors'"):
         DiffGenerator.from_pretrained(folder, lora_path="loras/a.safetensors")
@@ -478,7 +476,7 @@ def test_arguments_that_only_the_pipeline_can_check_are_named_where_it_fails(
         return attention_kwargs["of its own"]
 
     monkeypatch.setattr(WanTransformer3DModel, "forward", refuse)
-    failed = r"fails with --pipeline-arg attention_kwargs=.*'scale': 1.*: KeyError: 'of its own'"
+    failed = r"fails with pipeline_arg attention_kwargs=.*'scale': 1.*: KeyError: 'of its own'"
     with pytest.raises(UsageError, match=failed):
         wan.generate(prompt="a fox", pipeline_arg={"attention_kwargs": {"scale": 1}}, **VIDEO)
 
@@ -612,9 +610,10 @@ def test_settings_are_those_of_the_flags_with_their_types() -> None:
     [
         ({"higth": 32}, r"DiffGenerator.generate must be given .* got 'higth', did you mean 'hei"),
         ({"dtype": "float32"}, r"got 'dtype', which DiffGenerator.from_pretrained takes"),
-        ({"height": "32"}, r"--height must be an integer >= 1, got '32'"),
+        ({"height": "32"}, r"^height must be an integer >= 1, got '32'"),
+        ({"num_inference_steps": -1}, r"^num_inference_steps must be an integer >= 1, got -1"),
         ({"save_latents": True}, r"save_latents needs output_path, got True alone"),
-        ({"image_path": "a.png"}, r"--image-path must be left out for WanPipeline, .* text alone"),
+        ({"image_path": "a.png"}, r"^image_path must be left out for WanPipeline, .* text alone"),
     ],
 )
 def test_wrong_settings_are_refused(settings, message, wan) -> None:
@@ -639,7 +638,7 @@ def test_generations_run_with_the_attention_that_was_given_when_loading(tiny_pip
             assert f"transformer.self, layers 0-1: {ran}" in made.report.summary()
         with pytest.raises(UsageError, match="sage_attn_3"):  # strict is left as it was
             model.generate(prompt="a fox", attention_backend="sage_attn_3", **VIDEO)
-    with pytest.raises(ConfigError, match="--attention-backend-config needs --attention-backend"):
+    with pytest.raises(ConfigError, match="attention_backend_config needs attention_backend"):
         DiffGenerator.from_pretrained(tiny_pipeline("wan"), attention_backend_config=window)
 
 
@@ -656,7 +655,7 @@ def test_loading_refuses_what_it_cannot_do(tiny_pipeline) -> None:
         load(tiny_pipeline("wan"), prompt="a fox")
     with pytest.raises(UsageError, match="num_gpus must be 1 for a generator of one process"):
         load(tiny_pipeline("wan"), num_gpus=2, device="cpu")
-    with pytest.raises(ConfigError, match="--quantize must give transformer one of bnb-nf4"):
+    with pytest.raises(ConfigError, match="quantize must give transformer one of bnb-nf4"):
         load(tiny_pipeline("wan"), quantize="transformer=int3")
 
 

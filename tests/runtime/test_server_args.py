@@ -82,7 +82,7 @@ def test_no_component_overrides_are_an_empty_mapping(nothing):
         ('{"a": "fa", "a": "fa"}', "'a' must be given once, got it twice"),
         ("a.b=fa", "must name one of the roles self, cross, encoder after the dot, got 'a.b'"),
         ("a.corss=fa", "got 'a.corss', did you mean 'cross'"),
-        ("a=fb", "--component-attention-backends: a: attention backend must be one of fa"),
+        ("a=fb", "--component-attention-backends: a must be one of fa"),
         ('{"a": 1}', "must give 'a' a backend's name, got 1"),
         ('{"a": {"b": "fa"}}', "must give 'a' a backend's name, got "),
         ('{"a": ', "must be component=backend pairs, a JSON object or a mapping; .*Expecting"),

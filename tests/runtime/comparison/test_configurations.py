@@ -56,7 +56,7 @@ def test_a_cache_may_stand_behind_a_plus() -> None:
         ("", "--backends must name at least one backend, got none"),
         (" ; ", "--backends must name at least one backend"),
         ("auto", "--backends must name backends, got 'auto', which is an automatic choice"),
-        ("best", "--backends: attention backend must be one of .*, got 'best'"),
+        ("best", "--backends must be one of .*, got 'best'"),
         ("sage_attn;sage_attn", "must name each configuration once, got 'sage_attn' twice"),
         ("sliding_tile_attn:window=[3,3", "must close every bracket and quote"),
         ("video_sparse_attn:sparsity=2", "`sparsity` of video_sparse_attn must be"),

@@ -420,10 +420,10 @@ def test_a_table_of_another_machine_or_version_is_refused_with_the_reason(tmp_pa
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("[]", r"must be an object, .* got \[\]"),
+        ("[]", r"must be an object with .* got \[\]"),
         ("{}", "must have schema, tables, which it lacks"),
         ('{"schema": 1, "tables": null}', "tables must be a list, got None"),
-        ('{"schema": 1, "tables": [3]}', r"tables\[0\] must be an object, .* got 3"),
+        ('{"schema": 1, "tables": [3]}', r"tables\[0\] must be an object with .* got 3"),
         ('{"schema": 2, "tables": []}', "schema must be one of 1, got 2"),
         ('{"schema": 1}', "must have tables, which it lacks"),
         ('{"schema": 1, "tables": []}', r"must be some tables, got \[\]; write it anew with"),
@@ -481,8 +481,9 @@ def test_times_that_are_none_are_refused(tmp_path, field, value, reason):
         ({"measured": [SHAPE | ROW | {"dtype": "int8"}]}, "floating ones, got 'int8'"),
         ({"measured": [SHAPE | ROW | {"timings": None}]}, "timings must be a list, got None"),
         ({"measured": None}, "measured must be a list, got None"),
-        ({"measured": ["x"]}, r"measured\[0\] must be an object, .* got 'x'"),
-        ({"mesured": []}, r"must have the fields .* got \['mesured'\]"),
+        ({"measured": ["x"]}, r"measured\[0\] must be an object with .* got 'x'"),
+        ({"mesured": []}, r"no fields but .*, got \['mesured'\], did you mean 'measured'\?"),
+        ({"device": 3}, r"^it '.*table\.json'\.tables\[0\]\.device must be text, got 3"),
     ],
 )
 def test_what_was_edited_into_nonsense_is_refused(tmp_path, changed, reason):

@@ -177,7 +177,7 @@ def test_a_scope_can_be_copied_and_pickled():
             },
             r"must be a SLAConfig for sla_attn, got VideoSparseConfig\(",
         ),
-        ({"attention_backend": "fb"}, "attention_backend: attention backend must be one of fa, "),
+        ({"attention_backend": "fb"}, "attention_backend must be one of fa, "),
         ({"attention_backend": 5}, "attention_backend must be the name of an attention backend"),
     ],
     ids=lambda value: str(value)[:50],
@@ -201,7 +201,7 @@ def test_errors_name_the_argument_or_the_flag_it_came_from():
     ("config", "message"),
     [
         ({"backnd": "fa"}, "attention_config must have keys among backend, .* mean 'backend'"),
-        ({"backend": "fb"}, "attention_config: backend: attention backend must be one of"),
+        ({"backend": "fb"}, "attention_config: backend must be one of"),
         ({"strict": "yes"}, "attention_config: strict must be true or false, got 'yes'"),
         ({"rules": "fa"}, "attention_config: rules must be a list of mappings, got 'fa'"),
         ({"rules": ["fa"]}, r"attention_config: rules\[0\] must be a mapping, got 'fa'"),

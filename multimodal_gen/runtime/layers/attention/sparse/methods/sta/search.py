@@ -177,9 +177,9 @@ class SearchFile:
             l2=l2,
             l1=l1,
             # Candidates of other programs span each axis at least once.
-            tiles=largest_of(windows) if tiles is None else _window(tiles, name),
+            tiles=largest_of(windows) if tiles is None else _window(tiles, name, "tiles"),
             settings=settings,
-            tile_size=None if tile_size is None else _window(tile_size, name),
+            tile_size=None if tile_size is None else _window(tile_size, name, "a tile_size"),
         )
 
     def write(self, path: Path) -> None:
@@ -223,14 +223,14 @@ def _losses(content: Mapping[str, Any], key: str, name: str) -> tuple[tuple[Wind
     return windows, losses
 
 
-def _window(value: object, name: str) -> Window:
+def _window(value: object, name: str, what: str = "windows") -> Window:
     listed = value
     if isinstance(value, str):
         match = _WINDOW.fullmatch(value.replace(" ", ""))
         listed = [int(size) for size in match.groups()] if match else None
     window = as_window(listed)
     if window is None:
-        raise ConfigError(f'{name} must have windows such as "[3, 1, 10]", got {short(value)}')
+        raise ConfigError(f'{name} must have {what} such as "[3, 1, 10]", got {short(value)}')
     return window
 
 

@@ -122,7 +122,11 @@ def test_a_search_of_another_program_tells_its_grid_by_its_windows(tmp_path) -> 
         ),
         (
             {"search": {"tiles": [1]}, "L2_loss": GOOD, "L1_loss": GOOD},
-            r"must have windows .*\[1\]",
+            r"must have tiles .*\[1\]",
+        ),
+        (
+            {"search": {"tile_size": [2.0, 2, 2]}, "L2_loss": GOOD, "L1_loss": GOOD},
+            r"must have a tile_size such as .*, got \[2.0, 2, 2\]",
         ),
     ],
 )

@@ -297,8 +297,8 @@ def test_a_record_by_hand_needs_the_tiles_only(tmp_path) -> None:
     ("content", "message"),
     [
         ("{", "must be a readable JSON file: cannot read JSON near '{': Expecting"),
-        ("[1]", r"must be an object, the fields of a StrategyRecord, got \[1\]"),
-        ('{"tile": [1, 1, 1]}', r"have the fields tiles, tile_size, sha256, got \['tile'\]"),
+        ("[1]", r"must be an object with the fields tiles, tile_size, sha256, got \[1\]"),
+        ('{"tile": [1, 1, 1]}', r"have no fields but tiles, tile_size, sha256, got \['tile'\]"),
         ('{"tiles": [1, 1]}', r"tiles must be a list of 3, got \[1, 1\]"),
         ('{"tile_size": [1, 1, 0]}', r"tile_size\[2\] must be an integer >= 1, got 0"),
         ('{"sha256": "00"}', "must belong to 's.json', got that of another strategy"),
