@@ -164,6 +164,7 @@ class DenoiserContext(ForwardContext):
         described: what the user said of its tokens, where the grid is known from that alone.
         no_grid: why the latent grid is unknown, where it is.
         ran: names of the attention modules that ran so far.
+        elsewhere: whether another rank computes the call.
         hooks: the hooks that set this context.
         outer: the context around it, or None.
     """
@@ -175,6 +176,7 @@ class DenoiserContext(ForwardContext):
     described: DescribedTokens | None = None
     no_grid: str = "this call of the model has none"
     ran: set[str] = field(default_factory=set, compare=False, repr=False)
+    elsewhere: bool = False
     hooks: object = None
     outer: ForwardContext | None = None
 
@@ -183,6 +185,13 @@ def current_denoiser_context() -> DenoiserContext | None:
     """Return the context of the running call of a stock denoiser, or None outside of any."""
     context = current_forward_context()
     return context if isinstance(context, DenoiserContext) else None
+
+
+def leave_to_another_rank() -> None:
+    """Go on with the running call as one that is computed elsewhere."""
+    context = current_denoiser_context()
+    if context is not None:
+        replace_forward_context(replace(context, elsewhere=True))
 
 
 def conditional_half(context: DenoiserContext) -> DenoiserContext:

@@ -218,7 +218,8 @@ class DenoiserHooks:
         """End the context; a forward hook that is called after errors too, without an output."""
         del module, args
         context = current_denoiser_context()
-        if output is not None and context is not None and context.hooks is self:
+        finished = output is not None and context is not None and context.hooks is self
+        if context is not None and finished and not context.elsewhere:
             self._calls += 1
             for name in self.layers:
                 if name not in context.ran:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from multimodal_gen.errors import UsageError
+from multimodal_gen.integrations.denoiser_context import leave_to_another_rank
 from multimodal_gen.integrations.guidance_branch import branch_name
 from multimodal_gen.integrations.hooks import StandIn, own_method
 from multimodal_gen.runtime.distributed.groups import HandshakeState, ParallelGroups
@@ -436,6 +437,7 @@ class _Forward(StandIn):
         # Only the denoiser's own forward is for Dynamo to trace.
         untraced: Callable[..., Callable[..., Any]] = torch.compiler.disable
         self._begin, self._finish = untraced(cfg.begin), untraced(cfg.finish)
+        self._leave = untraced(leave_to_another_rank)
         self._stopped = False
         functools.update_wrapper(self, self._forward)
 
@@ -451,6 +453,8 @@ class _Forward(StandIn):
         computed = output is None
         if computed:
             output = self._forward(*args, **kwargs)
+        else:
+            self._leave()
         return self._finish(output, computed=computed)
 
     def stop(self) -> None:

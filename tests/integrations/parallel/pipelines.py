@@ -27,8 +27,9 @@ def latents(
     count = Count(pipe)
     with apply(pipe) as handle:
         out = generate(pipe, family, **overrides)
-        notes = handle.report().notes
-    return out, notes, count.end()
+        report = handle.report()
+    assert "did not run" not in report.summary()
+    return out, report.notes, count.end()
 
 
 class Count:
