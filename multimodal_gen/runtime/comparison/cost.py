@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from multimodal_gen.errors import ConfigError
 from multimodal_gen.runtime.attention_report import AttentionReport
 from multimodal_gen.runtime.comparison.record import LARGEST, Cost
 from multimodal_gen.runtime.distributed.timing import Stopwatch
@@ -21,6 +22,9 @@ from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLay
 from multimodal_gen.runtime.layers.attention.call import AttentionCall
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.settings import option
+
+_MOST_OF_IT = 1.1
+"""Of a generation's time, what attention takes at most: both are measured, each by a clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +44,13 @@ class Spent:
     attention_seconds: float = option(ge=0, le=LARGEST)
     peak_memory: int | None = option(ge=0)
     density: float = option(ge=0, le=1.001)
+
+    def __post_init__(self) -> None:
+        if self.attention_seconds > _MOST_OF_IT * self.seconds:
+            raise ConfigError(
+                f"attention_seconds must be a part of the {self.seconds:.4g} seconds that the "
+                f"generation took, got {self.attention_seconds:.4g}"
+            )
 
 
 class Meter:

@@ -191,7 +191,7 @@ class Cost:
     warm_up_seconds: float = option(le=LARGEST)
     peak_memory: int | None = option(ge=0)
     density: float = option(ge=0, le=_ONE)
-    attention_share: float = option(ge=0, le=LARGEST)
+    attention_share: float = option(ge=0, le=2)  # attention may run outside of steps, too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -102,6 +102,10 @@ def test_a_report_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     assert [run.name for run in found.runs] == ["torch_sdpa", "sliding_tile_attn", "sage_attn"]
 
 
+COST = {"step_seconds": 1.0, "generation_seconds": 2.0, "warm_up_seconds": 0.5, "density": 1.0}
+COST |= {"peak_memory": None}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -115,6 +119,10 @@ def test_a_report_is_read_back_as_it_was_written(tmp_path: Path) -> None:
         ({"settings": []}, r"\.settings must be an object"),
         ({"environment": None}, "must be an object with the fields "),
         ({"candidates": [{**as_plain(_run("a")), "status": "so so"}]}, "must be one of 'done'"),
+        (
+            {"reference": {**as_plain(_run("a")), "cost": {**COST, "attention_share": 16.65}}},
+            r"cost\.attention_share must be a number in \[0, 2\], got 16.65",
+        ),
         (
             {"candidates": [{**as_plain(_run("a")), "layers": [1]}]},
             r"layers\[0\] must be an object",

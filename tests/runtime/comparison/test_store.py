@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from multimodal_gen.errors import UsageError
+from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.runtime.attention_report import AttentionReport
 from multimodal_gen.runtime.comparison.cost import Meter, Spent, cost_of
 from multimodal_gen.runtime.comparison.record import Generation
@@ -30,6 +30,19 @@ def spent(**changes: Any) -> Spent:
         "density": 0.5,
     }
     return Spent(**{**values, **changes})
+
+
+def test_attention_takes_no_longer_than_its_generation(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"must be a part of the 3 seconds that the .*, got 60"):
+        spent(attention_seconds=60.0)
+    store = Store(tmp_path / "comparison", {}, resume=False)
+    key = written(store, np.zeros((1, 8, 8, 3), np.uint8))
+    assert store.find(StoredGeneration, key) is not None
+    record = tmp_path / "comparison" / "records" / f"{key}.json"
+    edited = record.read_text().replace('"attention_seconds": 1.5', '"attention_seconds": 60.0')
+    assert edited != record.read_text()
+    record.write_text(edited)
+    assert store.find(StoredGeneration, key) is None
 
 
 def written(store: Store, pixels: Any) -> str:
