@@ -11,6 +11,7 @@ A record is written last, together with what belongs to it, so that where it is,
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,8 +137,9 @@ class Store:
                     write(staging.path(self.folder / path))
                 output.write_record(as_plain(record), staging.path(self._record(key)))
         except OSError as error:
+            left = "" if error.errno else f"; {_space_left(self.folder)}"  # NumPy's tell nothing
             raise UsageError(
-                f"the comparison could not be written to {str(self.folder)!r}: {error}"
+                f"the comparison could not be written to {str(self.folder)!r}: {error}{left}"
             ) from error
 
     def has_array(self, path: str) -> bool:
@@ -156,6 +158,10 @@ class Store:
 
     def _record(self, key: str) -> Path:
         return self.folder / "records" / f"{key}.json"
+
+
+def _space_left(folder: Path) -> str:
+    return f"the disk has {shutil.disk_usage(folder).free >> 20} MiB of space left"
 
 
 def _has_bytes(path: Path) -> bool:

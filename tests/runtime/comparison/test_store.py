@@ -104,6 +104,16 @@ def test_nothing_remains_of_a_write_that_fails(tmp_path: Path) -> None:
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
+def test_a_write_that_stops_half_way_tells_of_the_disk(tmp_path: Path) -> None:
+    store = Store(tmp_path, {}, resume=False)
+
+    def fail(path: Path) -> None:
+        raise OSError("problem writing element 8192 to file")  # NumPy's, whatever the cause
+
+    with pytest.raises(UsageError, match=r"8192 to file; the disk has \d+ MiB of space left"):
+        store.write("key", Generation(prompt=0, seed=0), {"clips/a.npy": fail})
+
+
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"--output must be a folder, got .*, which is a file"):
