@@ -489,6 +489,24 @@ def test_a_disk_that_fills_up_leaves_no_video_without_a_record(
         assert json.loads((tmp_path / "a.json").read_text())["interrupted"]
 
 
+def test_a_video_without_a_byte_is_not_left(generator, tmp_path, monkeypatch) -> None:
+    def takes_all(*_: object):
+        while True:
+            yield
+
+    monkeypatch.setattr(output, "_encoder", takes_all)  # as ffmpeg does on a full disk
+    call = {**HELIOS_CALL, "prompt": "a fox", "seed": 0, "stream": True}
+    with pytest.raises(UsageError, match="check the space on the disk"):
+        generator.generate(**call, output_path=tmp_path / "a.mp4")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_encoder_that_fails_prints_no_line_of_its_own(tmp_path, capfd) -> None:
+    with pytest.raises(UsageError, match=r"video (must hold|could not be)"):
+        output.write_video(torch.zeros(2, 16, 16, 3).numpy(), tmp_path / "none" / "a.mp4", 8)
+    assert capfd.readouterr().err == ""
+
+
 def test_ctrl_c_ends_the_video_with_what_is_done(sglang, helios, tmp_path, monkeypatch) -> None:
     def interrupt(chunk) -> None:
         raise KeyboardInterrupt

@@ -263,6 +263,7 @@ def _encoder(path: Path, data: Any, fps: int, *options: str) -> Any:
         codec="libx264",
         quality=8,
         macro_block_size=1,
+        ffmpeg_log_level="quiet",  # what is wrong is told by whoever reads the video back
         output_params=list(options),
     )
 
@@ -329,17 +330,21 @@ class GrowingVideo:
             raise UsageError(f"the video could not be encoded: {error}") from error
 
     def close(self) -> None:
-        """End the video.
+        """End the video; one without a byte is removed, with its record.
 
         Raises:
             UsageError: it has not every frame, e.g. because the disk is full.
         """
-        if self._writer is None:
+        if self.names is None:
             return
-        self._writer.close()
-        self._writer = None
-        assert self.names is not None, "it was opened"
-        _check_video(self.names.media[0], self.num_frames)
+        path, writer, self._writer = self.names.media[0], self._writer, None
+        if writer is not None:
+            writer.close()
+        if path.exists() and not path.stat().st_size:
+            path.unlink()
+            self.names.record.unlink(missing_ok=True)
+        if writer is not None:
+            _check_video(path, self.num_frames)
 
     def _open(self, data: Any, path: Path) -> None:
         # The encoder looks at no frame ahead, and a fragment is written out every quarter second.
