@@ -84,7 +84,7 @@ def test_bench_of_a_model_measures_its_denoisers_layers(sglang, tiny_pipeline):
             "--shape must not be given with --model-path",
         ),
         (("--tokens", "16"), "--tokens must be given with --model-path"),
-        (("--backend", "no_such"), "--backend: attention backend must be one of"),
+        (("--backend", "no_such"), "--backend must be one of"),
         (("--backend", "sla_attn"), "a benchmark must be of dense backends, got sla_attn"),
         (("--shape", "1x9999999999999x3x4"), "of at most 12 digits"),
         (("--save", "x" * 300), "File name too long"),

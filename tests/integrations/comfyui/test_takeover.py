@@ -246,7 +246,7 @@ def test_calls_that_must_not_be_rounded_are_not(patcher, inputs, monkeypatch):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"backend": "fast"}, "backend: attention backend must be one of"),
+        ({"backend": "fast"}, "backend must be one of"),
         ({"backend": "video_sparse_attn", "config": "sparsity=2"}, "sparsity"),
         ({"config": "sparsity=0.5"}, "config"),
         ({"start_percent": 0.7, "end_percent": 0.2}, "the end not before the start"),
