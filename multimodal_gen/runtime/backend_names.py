@@ -59,6 +59,7 @@ class AttentionBackendEnum(NamedEnum):
     STATIC_SPARSE_ATTN = "static_sparse_attn"
     SPARGE_ATTN = "sparge_attn"
     CUBE_SPARSE_ATTN = "cube_sparse_attn"
+    NABLA_ATTN = "nabla_attn"
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         # By value: some releases of Python pickle by name, and the class has no plug-in's name. A
@@ -163,6 +164,7 @@ _SPARSE = frozenset(
         AttentionBackendEnum.STATIC_SPARSE_ATTN,
         AttentionBackendEnum.SPARGE_ATTN,
         AttentionBackendEnum.CUBE_SPARSE_ATTN,
+        AttentionBackendEnum.NABLA_ATTN,
     }
 )
 

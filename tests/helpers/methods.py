@@ -302,6 +302,49 @@ def above(
     return chosen
 
 
+def holding(
+    qkv: QKV,
+    q_blocks: Blocks,
+    k_blocks: Blocks,
+    *,
+    mass: float,
+    widths: Grid | None,
+    counts: tuple[int, int],
+    token_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Keep the best tiles, one at least, that hold `mass` together, and those nearby.
+
+    Args:
+        qkv: the inputs.
+        q_blocks: positions of the tokens of each tile of queries, which are the last ones.
+        k_blocks: the same for keys.
+        mass: share of a row's softmax over means; what is dropped holds less than the rest.
+        widths: tiles nearby along time, height and width; None for none.
+        counts: tiles along height and width.
+        token_mask: bool [B, S], tokens that count; None for all.
+    """
+    batch, _, heads, size = qkv.query.shape
+    chosen = torch.zeros(batch, heads, len(q_blocks), len(k_blocks), dtype=torch.bool)
+    places = list(product(range(len(k_blocks)), *map(range, counts)))[: len(k_blocks)]
+    for b, h in product(range(batch), range(heads)):
+        kept = None if token_mask is None else token_mask[b]
+        query = _means(qkv.query[b, :, h], q_blocks, kept)
+        key = _means(qkv.key[b, :, h * qkv.key.shape[2] // heads], k_blocks, kept)
+        real = [n for n in range(len(key)) if kept is None or kept[list(k_blocks[n])].any()]
+        for i, row in enumerate(query):
+            shares = (key[real] @ row * size**-0.5).softmax(0).tolist()
+            below, order = 0.0, sorted(zip(shares, real, strict=True))
+            for share, j in order:
+                below += share
+                chosen[b, h, i, j] = below >= 1 - mass or j == order[-1][1]
+            own = places[len(k_blocks) - len(q_blocks) + i]
+            for j, place in enumerate(places if widths is not None else ()):
+                far = [abs(a - c) for a, c in zip(own, place, strict=True)]
+                if all(d <= w // 2 for d, w in zip(far, widths or (), strict=True)):
+                    chosen[b, h, i, j] = True
+    return chosen
+
+
 def _cell_means(
     x: torch.Tensor, blocks: Blocks, cells: int, kept: torch.Tensor | None
 ) -> list[list[torch.Tensor]]:
@@ -484,6 +527,12 @@ DEFINED: Mapping[str, Defined] = {
         method=method("cube_sparse_attn", local_cube_size=list(CUBE_TILE), topk_ratio=0.25),
         cut=tiles(*CUBE_TILE),
         choose=partial(best, kept=4, own=True),  # floor(0.25 * 18)
+        varied=tiles(*CUBE_TILE),
+    ),
+    "nabla": Defined(
+        method=method("nabla_attn", P=0.6, wT=3, wH=1, wW=3, tile_size=list(CUBE_TILE)),
+        cut=tiles(*CUBE_TILE),
+        choose=partial(holding, mass=0.6, widths=(3, 1, 3), counts=(2, 3)),
         varied=tiles(*CUBE_TILE),
     ),
     "pisa": Defined(

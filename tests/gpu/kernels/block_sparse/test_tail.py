@@ -159,6 +159,7 @@ METHODS = {
     "subblock_sparse_attn": {"sparsity": 0.7, "skip_first_steps": 0, "min_seq_len": 0},
     "pisa_attn": {"density": 0.2},
     "cube_sparse_attn": {"topk_ratio": 0.2},
+    "nabla_attn": {"P": 0.5},
     "sparge_attn": {"topk": 0.3},
     "sparge_attn, alike": {"topk": 0.3, "simthreshd1": 0.6},
     "static_sparse_attn": {"decay_factor": 0.5},

@@ -21,6 +21,7 @@ from tests.helpers.methods import (
     above,
     best,
     by_cells,
+    holding,
     pieces,
     rows_and_chunks,
     rows_choose,
@@ -99,6 +100,7 @@ MOBA = {"first_full_step": 0, "spatial_layer": 0}
 BY_FRAME = {**MOBA, "temporal_chunk_size": 1, "st_layer": 0}
 BY_TILE = {**MOBA, "temporal_layer": 0, "st_chunk_size": [2, *TILE]}
 CUBE = {"local_cube_size": [2, *TILE], "topk_ratio": 0.3}
+NABLA = {"P": 0.5, "wT": 3, "wH": 1, "wW": 3, "tile_size": [2, *TILE]}
 BEST_CUBES = share(best, lambda num: max(1, int(0.3 * num)), own=True)
 BEST = share(best, lambda num: max(1, int(0.4 * num)))
 IN_TILES = tiles(2, *TILE)
@@ -127,6 +129,12 @@ CASES = {
         partial(above, topk=0.4, neighbours=0),
     ),
     "cube, with a tail": ("cube_sparse_attn", {**CUBE, "tail": "pooled"}, IN_TILES, BEST_CUBES),
+    "nabla": (
+        "nabla_attn",
+        NABLA,
+        IN_TILES,
+        partial(holding, mass=0.5, widths=(3, 1, 3), counts=(2, 3)),
+    ),
     "sparge": ("sparge_attn", {"topk": 0.4}, pieces(128, 64), BEST),
     "sparge, with a tail": (
         "sparge_attn", {"topk": 0.4, "tail": "pooled"}, pieces(128, 64), BEST,
@@ -178,6 +186,7 @@ QUICK = (
     "cube",
     "sol in tiles, with its tail",
     "sol in rows, with its tail",
+    "nabla",
     "pisa without first order, with its tail",
     "vmoba by chunk",
 )
@@ -245,6 +254,12 @@ REFUSED = [
         {},
         False,
         r"its tiles have \[4, 4, 4\] tokens, and the cache keeps tokens as they came",
+    ),
+    (
+        "nabla_attn",
+        {},
+        True,
+        r"its tiles have \[1, 8, 8\] tokens, and the cache keeps tiles of \[2, 4, 4\]",
     ),
     (
         "video_sparse_attn",

@@ -76,6 +76,7 @@ PARAMETERS = MappingProxyType(
         "video_sparse_attn": {"sparsity": 0.5},
         "sol_attn": {"dense_steps": None, "dense_layers": None},
         "subblock_sparse_attn": {"skip_first_steps": 0, "min_seq_len": 0},
+        "nabla_attn": {"tile_size": [4, 4, 4]},
         "sparse_video_gen_2_attn": {
             "svg2_num_q_centroids": 3,
             "svg2_num_k_centroids": 3,

@@ -61,6 +61,7 @@ _BUILTIN: MappingProxyType[AttentionBackendEnum, tuple[str, ...]] = MappingProxy
         AttentionBackendEnum.STATIC_SPARSE_ATTN: ("sparse.methods.static:StaticBackend",),
         AttentionBackendEnum.SPARGE_ATTN: ("sparse.methods.sparge:SpargeBackend",),
         AttentionBackendEnum.CUBE_SPARSE_ATTN: ("sparse.methods.cube:CubeBackend",),
+        AttentionBackendEnum.NABLA_ATTN: ("sparse.methods.nabla:NablaBackend",),
     }
 )
 

@@ -138,6 +138,7 @@ LAYERS: dict[str, dict[str, object]] = {
     "subblock_sparse_attn": {"skip_first_steps": 0, "min_seq_len": 0, "tail": "pooled"},
     "pisa_attn": {"density": 0.2},
     "cube_sparse_attn": {"topk_ratio": 0.2},
+    "nabla_attn": {"P": 0.5},
     "sparge_attn": {"topk": 0.3},
     "static_sparse_attn": {"decay_factor": 0.5},
 }
