@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from multimodal_gen.integrations.diffusers import apply
+from multimodal_gen.runtime.layers.attention.sparse.methods.cube import CubeRouter
 from multimodal_gen.testing.tiny_models import FAMILIES
 from tests.integrations.conftest import generate
 
@@ -179,3 +180,28 @@ def test_methods_with_such_blocks_run_in_every_family(backend, family, fresh, st
     assert latents.isfinite().all()
     assert densities
     assert latents.shape == stock_latents(family).shape
+
+
+def test_a_pipeline_chooses_once_in_so_many_steps(fresh, monkeypatch):
+    chosen, choose = [], CubeRouter.choose
+    monkeypatch.setattr(CubeRouter, "choose", lambda *x: chosen.append(1) or choose(*x))
+    pipe, given = fresh("wan"), {**OTHERS["cube_sparse_attn"], **ABOVE_DENSE}
+    made = []
+    for every in (1, 3, 99):
+        chosen.clear()
+        with apply(
+            pipe,
+            attention_backend="cube_sparse_attn",
+            attention_backend_config={**given, "refresh_every": every},
+        ) as handle:
+            generate(pipe, "wan", num_inference_steps=4)
+            entries = [
+                entry
+                for layer in handle.report().layers
+                for entry in layer.entries
+                if str(entry.selection.backend) == "cube_sparse_attn" and entry.calls
+            ]
+        made.append(len(chosen))
+        assert all(len(entry.densities) == 4 for entry in entries)
+    assert made[0] == sum(entry.calls for entry in entries)
+    assert (made[1], made[2]) == (made[0] // 2, made[0] // 4)

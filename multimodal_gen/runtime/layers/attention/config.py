@@ -402,6 +402,8 @@ class SparseConfig(BackendConfig):
         dense_sigma: denoising steps that run on the dense backend, by their noise level, e.g.
             ">0.9"; in the units of the pipeline's scheduler.
         dense_layers: layers that run on the dense backend, e.g. "0-3,38".
+        refresh_every: for how many denoising steps a choice of blocks by statistics serves, in one
+            process and without gradients.
         dense_above: share of query-key pairs in [0, 1]; a call that would keep more attends to all
             of them, which is faster. 1 never does; None goes by what was measured for the kernel,
             where it was not named. Not under `torch.use_deterministic_algorithms`.
@@ -420,6 +422,9 @@ class SparseConfig(BackendConfig):
         None, "denoising steps that stay dense, by the scheduler's sigma, e.g. '>0.9'"
     )
     dense_layers: IndexSelector | None = option(None, "layers that stay dense, e.g. '0-3,38'")
+    refresh_every: int = option(
+        1, "denoising steps for which a choice of blocks serves; 1: each has its own", ge=1
+    )
     dense_above: float | None = option(
         None, "share of pairs above which a call is dense; 1: never; none: as measured", ge=0, le=1
     )

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from multimodal_gen.errors import UsageError
+from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.kernels.block_sparse.skip import Skip
 from multimodal_gen.kernels.engine import AUTO, BLOCK_SPARSE, SelectedKernel, records_gradient
 from multimodal_gen.runtime.distributed.ring import RingInputs
@@ -35,6 +35,12 @@ from multimodal_gen.runtime.layers.attention.config import (
 )
 from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.layers.attention.sparse.dense_above import DenseAbove
+from multimodal_gen.runtime.layers.attention.sparse.executors.kept import (
+    CACHE,
+    RING,
+    KeptChoices,
+    reason_against,
+)
 from multimodal_gen.runtime.layers.attention.sparse.executors.local import (
     add_branch,
     attend_locally,
@@ -132,6 +138,8 @@ def _limits(router: Router[Any], config: SparseConfig, kernel: SelectedKernel) -
     if getattr(config, "skip_below", None) is not None:
         ring = "skip_below compares the scores of a row over all keys in one pass"
         cache = cache or "`skip_below` is for keys of one call"
+    if config.refresh_every > 1:
+        ring, cache = ring or RING, cache or CACHE
     return own._replace(ring=ring, cache=cache)
 
 
@@ -181,7 +189,20 @@ class SparseMethodImpl(AttentionImpl):
         self.router.prepare(self.config)
         self.limits = _limits(self.router, self.config, kernel)
         self.observes = self.router.observes(self.config)
-        self.keeps_state = self.observes or self.router.keeps_state
+        self._kept = self._keeps_choices()
+        self.keeps_state = self.observes or self.router.keeps_state or self._kept is not None
+
+    def _keeps_choices(self) -> KeptChoices | None:
+        """Return what choices are kept in, where they are."""
+        every = self.config.refresh_every
+        if every == 1:
+            return None
+        reason = reason_against(self.router, self.config)
+        if reason is not None:
+            raise ConfigError(
+                f"`refresh_every` of {self.label} must be 1, got {every}: {reason}; remove it"
+            )
+        return KeptChoices(every, self.label)
 
     def settings(self, context: ForwardContext | None) -> Any:
         """Return the parameters of the running step: those that change over the steps are numbers.
@@ -255,7 +276,9 @@ class SparseMethodImpl(AttentionImpl):
 
     def attend(self, call: SparseCall, context: ForwardContext) -> torch.Tensor:
         """Return the method's attention, [B, Sq, H, D]."""
-        return attend_locally(self.router, self.settings(context), call, context)
+        settings = self.settings(context)
+        found = None if self._kept is None else self._kept.of_call(settings, call, context)
+        return attend_locally(self.router, settings, call, context, found)
 
     def _call(
         self,
@@ -381,6 +404,8 @@ class SparseMethodImpl(AttentionImpl):
         of steps is known, if the request gets there on this layer.
         """
         self.router.end_request(request_id)
+        if self._kept is not None:
+            self._kept.end(request_id)
 
     def add_branch(
         self,

@@ -28,6 +28,7 @@ from multimodal_gen.kernels.select.reference import Tiles
 from multimodal_gen.kernels.tile_order.api import gather_tokens
 from multimodal_gen.runtime.distributed.ring import RingInputs
 from multimodal_gen.runtime.layers.attention.sparse.density import density_of_plan
+from multimodal_gen.runtime.layers.attention.sparse.executors.kept import Chosen
 from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import record_plan
 from multimodal_gen.runtime.layers.attention.sparse.raster import RasterBlocks, raster_blocks
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import sum_over_ring, text_shard
@@ -52,9 +53,17 @@ _TEXT_BLOCK = 64  # one that the kernel of the state takes
 
 
 def attend_in_place(
-    router: Router[Any], settings: Any, known: KnownCall, call: SparseCall, context: ForwardContext
+    router: Router[Any],
+    settings: Any,
+    known: KnownCall,
+    call: SparseCall,
+    context: ForwardContext,
+    found: Chosen | None = None,
 ) -> torch.Tensor:
-    """Return the method's attention of a call, [B, S, H, D]; the linear branch included."""
+    """Return the method's attention of a call, [B, S, H, D]; the linear branch included.
+
+    The arguments are those of `attend_locally`.
+    """
     layout, layer, cut, budget = call.layout, router.layer, known.cut, known.budget
     blocks = raster_blocks(layout, cut.tile[2], cut.of_keys[2], call.query.device)
     assert budget is not None, "others are refused"
@@ -62,7 +71,7 @@ def attend_in_place(
     out = router.attend_upstream(settings, call, None, None) if call.on_package else None
     density: float | torch.Tensor | None = known.share
     if out is None:
-        out, plan = _attend_both(router, settings, call, blocks, budget)
+        out, plan = _attend_both(router, settings, call, blocks, budget, found)
         # Blocks that are cut short, of which there are few in long sequences, or by a mask.
         is_cut = call.mask is not None or blocks.num_video <= FEW_BLOCKS
         if is_cut and budget.kept < budget.blocks:
@@ -72,7 +81,12 @@ def attend_in_place(
 
 
 def _attend_both(
-    router: Router[Any], settings: Any, call: SparseCall, blocks: RasterBlocks, budget: Budget
+    router: Router[Any],
+    settings: Any,
+    call: SparseCall,
+    blocks: RasterBlocks,
+    budget: Budget,
+    found: Chosen | None,
 ) -> tuple[torch.Tensor, BlockPlan]:
     """Return exact attention over what the router chooses, plus the linear branch, and the plan."""
     layout, given = call.layout, call.query.dtype
@@ -92,7 +106,10 @@ def _attend_both(
         plan = BlockPlan.dense(blocks.queries, keys, q.device)
     else:
         choose = partial(router.chosen, settings, budget=budget)
-        plan = plan_of_blocks(choose, q, means, keys, blocks, scale=call.scale, mask=call.mask)
+        make = partial(plan_of_blocks, choose, q, means, keys, blocks)
+        if found is not None:
+            make = partial(_plan_found, found, make, keys, blocks)
+        plan = make(scale=call.scale, mask=call.mask)
     record_plan(slice(0, q.shape[2]), plan, (q.shape[1], k.shape[1]), keys=index)
     engine = router.engine(settings)
     if engine is None:
@@ -151,7 +168,23 @@ def plan_of_blocks(
         counts=lengths,
         always=blocks.num_text,
     )
-    lists = choose(stats)
+    return plan_of_lists(choose(stats), keys, blocks)
+
+
+def _plan_found(
+    found: Chosen, make: Callable[..., BlockPlan], keys: Blocks, blocks: RasterBlocks, **how: Any
+) -> BlockPlan:
+    """Return the plan of what was chosen in an earlier step, else the one that is made."""
+    lists = found.get(slice(None))
+    if lists is not None:
+        return plan_of_lists(lists, keys, blocks)
+    plan = make(**how)
+    found.set(slice(None), plan.indices, blocks.num_video + blocks.num_text)
+    return plan
+
+
+def plan_of_lists(lists: torch.Tensor, keys: Blocks, blocks: RasterBlocks) -> BlockPlan:
+    """Return the plan of lists of equal length, int32 [B, H, R, K]."""
     counts = lists.new_full((1, 1, 1), lists.shape[3]).expand(lists.shape[:3])
     return BlockPlan(indices=lists, counts=counts, q=blocks.queries, kv=keys, uniform=True)
 

@@ -11,8 +11,6 @@ request's name nothing is kept: nothing tells whose it is.
 Shapes: B batch, S tokens, H query heads, Hkv key heads, D head size, Cq and Ck clusters.
 """
 
-from collections import OrderedDict
-from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -48,6 +46,7 @@ from multimodal_gen.runtime.layers.attention.sparse.base import (
     refuse_foreign_tail,
     tail_option,
 )
+from multimodal_gen.runtime.layers.attention.sparse.kept_steps import KeptSteps
 from multimodal_gen.runtime.layers.attention.sparse.method import SparseBackend
 from multimodal_gen.runtime.layers.attention.sparse.methods.svg2_upstream import (
     UPSTREAM,
@@ -73,12 +72,6 @@ from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 # A cluster of fewer is hardly one: its queries, or keys, would rather be looked at singly.
 _TOKENS_PER_CLUSTER = 4
-
-# Of requests that never say that they have ended, so many branches are remembered.
-_MAX_BRANCHES = 8
-
-_Run = tuple[str, str | None]
-_Branch = tuple[str, str | None, Hashable]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,68 +159,8 @@ class Centroids:
     key: torch.Tensor
 
 
-class CentroidCache:
+class CentroidCache(KeptSteps[Centroids]):
     """The centroids of one layer, by request and guidance branch."""
-
-    def __init__(self) -> None:
-        self._found: OrderedDict[_Branch, Centroids] = OrderedDict()
-        self._calls: OrderedDict[_Run, tuple[int, int]] = OrderedDict()  # the last step, and number
-
-    def __len__(self) -> int:
-        return len(self._found)
-
-    def branch(self, context: ForwardContext) -> _Branch | None:
-        """Return what the running call's centroids go by; to be asked once per call.
-
-        Calls of one step whose branch is unknown count as branches in turn. Calls without a
-        request's name have no branch.
-        """
-        if context.request_id is None:
-            return None
-        run, step = (context.request_id, context.component), context.current_timestep
-        if context.branch_key is not None:
-            return *run, context.branch_key
-        if context.cfg_branch is not None:
-            return *run, (context.cfg_branch, 0)
-        last, calls = self._calls.get(run, (step, -1))
-        calls = calls + 1 if last == step else 0
-        _remember(self._calls, run, (step, calls))
-        return *run, (None, calls)
-
-    def find(self, branch: _Branch | None, step: int) -> Centroids | None:
-        """Return what an earlier step of the same run left, or None.
-
-        Args:
-            branch: as `branch` returned it.
-            step: the running step; the first one starts anew, and so does one that is before the
-                centroids', which then are an earlier run's.
-        """
-        found = None if branch is None else self._found.get(branch)
-        if found is None or step == 0 or step < found.step:
-            return None
-        return found
-
-    def store(self, branch: _Branch | None, centroids: Centroids, num_steps: int | None) -> None:
-        """Keep centroids for the next step; after the last one, drop what there is."""
-        if branch is None:
-            return
-        if num_steps is not None and centroids.step >= num_steps - 1:
-            self._found.pop(branch, None)
-        else:
-            _remember(self._found, branch, centroids)
-
-    def end(self, request_id: str) -> None:
-        """Drop what there is of a request."""
-        self._found = OrderedDict(x for x in self._found.items() if x[0][0] != request_id)
-        self._calls = OrderedDict(x for x in self._calls.items() if x[0][0] != request_id)
-
-
-def _remember(known: OrderedDict[Any, Any], place: _Run | _Branch, what: object) -> None:
-    """Set an entry, the newest; of too many the oldest goes."""
-    known[place] = what
-    known.move_to_end(place)
-    if len(known) > _MAX_BRANCHES:
-        known.popitem(last=False)
 
 
 class SVG2Router(Router[SVG2Config]):

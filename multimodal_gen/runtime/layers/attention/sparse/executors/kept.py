@@ -1,0 +1,141 @@
+"""Choices of blocks that are kept for some denoising steps (`refresh_every`).
+
+What a router chose for a layer in one step of a request serves the steps after it, of the same
+branch of guidance and the same kind of call, until it is `refresh_every` steps old. Statistics of
+later steps are then made for tails, gates and linear branches alone. What is kept is bounded: bits
+of maps, and lists of 16 bits where they can be, of 8 branches at most; it goes with the last step
+and with the request. A call without a request's name keeps nothing, and chooses anew.
+
+Shapes: B batch, H heads, R and N blocks of queries and of keys, K kept blocks.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from multimodal_gen.errors import UnsupportedBackendError, UsageError
+from multimodal_gen.kernels.engine import records_gradient
+from multimodal_gen.kernels.static_cache import being_captured
+from multimodal_gen.runtime.layers.attention.sparse.kept_steps import KeptSteps
+from multimodal_gen.runtime.layers.attention.sparse.router import ANY_GRID, Router
+from multimodal_gen.runtime.layers.attention.sparse.tiles import ENGINE, SparseCall
+from multimodal_gen.runtime.managers.forward_context import ForwardContext
+
+RING = "`refresh_every` keeps what one process chose, and ranks choose by means that they exchange"
+CACHE = "`refresh_every` keeps choices among the blocks of one call"
+
+
+def reason_against(router: Router[Any], settings: Any) -> str | None:
+    """Return why nothing that a router chooses can be kept, or None."""
+    kernel = router.layer.kernel.name
+    if router.chooses == "pattern":
+        return "its patterns are known before the calls"
+    if router.chooses == "rows":
+        return "its queries choose one by one, and choices of blocks are kept"
+    if router.defines("group"):
+        return "its groups are others in every step"
+    if not (router.defines("choose") or router.defines("budget")):
+        return "it has no router that chooses"
+    if kernel not in ENGINE and router.blocks(settings, ANY_GRID).key_tile is not None:
+        return f"kernel {kernel} chooses by itself; or name another `kernel`"
+    return None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Packed:
+    """What was chosen: a map in bits, or lists."""
+
+    data: torch.Tensor
+    num: int | None  # of blocks, in a map
+
+    @classmethod
+    def of(cls, chosen: torch.Tensor) -> "_Packed":
+        if chosen.dtype != torch.bool:
+            return cls(chosen, None)
+        num = chosen.shape[3]
+        padded = F.pad(chosen, (0, -num % 8)).to(torch.uint8)
+        bits = padded.view(*chosen.shape[:3], -1, 8)
+        return cls((bits << _eight(chosen.device)).sum(-1, dtype=torch.uint8), num)
+
+    def unpacked(self) -> torch.Tensor:
+        if self.num is None:
+            return self.data.int()
+        bits = (self.data.unsqueeze(4) >> _eight(self.data.device)) & 1
+        return bits.bool().flatten(3)[..., : self.num]
+
+
+def _eight(device: torch.device) -> torch.Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=device)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chosen:
+    """What a call's router chose, by range of heads.
+
+    Attributes:
+        step: denoising step that it was chosen in.
+        kind: what calls must have in common.
+    """
+
+    step: int
+    kind: Hashable
+    _parts: dict[tuple[Any, Any], _Packed] = field(default_factory=dict)
+
+    def get(self, heads: slice) -> torch.Tensor | None:
+        """Return what a range of heads keeps, bool or int32 [B, H, R, N or K], if it is known."""
+        packed = self._parts.get((heads.start, heads.stop))
+        return None if packed is None else packed.unpacked()
+
+    def set(self, heads: slice, chosen: torch.Tensor, num_blocks: int) -> None:
+        """Keep what a range of heads chose among so many blocks."""
+        small = chosen.dtype != torch.bool and num_blocks <= torch.iinfo(torch.int16).max
+        packed = _Packed.of(chosen.to(torch.int16) if small else chosen)
+        self._parts[heads.start, heads.stop] = packed
+
+
+class KeptChoices(KeptSteps[Chosen]):
+    """What a layer's router chose in earlier steps.
+
+    Args:
+        every: for how many steps a choice serves.
+        label: the backend's name, for messages.
+    """
+
+    def __init__(self, every: int, label: str) -> None:
+        super().__init__()
+        self._every, self._label = every, label
+
+    def of_call(self, settings: Hashable, call: SparseCall, context: ForwardContext) -> Chosen:
+        """Return what serves a call, to which is added what it has to choose; asked once a call.
+
+        Raises:
+            UsageError: a gradient is asked for.
+            UnsupportedBackendError: the call is captured in a CUDA graph.
+        """
+        if records_gradient(call.query, call.key, call.value):
+            raise UsageError(
+                f"`refresh_every` of {self._label} must be 1 where a gradient is asked for, got "
+                f"{self._every}: weights move between steps; remove it, or call the layer under "
+                f"torch.no_grad()"
+            )
+        branch, step = self.branch(context), context.current_timestep
+        if branch is not None and being_captured():
+            raise UnsupportedBackendError(
+                f"{self._label} with `refresh_every` cannot be captured in a CUDA graph, which "
+                f"would choose in every step as in the one that was captured; leave it out of the "
+                f'graph, as torch.compile(mode="reduce-overhead") does'
+            )
+        shapes = tuple(call.query.shape), tuple(call.key.shape)
+        device, masked = call.query.device, call.mask is not None
+        kind = (settings, call.layout, shapes, masked, call.first_head, device)
+        found = self.find(branch, step)
+        if found is None or found.kind != kind or step - found.step >= self._every:
+            found = Chosen(step, kind)
+        if context.is_last_step:
+            self.drop(branch)
+        else:
+            self.store(branch, found, context.num_steps)
+        return found
