@@ -60,6 +60,7 @@ class AttentionBackendEnum(NamedEnum):
     SPARGE_ATTN = "sparge_attn"
     CUBE_SPARSE_ATTN = "cube_sparse_attn"
     NABLA_ATTN = "nabla_attn"
+    DRAFT_ATTN = "draft_attn"
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         # By value: some releases of Python pickle by name, and the class has no plug-in's name. A
@@ -165,6 +166,7 @@ _SPARSE = frozenset(
         AttentionBackendEnum.SPARGE_ATTN,
         AttentionBackendEnum.CUBE_SPARSE_ATTN,
         AttentionBackendEnum.NABLA_ATTN,
+        AttentionBackendEnum.DRAFT_ATTN,
     }
 )
 

@@ -9,6 +9,7 @@ Shapes: B batch, S tokens, H heads, D head size, N blocks; q/k suffix = query/ke
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import partial
 from itertools import product
 from types import MappingProxyType
@@ -345,6 +346,37 @@ def holding(
     return chosen
 
 
+def largest(
+    qkv: QKV,
+    q_blocks: Blocks,
+    k_blocks: Blocks,
+    *,
+    sparsity: float,
+    token_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Keep the largest entries of a head's softmax over means, and the best one of every row."""
+    batch, _, heads, size = qkv.query.shape
+    chosen = torch.zeros(batch, heads, len(q_blocks), len(k_blocks), dtype=torch.bool)
+    for b, h in product(range(batch), range(heads)):
+        kept = None if token_mask is None else token_mask[b]
+        query = _means(qkv.query[b, :, h], q_blocks, kept)
+        key = _means(qkv.key[b, :, h * qkv.key.shape[2] // heads], k_blocks, kept)
+        rows, real = (
+            [n for n, x in enumerate(blocks) if kept is None or kept[list(x)].any()]
+            for blocks in (q_blocks, k_blocks)
+        )
+        entries = {}
+        for i in rows:
+            draft = (key[real] @ query[i] * size**-0.5).log_softmax(0).tolist()
+            entries |= {(i, j): entry for j, entry in zip(real, draft, strict=True)}
+            chosen[b, h, i, real[draft.index(max(draft))]] = True
+        number = math.floor(Fraction(str(sparsity)) * len(entries))
+        bound = sorted(entries.values())[number - 1] if number else -math.inf
+        for (i, j), entry in entries.items():
+            chosen[b, h, i, j] |= entry >= bound and sparsity < 1
+    return chosen
+
+
 def _cell_means(
     x: torch.Tensor, blocks: Blocks, cells: int, kept: torch.Tensor | None
 ) -> list[list[torch.Tensor]]:
@@ -534,6 +566,12 @@ DEFINED: Mapping[str, Defined] = {
         cut=tiles(*CUBE_TILE),
         choose=partial(holding, mass=0.6, widths=(3, 1, 3), counts=(2, 3)),
         varied=tiles(*CUBE_TILE),
+    ),
+    "draft": Defined(
+        method=method("draft_attn", sparsity_ratio=0.7, pool_h=4, pool_w=4),
+        cut=tiles(1, 4, 4),
+        choose=partial(largest, sparsity=0.7),
+        varied=tiles(1, 4, 4),
     ),
     "pisa": Defined(
         method=method("pisa_attn", density=0.35, tail="none"),

@@ -54,6 +54,7 @@ METHODS = {
     "pisa_attn": {"density": 0.5, "dense_steps": None},
     "cube_sparse_attn": {"topk_ratio": 0.3, "local_cube_size": [1, 2, 2]},
     "nabla_attn": {"P": 0.5, "wT": 1, "wH": 1, "wW": 1, "tile_size": [1, 2, 2]},
+    "draft_attn": {"sparsity_ratio": 0.5, "pool_h": 2, "pool_w": 2},
     "sparge_attn": {"topk": 0.5},
     "static_sparse_attn": {"pattern": "lvsa", "window_size": 1, "key_frame_interval": 2},
     "subblock_sparse_attn": {"sparsity": 0.5, "skip_first_steps": 0, "min_seq_len": 0},

@@ -160,6 +160,7 @@ METHODS = {
     "pisa_attn": {"density": 0.2},
     "cube_sparse_attn": {"topk_ratio": 0.2},
     "nabla_attn": {"P": 0.5},
+    "draft_attn": {"sparsity_ratio": 0.7},
     "sparge_attn": {"topk": 0.3},
     "sparge_attn, alike": {"topk": 0.3, "simthreshd1": 0.6},
     "static_sparse_attn": {"decay_factor": 0.5},

@@ -22,6 +22,7 @@ from tests.helpers.methods import (
     best,
     by_cells,
     holding,
+    largest,
     pieces,
     rows_and_chunks,
     rows_choose,
@@ -46,7 +47,7 @@ def layer_of(backend: str, options: dict, *, strict: bool = True) -> LocalAttent
     return tried.layer(index=5, kv_heads=KV_HEADS, strict=strict)
 
 
-def cache_of(*, tiles: bool) -> CausalCache:
+def cache_of(*, tiles: bool, frames: int = 2) -> CausalCache:
     kept = {"grid": GRID, "tile": TILE} if tiles else {}
     height, width = GRID if tiles else ROWS_GRID
     size = CacheSize(
@@ -54,7 +55,7 @@ def cache_of(*, tiles: bool) -> CausalCache:
         batch=BATCH,
         num_kv_heads=KV_HEADS,
         head_size=SIZE,
-        chunk_tokens=2 * height * width,
+        chunk_tokens=frames * height * width,
         window=WINDOW,
         sink=SINK,
         dtype=torch.float32,
@@ -135,6 +136,12 @@ CASES = {
         IN_TILES,
         partial(holding, mass=0.5, widths=(3, 1, 3), counts=(2, 3)),
     ),
+    "draft": (
+        "draft_attn",
+        {"sparsity_ratio": 0.6, "pool_h": TILE[0], "pool_w": TILE[1]},
+        tiles(1, *TILE),
+        partial(largest, sparsity=0.6),
+    ),
     "sparge": ("sparge_attn", {"topk": 0.4}, pieces(128, 64), BEST),
     "sparge, with a tail": (
         "sparge_attn", {"topk": 0.4, "tail": "pooled"}, pieces(128, 64), BEST,
@@ -198,10 +205,11 @@ QUICK = (
 def test_a_method_chooses_among_the_blocks_of_a_cache_by_its_own_rule(name):
     backend, options, cut, choose = CASES[name]
     of_rows = name.startswith(KEPT_IN_ROWS)
-    layer, cache = layer_of(backend, options), cache_of(tiles=not of_rows)
+    chunks_of = (1,) * len(FRAMES) if name == "draft" else FRAMES  # its patches are of one frame
+    layer, cache = layer_of(backend, options), cache_of(tiles=not of_rows, frames=max(chunks_of))
     grid = ROWS_GRID if of_rows else GRID
     past, start, shares = [], 0, []
-    for number, frames in enumerate(FRAMES):
+    for number, frames in enumerate(chunks_of):
         tokens = frames * grid[0] * grid[1]
         q, k, v = make_qkv(BATCH, tokens, HEADS, SIZE, num_kv_heads=KV_HEADS, seed=number)
         cache.begin(start, tokens)
@@ -260,6 +268,12 @@ REFUSED = [
         {},
         True,
         r"its tiles have \[1, 8, 8\] tokens, and the cache keeps tiles of \[2, 4, 4\]",
+    ),
+    (
+        "draft_attn",
+        {"pool_h": 4, "pool_w": 4},
+        True,
+        r"its tiles have \[1, 4, 4\] tokens, and the cache keeps tiles of \[2, 4, 4\]",
     ),
     (
         "video_sparse_attn",

@@ -62,6 +62,7 @@ _BUILTIN: MappingProxyType[AttentionBackendEnum, tuple[str, ...]] = MappingProxy
         AttentionBackendEnum.SPARGE_ATTN: ("sparse.methods.sparge:SpargeBackend",),
         AttentionBackendEnum.CUBE_SPARSE_ATTN: ("sparse.methods.cube:CubeBackend",),
         AttentionBackendEnum.NABLA_ATTN: ("sparse.methods.nabla:NablaBackend",),
+        AttentionBackendEnum.DRAFT_ATTN: ("sparse.methods.draft:DraftBackend",),
     }
 )
 

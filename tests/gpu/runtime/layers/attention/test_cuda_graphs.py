@@ -139,6 +139,7 @@ LAYERS: dict[str, dict[str, object]] = {
     "pisa_attn": {"density": 0.2},
     "cube_sparse_attn": {"topk_ratio": 0.2},
     "nabla_attn": {"P": 0.5},
+    "draft_attn": {"sparsity_ratio": 0.7},
     "sparge_attn": {"topk": 0.3},
     "static_sparse_attn": {"decay_factor": 0.5},
 }

@@ -14,7 +14,7 @@ from tests.helpers.sparse import kept_pairs, run_sparse, text_places
 from tests.helpers.tolerance import assert_within_error_budget
 
 LENGTH = 35
-SCALED = ("vsa by cells", "sol", "sol, exact", "sol by cells", "nabla", "subblock")
+SCALED = ("vsa by cells", "sol", "sol, exact", "sol by cells", "nabla", "draft", "subblock")
 
 
 def text_of(defined: Defined, where: str) -> TextSpan | None:

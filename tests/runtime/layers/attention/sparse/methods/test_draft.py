@@ -1,0 +1,131 @@
+"""Draft attention through the layer, against its definition and against the code of its authors."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from multimodal_gen.runtime.layers.attention.sparse.methods import draft
+from multimodal_gen.runtime.layers.attention.sparse.tiles import fit_tile
+from tests.helpers.inputs import QKV
+from tests.helpers.methods import DEFINED, Defined, largest, tiles
+from tests.helpers.reference import reference_attention
+from tests.helpers.sparse import run_sparse, text_places, tokens_of_tiles
+
+DRAFT = DEFINED["draft"]
+TEXT = text_places(DRAFT.grid, 35)["text last"]
+PLACES = ("no text", "text first", "text last")
+
+
+def defined(grid, pool: tuple[int, int], sparsity: float) -> Defined:
+    """Return the method on another grid, with other parameters."""
+    cut = tiles(*fit_tile((1, *pool), grid))
+    given = {**DRAFT.method.given, "sparsity_ratio": sparsity, "pool_h": pool[0], "pool_w": pool[1]}
+    return replace(
+        DRAFT,
+        method=replace(DRAFT.method, given=given),
+        cut=cut,
+        choose=partial(largest, sparsity=sparsity),
+        grid=grid,
+        varied=cut,
+    )
+
+
+def number(generator: torch.Generator, first: int, last: int) -> int:
+    return int(torch.randint(first, last + 1, (), generator=generator))
+
+
+def drawn(seed: int) -> tuple[Defined, Mapping[str, Any]]:
+    """Return a case: a grid of some patches, parameters, text, samples, key heads and a mask."""
+    pick = partial(number, torch.Generator().manual_seed(seed))
+    pool, grid = (pick(1, 4), pick(2, 5)), (pick(1, 5), pick(3, 8), pick(4, 9))
+    case = defined(grid, pool, pick(0, 20) / 20)
+    text = text_places(grid, pick(1, 9))[PLACES[pick(0, 2)]]
+    batch, token_mask = pick(1, 2), None
+    qkv = case.inputs(text, batch=batch, kv_heads=pick(1, 2))
+    if pick(0, 2) == 0:
+        tokens, lost = qkv.key.shape[1], pick(2, 6)
+        token_mask = torch.arange(batch * tokens).view(batch, -1) % lost != 1
+        token_mask[-1, tokens // 3 : tokens // 2] = False
+    return case, {"text": text, "qkv": qkv, "token_mask": token_mask}
+
+
+@pytest.mark.parametrize("some", range(10))
+def test_drawn_cases_are_those_of_the_definition(some: int) -> None:
+    for seed in range(10 * some, 10 * some + 10):
+        case, given = drawn(seed)
+        case.check(**given, tail="none" if seed % 3 else "pooled")
+
+
+def authors_map(qkv: QKV, grid, pool: tuple[int, int], sparsity: float) -> torch.Tensor:
+    """Return what the authors' `Draft_Attention` gives its kernel, bool [H, S, S], in float64."""
+    sides = []
+    for x in qkv[:2]:
+        frames = x[0].double().unflatten(0, grid).permute(0, 3, 4, 1, 2).flatten(1, 2)
+        pooled = F.avg_pool2d(frames, pool, pool, ceil_mode=True)
+        sides.append(pooled.unflatten(1, x.shape[2:]).permute(1, 0, 3, 4, 2).flatten(1, 3))
+    shares = (sides[0] @ sides[1].mT / math.sqrt(qkv.query.shape[3])).softmax(-1)
+    flat = shares.flatten(1)
+    count = int(sparsity * flat.shape[1])
+    bound = flat.topk(count, largest=False).values.amax(1)
+    return shares >= bound[:, None, None]
+
+
+@pytest.mark.parametrize("sparsity", [0.75, 0.9])
+def test_it_keeps_what_the_authors_code_keeps(sparsity: float) -> None:
+    grid, pool = (3, 16, 32), (8, 16)
+    case = defined(grid, pool, sparsity)
+    qkv = case.inputs(kv_heads=2)
+    kept = authors_map(qkv, grid, pool, sparsity)
+    assert (kept.sum((1, 2)) == 144 - int(sparsity * 144) + 1).all()
+    # Rows that are left with nothing keep one here.
+    means = [
+        torch.stack([x[0, tokens].double().mean(0) for tokens in tokens_of_tiles(grid, (1, *pool))])
+        for x in qkv[:2]
+    ]
+    best = torch.einsum("ihd,jhd->hij", *means).argmax(-1, keepdim=True)
+    kept = kept.scatter(-1, best, True)
+    block = torch.empty(math.prod(grid), dtype=torch.long)
+    for i, tokens in enumerate(tokens_of_tiles(grid, (1, *pool))):
+        block[tokens] = i
+    mask = kept[None][:, :, block][..., block]
+    out = run_sparse(case.method.layer(kv_heads=2), qkv, grid)
+    want, _ = reference_attention(*qkv, scale=case.scale, mask=mask)
+    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_no_row_is_ever_empty_and_nothing_is_left_out_at_zero() -> None:
+    checked = DRAFT.check(TEXT, rule={"sparsity": 1.0}, sparsity_ratio=1.0)
+    assert checked.mask.any(-1).all()
+    qkv = DRAFT.inputs(TEXT)
+    layer = DRAFT.method.layer(kv_heads=1, sparsity_ratio=0.0)
+    out = run_sparse(layer, qkv, DRAFT.grid, text=TEXT)
+    want, _ = reference_attention(*qkv, scale=DRAFT.scale)
+    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
+    (entry,) = layer.report().entries
+    assert entry.density == 1
+
+
+def test_rows_of_a_head_keep_different_numbers() -> None:
+    qkv = DRAFT.inputs()
+    kept = DRAFT.choose(qkv, *DRAFT.cut(DRAFT.grid, None)).sum(-1)
+    assert len(set(kept.flatten().tolist())) > 3
+
+
+def test_some_heads_at_a_time_choose_as_all_do(monkeypatch) -> None:
+    layer, qkv = DRAFT.method.layer(kv_heads=1), DRAFT.inputs(TEXT)
+    whole = run_sparse(layer, qkv, DRAFT.grid, text=TEXT)
+    monkeypatch.setattr(draft, "_SCORES_AT_ONCE", 1)
+    assert torch.equal(run_sparse(layer, qkv, DRAFT.grid, text=TEXT), whole)
+
+
+def test_the_share_changes_over_the_steps() -> None:
+    layer = DRAFT.method.layer(kv_heads=1, sparsity_ratio={0: 0.5, 0.5: 0.9})
+    for step, sparsity in ((0, 0.5), (1, 0.5), (2, 0.9), (3, 0.9)):
+        known, rule = {"num_steps": 4}, {"sparsity": sparsity}
+        DRAFT.check(layer=layer, step=step, known=known, rule=rule, sparsity_ratio=sparsity)
