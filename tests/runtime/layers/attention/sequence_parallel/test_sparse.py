@@ -15,10 +15,11 @@ from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.layers.attention import UlyssesAttention_VSA, USPAttention
 from multimodal_gen.runtime.layers.attention.scope import scope_from
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
-from tests.helpers.inputs import make_qkv
+from tests.helpers.inputs import QKV, make_qkv
 from tests.helpers.methods import DEFINED, method
 from tests.helpers.processes import own
 from tests.helpers.sparse import SparseMethod, block_inputs, projection
+from tests.runtime.layers.attention.sparse.methods import test_draft, test_nabla
 
 ULYSSES, RING = Mesh(ulysses=2), Mesh(ring=2)
 TWO = pytest.mark.parametrize("mesh", [ULYSSES, RING], ids=["ulysses", "ring"])
@@ -179,6 +180,70 @@ def test_four_ranks_compute_what_one_process_does(four_ranks, name, mesh):
 @pytest.mark.parametrize("name", ["sta", "sla", "sol", "vmoba, st", "svg2"])
 def test_under_ulysses_methods_see_the_whole_video_of_their_heads(two_ranks, name, heads):
     two_ranks.run(ULYSSES, check, name, (heads, heads), CASES[3:], False, (0, 1))
+
+
+DRAWN = {"nabla": test_nabla.drawn, "draft": test_draft.drawn}
+
+
+def check_drawn(name, seeds):
+    """Compare drawn cases with one process, whose output is checked where they are defined."""
+    groups = parallel_groups()
+    for seed in seeds:
+        case, given = DRAWN[name](seed)
+        qkv, span, mask = given["qkv"], given["text"], given["token_mask"]
+        length = 0 if span is None else span.length
+        text = (length, 0) if span is not None and span.start == 0 else (0, length)
+        tail = "none" if seed % 3 else "pooled"
+        lengths = split(math.prod(case.grid), groups.sequence.size, seed % 2 == 0)
+        alone, split_layer = (
+            layer_of(case.method, 2, qkv.key.shape[2], tail=tail) for _ in range(2)
+        )
+        local = [x if x is None else own(x, lengths, *text) for x in (*qkv, mask)]
+        with torch.no_grad():
+            want = run(alone, None, (*qkv, mask), case.grid, text)
+            out = run(split_layer, groups, local, case.grid, text)
+        real = slice(None) if mask is None else own(mask, lengths, *text)
+        torch.testing.assert_close(out[real], own(want, lengths, *text)[real], msg=str(seed))
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_a_ring_of_two_computes_drawn_cases(two_ranks, name):
+    two_ranks.run(RING, check_drawn, name, tuple(range(100)))
+
+
+def check_kept_choice():
+    """Compare steps that an earlier choice serves, and one that it does not."""
+    groups, grid = parallel_groups(), DEFINED["cube"].grid
+    lengths = split(math.prod(grid), groups.sequence.size, True)
+    alone, split_layer = (layer_of("cube", 4, 2, refresh_every=2) for _ in range(2))
+    fresh = layer_of("cube", 4, 2)
+    whole = draw(grid, (0, 0), 1, 4, 2)
+    known = {"latent_grid": grid, "num_steps": 9, "request_id": "one"}
+    for step, kept in ((3, False), (4, True), (5, False)):
+        whole = QKV(whole.query.flip(1), whole.key, whole.value)
+        outs = []
+        for layer, of, inputs in (
+            (alone, None, whole),
+            (split_layer, groups, [own(x, lengths) for x in whole]),
+            (fresh, None, whole),
+        ):
+            with torch.no_grad(), use_parallel_groups(of), set_forward_context(step, **known):
+                outs.append(layer(*inputs))
+        torch.testing.assert_close(outs[1], own(outs[0], lengths))
+        assert torch.equal(outs[0], outs[2]) is not kept
+
+
+def check_refused_choice():
+    grid, groups = DEFINED["cube"].grid, parallel_groups()
+    lengths = split(math.prod(grid), groups.sequence.size, True)
+    inputs = [own(x, lengths) for x in draw(grid, (0, 0), 1, 4)]
+    with pytest.raises(UnsupportedBackendError, match="`refresh_every` keeps what one process ch"):
+        run(layer_of("cube", refresh_every=2), groups, inputs, grid)
+
+
+def test_kept_choices_are_of_a_ranks_heads_and_no_ring_has_them(two_ranks):
+    two_ranks.run(ULYSSES, check_kept_choice)
+    two_ranks.run(RING, check_refused_choice)
 
 
 def check_strategy(config, heads):

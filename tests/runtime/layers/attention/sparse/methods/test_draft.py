@@ -62,6 +62,13 @@ def test_drawn_cases_are_those_of_the_definition(some: int) -> None:
         case.check(**given, tail="none" if seed % 3 else "pooled")
 
 
+@pytest.mark.parametrize("some", range(10))
+def test_drawn_cases_have_the_gradients_of_the_definition(some: int) -> None:
+    for seed in range(10 * some, 10 * some + 10):
+        case, given = drawn(seed)
+        case.check_gradients(given["text"], tail="none" if seed % 3 else "pooled")
+
+
 def authors_map(qkv: QKV, grid, pool: tuple[int, int], sparsity: float) -> torch.Tensor:
     """Return what the authors' `Draft_Attention` gives its kernel, bool [H, S, S], in float64."""
     sides = []
