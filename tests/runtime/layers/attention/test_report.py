@@ -128,6 +128,7 @@ def test_the_dictionary_is_json_and_complete(report):
                 "dense_steps": "0-3",
                 "dense_sigma": None,
                 "dense_layers": None,
+                "refresh_every": 1,
                 "dense_above": None,
             },
         ),
