@@ -31,6 +31,7 @@ from tests.helpers.sparse import (
     joint_mask,
     pair_mask,
     run_sparse,
+    text_places,
     tokens_of_tiles,
     video_tokens,
 )
@@ -609,3 +610,31 @@ DEFINED: Mapping[str, Defined] = {
     "vmoba, st": _vmoba("st", 3),
 }
 """By its name, every method that keeps blocks of a fixed cut."""
+
+
+Pick = Callable[[int, int], int]
+
+
+def picks(seed: int) -> Pick:
+    """Return what draws whole numbers, both ends included."""
+    generator = torch.Generator().manual_seed(seed)
+    return lambda first, last: int(torch.randint(first, last + 1, (), generator=generator))
+
+
+def drawn_call(case: Defined, pick: Pick, *, without: slice) -> dict[str, Any]:
+    """Return text, samples, key heads and a mask for a case, drawn, as `Defined.check` takes them.
+
+    Args:
+        case: the method.
+        pick: draws them.
+        without: the samples of which a stretch of tokens is masked, where some are.
+    """
+    place = ("no text", "text first", "text last")
+    text = text_places(case.grid, pick(1, 9))[place[pick(0, 2)]]
+    batch, token_mask = pick(1, 2), None
+    qkv = case.inputs(text, batch=batch, kv_heads=pick(1, 2))
+    if pick(0, 2) == 0:
+        tokens, lost = qkv.key.shape[1], pick(2, 6)
+        token_mask = torch.arange(batch * tokens).view(batch, -1) % lost != 1
+        token_mask[without, tokens // 3 : tokens // 2] = False
+    return {"text": text, "qkv": qkv, "token_mask": token_mask}

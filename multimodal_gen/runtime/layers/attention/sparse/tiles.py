@@ -518,8 +518,13 @@ def plan_of_tiles(indices: torch.Tensor, queries: TiledSequence, keys: TiledSequ
         queries: the queries in tiles.
         keys: the keys in tiles.
     """
+    return uniform_plan(indices, queries.blocks, keys.blocks)
+
+
+def uniform_plan(indices: torch.Tensor, queries: Blocks, keys: Blocks) -> BlockPlan:
+    """Return the plan of lists of equal length, int32 [B|1, H|1, R, K], over these blocks."""
     counts = _alike(indices.shape[3], indices.device).expand(indices.shape[:3])
-    return BlockPlan(indices=indices, counts=counts, q=queries.blocks, kv=keys.blocks, uniform=True)
+    return BlockPlan(indices=indices, counts=counts, q=queries, kv=keys, uniform=True)
 
 
 @static_cache(maxsize=256)

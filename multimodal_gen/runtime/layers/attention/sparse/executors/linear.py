@@ -44,6 +44,7 @@ from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SparseCall,
     attend_text,
     kept_first,
+    uniform_plan,
 )
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 
@@ -168,7 +169,7 @@ def plan_of_blocks(
         counts=lengths,
         always=blocks.num_text,
     )
-    return plan_of_lists(choose(stats), keys, blocks)
+    return uniform_plan(choose(stats), blocks.queries, keys)
 
 
 def _plan_found(
@@ -177,16 +178,10 @@ def _plan_found(
     """Return the plan of what was chosen in an earlier step, else the one that is made."""
     lists = found.get(slice(None))
     if lists is not None:
-        return plan_of_lists(lists, keys, blocks)
+        return uniform_plan(lists, blocks.queries, keys)
     plan = make(**how)
     found.set(slice(None), plan.indices, blocks.num_video + blocks.num_text)
     return plan
-
-
-def plan_of_lists(lists: torch.Tensor, keys: Blocks, blocks: RasterBlocks) -> BlockPlan:
-    """Return the plan of lists of equal length, int32 [B, H, R, K]."""
-    counts = lists.new_full((1, 1, 1), lists.shape[3]).expand(lists.shape[:3])
-    return BlockPlan(indices=lists, counts=counts, q=blocks.queries, kv=keys, uniform=True)
 
 
 def _weights(linear: nn.Linear, device: torch.device) -> Projection:

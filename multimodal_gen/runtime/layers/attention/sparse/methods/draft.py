@@ -45,11 +45,8 @@ from multimodal_gen.runtime.layers.attention.config import (
 from multimodal_gen.runtime.layers.attention.sparse.base import Tail, tail_option
 from multimodal_gen.runtime.layers.attention.sparse.method import SparseBackend
 from multimodal_gen.runtime.layers.attention.sparse.router import BlockStats, Budget, Cut, Router
-from multimodal_gen.runtime.layers.attention.sparse.tiles import by_heads
 from multimodal_gen.runtime.layers.attention.sparse.windows import Window
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-
-_SCORES_AT_ONCE = 2**25  # that are held at a time, in fp32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,25 +86,17 @@ class DraftRouter(Router[DraftConfig]):
     def choose(
         self, settings: DraftConfig, stats: BlockStats, budget: Budget | None
     ) -> torch.Tensor:
-        """Return the patches that are kept; a few heads are computed at a time."""
+        """Return the patches that are kept."""
         if budget is not None:
             return stats.mark_best(budget.kept)
-        sparsity, real = ratio_now(settings.sparsity_ratio), stats.real[1]
-        heads, group = stats.query.shape[1], stats.query.shape[1] // stats.key.shape[1]
-        left_out = _left_out(sparsity, stats)
+        left_out = _left_out(ratio_now(settings.sparsity_ratio), stats)
 
-        def largest(some: slice) -> torch.Tensor:
-            used = torch.arange(some.start, some.stop, device=stats.key.device) // group
-            scores = stats.query[:, some].float() @ stats.key[:, used].float().mT * stats.scale
-            if real is not None:
-                scores = scores.masked_fill(~real[:, None, None], -torch.inf)
+        def largest(scores: torch.Tensor) -> torch.Tensor:
             draft = scores.log_softmax(-1)
             chosen = draft >= _bound(draft, left_out, stats)
             return chosen.scatter_(-1, scores.argmax(-1, keepdim=True), True)
 
-        each = stats.query[:, 0, :, 0].numel() * stats.num
-        chosen = by_heads(heads, each, _SCORES_AT_ONCE, largest)
-        return chosen if real is None else chosen.logical_and_(real[:, None, None])
+        return stats.mark_by_scores(largest)
 
 
 def _left_out(sparsity: float, stats: BlockStats) -> torch.Tensor | None:

@@ -27,6 +27,7 @@ Shapes: B batch, H heads, D head size, R and N tiles of queries and of keys.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
@@ -41,11 +42,8 @@ from multimodal_gen.runtime.layers.attention.config import (
 from multimodal_gen.runtime.layers.attention.sparse.base import Tail, tail_option
 from multimodal_gen.runtime.layers.attention.sparse.method import SparseBackend
 from multimodal_gen.runtime.layers.attention.sparse.router import BlockStats, Budget, Cut, Router
-from multimodal_gen.runtime.layers.attention.sparse.tiles import by_heads
 from multimodal_gen.runtime.layers.attention.sparse.windows import Window
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-
-_SCORES_AT_ONCE = 2**25  # that are held at a time, in fp32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +104,7 @@ class NablaRouter(Router[NablaConfig]):
     ) -> torch.Tensor:
         """Return the tiles that are kept."""
         if budget is None:
-            chosen = _holding(ratio_now(settings.P), stats)
+            chosen = stats.mark_by_scores(partial(_holding, mass=ratio_now(settings.P)))
         else:
             chosen = stats.mark_best(budget.kept)
         if settings.add_sta:
@@ -114,27 +112,12 @@ class NablaRouter(Router[NablaConfig]):
         return chosen
 
 
-def _holding(mass: float, stats: BlockStats) -> torch.Tensor:
-    """Return the best tiles that hold so much mass together: bool [B, H, R, N].
-
-    A few heads are computed at a time; does not wait for the device.
-    """
-    heads, group = stats.query.shape[1], stats.query.shape[1] // stats.key.shape[1]
-    real = stats.real[1]
-
-    def holding(some: slice) -> torch.Tensor:
-        used = torch.arange(some.start, some.stop, device=stats.key.device) // group
-        scores = stats.query[:, some].float() @ stats.key[:, used].float().mT * stats.scale
-        if real is not None:
-            scores = scores.masked_fill(~real[:, None, None], -torch.inf)
-        shares, order = scores.softmax(-1).sort(dim=-1, stable=True)
-        held = shares.cumsum(-1) >= 1 - mass
-        held[..., -1] = True
-        return torch.zeros_like(held).scatter_(-1, order, held)
-
-    each = stats.query[:, 0, :, 0].numel() * stats.num
-    chosen = by_heads(heads, each, _SCORES_AT_ONCE, holding)
-    return chosen if real is None else chosen.logical_and_(real[:, None, None])
+def _holding(scores: torch.Tensor, mass: float) -> torch.Tensor:
+    """Return the best tiles that hold so much mass together, bool like scores [B, h, R, N]."""
+    shares, order = scores.softmax(-1).sort(dim=-1, stable=True)
+    held = shares.cumsum(-1) >= 1 - mass
+    held[..., -1] = True
+    return torch.zeros_like(held).scatter_(-1, order, held)
 
 
 def _nearby(widths: Window, stats: BlockStats) -> torch.Tensor:

@@ -10,16 +10,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from multimodal_gen.runtime.layers.attention.sparse.methods import draft
+from multimodal_gen.runtime.layers.attention.sparse import router
 from multimodal_gen.runtime.layers.attention.sparse.tiles import fit_tile
 from tests.helpers.inputs import QKV
-from tests.helpers.methods import DEFINED, Defined, largest, tiles
+from tests.helpers.methods import DEFINED, Defined, drawn_call, largest, picks, tiles
 from tests.helpers.reference import reference_attention
 from tests.helpers.sparse import run_sparse, text_places, tokens_of_tiles
 
 DRAFT = DEFINED["draft"]
 TEXT = text_places(DRAFT.grid, 35)["text last"]
-PLACES = ("no text", "text first", "text last")
 
 
 def defined(grid, pool: tuple[int, int], sparsity: float) -> Defined:
@@ -36,23 +35,12 @@ def defined(grid, pool: tuple[int, int], sparsity: float) -> Defined:
     )
 
 
-def number(generator: torch.Generator, first: int, last: int) -> int:
-    return int(torch.randint(first, last + 1, (), generator=generator))
-
-
 def drawn(seed: int) -> tuple[Defined, Mapping[str, Any]]:
     """Return a case: a grid of some patches, parameters, text, samples, key heads and a mask."""
-    pick = partial(number, torch.Generator().manual_seed(seed))
+    pick = picks(seed)
     pool, grid = (pick(1, 4), pick(2, 5)), (pick(1, 5), pick(3, 8), pick(4, 9))
     case = defined(grid, pool, pick(0, 20) / 20)
-    text = text_places(grid, pick(1, 9))[PLACES[pick(0, 2)]]
-    batch, token_mask = pick(1, 2), None
-    qkv = case.inputs(text, batch=batch, kv_heads=pick(1, 2))
-    if pick(0, 2) == 0:
-        tokens, lost = qkv.key.shape[1], pick(2, 6)
-        token_mask = torch.arange(batch * tokens).view(batch, -1) % lost != 1
-        token_mask[-1, tokens // 3 : tokens // 2] = False
-    return case, {"text": text, "qkv": qkv, "token_mask": token_mask}
+    return case, drawn_call(case, pick, without=slice(-1, None))
 
 
 @pytest.mark.parametrize("some", range(10))
@@ -127,7 +115,7 @@ def test_rows_of_a_head_keep_different_numbers() -> None:
 def test_some_heads_at_a_time_choose_as_all_do(monkeypatch) -> None:
     layer, qkv = DRAFT.method.layer(kv_heads=1), DRAFT.inputs(TEXT)
     whole = run_sparse(layer, qkv, DRAFT.grid, text=TEXT)
-    monkeypatch.setattr(draft, "_SCORES_AT_ONCE", 1)
+    monkeypatch.setattr(router, "_SCORES_AT_ONCE", 1)
     assert torch.equal(run_sparse(layer, qkv, DRAFT.grid, text=TEXT), whole)
 
 

@@ -9,16 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from multimodal_gen.runtime.layers.attention.sparse.methods import nabla
+from multimodal_gen.runtime.layers.attention.sparse import router
 from multimodal_gen.runtime.layers.attention.sparse.tiles import fit_tile
 from multimodal_gen.runtime.layers.attention.sparse.windows import tiles_of
-from tests.helpers.methods import DEFINED, Defined, holding, tiles
+from tests.helpers.methods import DEFINED, Defined, drawn_call, holding, picks, tiles
 from tests.helpers.reference import reference_attention
 from tests.helpers.sparse import run_sparse, text_places, tokens_of_tiles
 
 NABLA = DEFINED["nabla"]
 TEXT = text_places(NABLA.grid, 35)["text last"]
-PLACES = ("no text", "text first", "text last")
 
 
 def defined(grid, tile, mass, widths) -> Defined:
@@ -40,25 +39,14 @@ def defined(grid, tile, mass, widths) -> Defined:
     )
 
 
-def number(generator: torch.Generator, first: int, last: int) -> int:
-    return int(torch.randint(first, last + 1, (), generator=generator))
-
-
 def drawn(seed: int) -> tuple[Defined, Mapping[str, Any]]:
     """Return a case: a grid of some tiles, parameters, text, samples, key heads and a mask."""
-    pick = partial(number, torch.Generator().manual_seed(seed))
+    pick = picks(seed)
     tile = (pick(1, 3), pick(1, 4), pick(2, 5))
     grid = (pick(2, 6), pick(3, 8), pick(4, 9))
     widths = None if pick(0, 2) == 0 else (pick(1, 4), pick(1, 4), pick(1, 4))
     case = defined(grid, tile, pick(0, 99) / 100, widths)
-    text = text_places(grid, pick(1, 9))[PLACES[pick(0, 2)]]
-    batch, token_mask = pick(1, 2), None
-    qkv = case.inputs(text, batch=batch, kv_heads=pick(1, 2))
-    if pick(0, 2) == 0:
-        tokens, lost = qkv.key.shape[1], pick(2, 6)
-        token_mask = torch.arange(batch * tokens).view(batch, -1) % lost != 1
-        token_mask[:, tokens // 3 : tokens // 2] = False
-    return case, {"text": text, "qkv": qkv, "token_mask": token_mask}
+    return case, drawn_call(case, pick, without=slice(None))
 
 
 @pytest.mark.parametrize("some", range(10))
@@ -138,7 +126,7 @@ def test_the_best_tile_is_kept_at_no_mass_and_everything_at_all_of_it() -> None:
 def test_some_heads_at_a_time_choose_as_all_do(monkeypatch) -> None:
     layer, qkv = NABLA.method.layer(kv_heads=1), NABLA.inputs(TEXT)
     whole = run_sparse(layer, qkv, NABLA.grid, text=TEXT)
-    monkeypatch.setattr(nabla, "_SCORES_AT_ONCE", 1)
+    monkeypatch.setattr(router, "_SCORES_AT_ONCE", 1)
     assert torch.equal(run_sparse(layer, qkv, NABLA.grid, text=TEXT), whole)
 
 
