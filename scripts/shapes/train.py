@@ -104,7 +104,7 @@ class Training:
             seconds: when to stop.
             until: the step to stop at; default: all steps.
         """
-        start, last = time.monotonic(), min(self.steps, until or self.steps)
+        start, last, began = time.monotonic(), min(self.steps, until or self.steps), self.step
         take: Callable[[], None] | None = None
         while self.step < last and time.monotonic() - start < seconds:
             self._rate.fill_(self.rate * self._schedule())
@@ -115,7 +115,8 @@ class Training:
             self._since += 1
             if self.step % CURVE_EVERY == 0:
                 self._note(time.monotonic() - start)
-        self.save()
+        if self.step > began:
+            self.save()
         print(f"{self.step} of {self.steps} steps, {time.monotonic() - start:.0f} s", flush=True)
 
     def use_average(self) -> None:
@@ -301,7 +302,7 @@ class Pool:
 
 def train_transformer(size: Size, state: Path, options: argparse.Namespace) -> Any:
     """Train transformer and text encoder; return the pipeline with the average of both."""
-    options_of_vae = argparse.Namespace(**{**vars(options), "seconds": 0})
+    options_of_vae = argparse.Namespace(**{**vars(options), "seconds": 0, "steps": None})
     vae = train_vae(size, state, options_of_vae)
     normalise(vae, size)
     torch.manual_seed(0)
