@@ -7,6 +7,7 @@ from torch._dynamo.utils import counters
 from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.integrations.module_attention import AttentionParams, ModuleAttention
 from multimodal_gen.runtime.layers.attention.scope import LayerSite, SelectionScope
+from tests.helpers.denoisers import COMMON
 from tests.integrations.conftest import generate
 
 # More than the number of recompilations that torch.compile puts up with for one piece of code.
@@ -22,26 +23,11 @@ def clean_dynamo():
 
 
 def model_of(num_blocks=3):
-    from diffusers import WanTransformer3DModel
-
-    torch.manual_seed(0)
-    return WanTransformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=16,
-        text_dim=32,
-        freq_dim=32,
-        ffn_dim=32,
-        num_layers=num_blocks,
-    ).eval()
+    return COMMON["wan"].make(num_layers=num_blocks)[0]
 
 
 def inputs(timestep=900.0):
-    torch.manual_seed(1)
-    return {
-        "hidden_states": torch.randn(1, 16, 3, 4, 4),
-        "timestep": torch.tensor([timestep]),
-        "encoder_hidden_states": torch.randn(1, 7, 32),
-    }
+    return {**COMMON["wan"].make()[1], "timestep": torch.full((2,), timestep)}
 
 
 def run(model, timestep=900.0):
@@ -96,7 +82,7 @@ def test_compiling_the_whole_model_keeps_context_and_layers_apart(how, fullgraph
     assert (out - expected).abs().max() <= 1e-5
     seen = [(c.site.name, c.context.current_timestep, c.context.latent_grid) for c in calls]
     names = [f"blocks.{block}.attn{part}" for block in range(3) for part in (1, 2)]
-    assert seen == [(name, step, (3, 2, 2)) for step in range(2) for name in names]
+    assert seen == [(name, step, (3, 3, 5)) for step in range(2) for name in names]
 
 
 @pytest.mark.slow

@@ -22,8 +22,8 @@ from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import BackendPreference, SelectionScope, Source
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.testing.tiny_models import FAMILIES
+from tests.helpers.denoisers import DENOISERS
 from tests.integrations.conftest import generate
-from tests.integrations.parallel.test_models import make
 
 
 def denoisers(pipe):
@@ -439,7 +439,7 @@ def test_flux2_attends_to_the_keys_it_keeps_of_reference_images():
         Flux2KVParallelSelfAttnProcessor,
     )
 
-    model, inputs = make("flux2 with reference tokens")
+    model, inputs = DENOISERS["flux2 with reference tokens"].make()
     model.transformer_blocks[0].attn.processor = Flux2KVAttnProcessor()
     model.single_transformer_blocks[0].attn.processor = Flux2KVParallelSelfAttnProcessor()
     own = {name: inputs[name][:, 12:] for name in ("hidden_states", "img_ids")}

@@ -22,6 +22,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
     scope_from,
 )
 from multimodal_gen.runtime.layers.attention.sparse.methods.vsa import VideoSparseBackend
+from tests.helpers.denoisers import COMMON
 from tests.helpers.fakes import PlainImpl
 from tests.integrations.conftest import generate, load
 
@@ -214,9 +215,7 @@ def test_sharded_files_are_searched_too(folder):
 
 
 def test_a_model_from_nowhere_has_no_gates():
-    from tests.integrations.test_compile import model_of
-
-    model = model_of(1)
+    model, _ = COMMON["wan"].make()
     assert find_gates(model, {"blocks.0.attn1": model.blocks[0].attn1}) == {}
 
 

@@ -5,9 +5,8 @@ import torch
 
 from multimodal_gen.errors import UnsupportedBackendError
 from multimodal_gen.integrations.diffusers import apply
+from tests.helpers.denoisers import COMMON, SPLIT
 from tests.integrations.conftest import generate
-from tests.integrations.models.newer_families import anyflow, anyflow_inputs
-from tests.integrations.parallel.models import wan, wan_inputs
 
 
 def sparse(backend="sla_attn"):
@@ -106,14 +105,14 @@ def test_handing_modules_to_diffusers_is_warned_of_once(fresh, caplog):
 
 @pytest.mark.parametrize("backend", ["torch_sdpa", "sla_attn"])
 def test_a_model_without_data_gives_the_shapes_of_the_stock_one(backend):
-    model = wan().to("meta")
-    inputs = {k: v.to("meta") for k, v in wan_inputs().items()}
+    model, inputs = COMMON["wan"].make()
+    model, inputs = model.to("meta"), {k: v.to("meta") for k, v in inputs.items()}
     with torch.no_grad(), apply(model, attention_backend=backend):
         assert model(**inputs)[0].shape == inputs["hidden_states"].shape
 
 
 def test_a_call_without_samples_gives_none():
-    model, inputs = anyflow(), anyflow_inputs()
+    model, inputs = SPLIT["anyflow"].make()
     inputs = {k: v[:0] if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
     with torch.no_grad():
         expected = model(**inputs)[0]

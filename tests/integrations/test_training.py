@@ -9,6 +9,7 @@ import torch
 from multimodal_gen.errors import UnsupportedBackendError, UsageError
 from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
+from tests.helpers.denoisers import COMMON
 
 METHODS = MappingProxyType(
     {
@@ -29,25 +30,15 @@ METHODS = MappingProxyType(
 
 @pytest.fixture(scope="module")
 def model():
-    from diffusers import WanTransformer3DModel
-
-    torch.manual_seed(0)
-    return WanTransformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=16,
-        text_dim=32,
-        freq_dim=32,
-        ffn_dim=32,
-        num_layers=2,
-    )
+    return COMMON["wan"].make()[0]
 
 
 def output(model, *, grad: bool = False) -> torch.Tensor:
     torch.manual_seed(1)
     inputs = {
-        "hidden_states": torch.randn(1, 16, 3, 16, 16),
+        "hidden_states": torch.randn(1, 4, 3, 16, 16),
         "timestep": torch.tensor([900.0]),
-        "encoder_hidden_states": torch.randn(1, 7, 32),
+        "encoder_hidden_states": torch.randn(1, 7, 12),
     }
     with torch.set_grad_enabled(grad):
         return model(**inputs)[0]

@@ -1,34 +1,25 @@
 """Models that go by diffusers' own backends: what they do by those stays theirs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from multimodal_gen.errors import NothingAppliedError
 from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.integrations.processor_patch import CannotPatchError, patched_class
+from tests.helpers.denoisers import SPLIT
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_modules_that_want_flex_attention_run_its_masks_on_layers():
-    from diffusers import AnyFlowFARTransformer3DModel
-
-    torch.manual_seed(3)
-    model = AnyFlowFARTransformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=16,
-        in_channels=4,
-        out_channels=4,
-        text_dim=12,
-        freq_dim=16,
-        ffn_dim=24,
-        num_layers=1,
-        rope_max_seq_len=32,
-    ).eval()
+    case = replace(SPLIT["anyflow"], kind="AnyFlowFARTransformer3DModel")
+    model, inputs = case.make(num_layers=1)
     inputs = {
-        "hidden_states": torch.randn(1, 2, 4, 8, 8),
-        "timestep": torch.full((1, 2), 500.0),
-        "r_timestep": torch.full((1, 2), 250.0),
-        "encoder_hidden_states": torch.randn(1, 7, 12),
+        "hidden_states": torch.randn(2, 2, 4, 8, 8),
+        "timestep": inputs["timestep"][:, 1:],
+        "r_timestep": inputs["r_timestep"][:, 1:],
+        "encoder_hidden_states": inputs["encoder_hidden_states"],
         "chunk_partition": [1, 1],
     }
     with torch.no_grad():

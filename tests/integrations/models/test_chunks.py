@@ -6,6 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.testing.tiny_models.streaming import ANYFLOW_FAR
+from tests.helpers.denoisers import SPLIT
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
 
@@ -60,26 +61,8 @@ class MasksOfPairs(TorchDispatchMode):
 @pytest.fixture
 def skyreels():
     """A model whose blocks of two frames see no later ones, and inputs of 6 x 4 x 6 tokens."""
-    from diffusers import SkyReelsV2Transformer3DModel
-
-    torch.manual_seed(3)
-    model = SkyReelsV2Transformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=32,
-        in_channels=4,
-        out_channels=4,
-        text_dim=12,
-        freq_dim=16,
-        ffn_dim=24,
-        num_layers=1,
-        num_frame_per_block=2,
-    )
-    inputs = {
-        "hidden_states": torch.randn(2, 4, 6, 8, 12),
-        "timestep": torch.tensor([500, 500]),
-        "encoder_hidden_states": torch.randn(2, 7, 12),
-    }
-    return model.eval(), inputs
+    model, inputs = SPLIT["skyreels v2"].make(num_layers=1, num_frame_per_block=2)
+    return model, {**inputs, "hidden_states": torch.randn(2, 4, 6, 8, 12)}
 
 
 @torch.no_grad()

@@ -13,30 +13,13 @@ from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.managers.forward_context import current_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-from tests.integrations.models import newer_families
-from tests.integrations.models.families import SPLIT, WHOLE, sana_video, sana_video_inputs
-from tests.integrations.parallel.models import CASES, RANDOM, Case
+from tests.helpers.denoisers import LINEAR, SPLIT, WHOLE
 
 # Mochi asks for autocast to 32 bits.
 pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast:UserWarning")
 
-NEWER = {**newer_families.SPLIT, **newer_families.WHOLE}
-NEW = {
-    **SPLIT,
-    **WHOLE,
-    **NEWER,
-    **{
-        name: CASES[name]
-        for name in (
-            "wan vace",
-            "chronoedit",
-            "flux with reference tokens",
-            "flux2 with reference tokens",
-            "qwen with two images",
-        )
-    },
-}
-TEXT_ALONE = [name for name in NEWER if name.startswith(("qwen 2.1", "cosmos 3"))]
+NEW = {**SPLIT, **WHOLE}
+TEXT_ALONE = [name for name in NEW if name.startswith(("qwen 2.1", "cosmos 3"))]
 METHODS = {
     "video_sparse_attn": {"VSA_sparsity": 0.5},
     "sliding_tile_attn": {"window": [1, 1, 1], "tile_size": [1, 2, 3], "skip_time_steps": 0},
@@ -69,16 +52,6 @@ METHODS = {
 }
 
 
-def made(case):
-    torch.manual_seed(3)
-    RANDOM.manual_seed(5)
-    model = case.model().eval()
-    # Models are made with outputs of zero, or next to it.
-    for parameter in model.parameters():
-        parameter.data += 0.1 * torch.randn(parameter.shape, generator=RANDOM)
-    return model, case.inputs()
-
-
 def call(model, inputs):
     with torch.no_grad():
         return tensors(model(**inputs, return_dict=False))
@@ -92,7 +65,7 @@ def tensors(value):
 
 
 def run(case, **settings):
-    model, inputs = made(case)
+    model, inputs = case.make()
     stock = call(model, inputs)
     with apply(model, **settings) as handle:
         return stock, call(model, inputs), handle.report()
@@ -173,7 +146,7 @@ def alone_and_shared(name):
     }
     with use_parallel_groups(None):
         _, want, _ = run(NEW[name], **settings)
-    model, inputs = made(NEW[name])
+    model, inputs = NEW[name].make()
     with apply(model, **settings) as handle:
         return want, call(model, inputs), handle.report()
 
@@ -182,16 +155,8 @@ def alone_and_shared(name):
 @pytest.mark.parametrize(
     "name",
     [
-        "flux with reference tokens",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in (
-                *SPLIT,
-                *newer_families.SPLIT,
-                "flux2 with reference tokens",
-                "qwen with two images",
-            )
-        ),
+        pytest.param(name, marks=[] if name == "flux with reference tokens" else [pytest.mark.slow])
+        for name in SPLIT
     ],
 )
 def test_sparse_methods_on_two_ranks_give_the_output_of_one(two_ranks, name, mesh):
@@ -217,7 +182,7 @@ def test_what_ranks_cannot_share_is_refused_with_the_reason(two_ranks, name, mes
 
 def refusal(name):
     """Return why ranks cannot share the tokens of a model."""
-    model, inputs = made({**NEW, "sana video": Case(sana_video, sana_video_inputs)}[name])
+    model, inputs = {**NEW, "sana video": LINEAR}[name].make()
     try:
         with apply(model):
             call(model, inputs)
@@ -228,7 +193,7 @@ def refusal(name):
 
 def test_steps_of_minimax_h3_are_those_of_its_video():
     """Its keyframes keep the largest timestep, near 1, while that of the video rises to it."""
-    model, inputs = made(NEW["minimax h3 with keyframes"])
+    model, inputs = NEW["minimax h3 with keyframes"].make()
     schedule = torch.tensor([0.1, 0.3, 0.7])
     scheduler = SimpleNamespace(timesteps=schedule)
     pipe = SimpleNamespace(components={"transformer": model}, scheduler=scheduler)
@@ -246,7 +211,7 @@ def test_steps_of_minimax_h3_are_those_of_its_video():
 
 
 def test_steps_of_cosmos_3_are_told_by_its_vision_timesteps():
-    model, inputs = made(NEW["cosmos 3"])
+    model, inputs = NEW["cosmos 3"].make()
     scheduler = SimpleNamespace(timesteps=torch.tensor([900.0, 700.0]))
     pipe = SimpleNamespace(components={"transformer": model}, scheduler=scheduler)
     seen = []
@@ -259,8 +224,6 @@ def test_steps_of_cosmos_3_are_told_by_its_vision_timesteps():
 
 
 def test_linear_self_attention_is_left_alone_and_the_report_says_so():
-    stock, out, report = run(
-        Case(sana_video, sana_video_inputs), attention_backend="video_sparse_attn"
-    )
+    stock, out, report = run(LINEAR, attention_backend="video_sparse_attn")
     assert (out - stock).abs().max() <= 2e-5 * stock.abs().max()
     assert any("SanaLinearAttnProcessor3_0" in note for note in report.notes)

@@ -15,17 +15,13 @@ from diffusers.models.transformers import transformer_wan_animate_2
 from torch.nn.attention.flex_attention import create_block_mask
 
 from multimodal_gen.integrations.diffusers import apply
+from tests.helpers.denoisers import COMMON, HEADS, LTX_2, SIZE, SPLIT, normal
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning"),
 ]
 
-HEADS, SIZE = 2, 16
 GUIDE = Path(__file__).parents[3] / "docs/pages/guides/streaming.md"
-
-
-def normal(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape)
 
 
 def flux2() -> tuple[Any, Callable[[Any], list[torch.Tensor]]]:
@@ -35,17 +31,7 @@ def flux2() -> tuple[Any, Callable[[Any], list[torch.Tensor]]]:
         Flux2KVParallelSelfAttnProcessor,
     )
 
-    model = diffusers.Flux2Transformer2DModel(
-        in_channels=4,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=SIZE,
-        num_attention_heads=HEADS,
-        joint_attention_dim=12,
-        timestep_guidance_channels=16,
-        axes_dims_rope=(4, 4, 4, 4),
-        guidance_embeds=False,
-    )
+    model = COMMON["flux2"].model(guidance_embeds=False)
     for block in model.transformer_blocks:
         block.attn.set_processor(Flux2KVAttnProcessor())
     for block in model.single_transformer_blocks:
@@ -117,9 +103,8 @@ def glm_image() -> tuple[Any, Callable[[Any], list[torch.Tensor]]]:
 
 def qwen_image_21() -> tuple[Any, Callable[[Any], list[torch.Tensor]]]:
     """Text and condition images, whose keys go in front of those of the image."""
-    from tests.integrations.models.newer_families import qwen_21, qwen_21_inputs
-
-    model, inputs = qwen_21(), qwen_21_inputs(cached=True)()
+    case = SPLIT["qwen 2.1 that keeps its text's keys"]
+    model, inputs = case.model(), case.inputs()
 
     def run(model: Any) -> list[torch.Tensor]:
         from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
@@ -190,20 +175,7 @@ def sana_wm_refiner() -> tuple[Any, Callable[[Any], list[torch.Tensor]]]:
         SanaWMRefinerKVCache,
     )
 
-    model = SanaWMLTX2RefinerTransformer3DModel(
-        in_channels=4,
-        out_channels=4,
-        num_attention_heads=HEADS,
-        attention_head_dim=SIZE,
-        cross_attention_dim=HEADS * SIZE,
-        audio_in_channels=4,
-        audio_out_channels=4,
-        audio_num_attention_heads=HEADS,
-        audio_attention_head_dim=8,
-        audio_cross_attention_dim=HEADS * 8,
-        num_layers=2,
-        caption_channels=12,
-    )
+    model = SanaWMLTX2RefinerTransformer3DModel(**LTX_2)
     text, noise = normal(1, 5, 12), normal(3, 1, 6, 4)
 
     def run(model: Any) -> list[torch.Tensor]:

@@ -6,7 +6,7 @@ import torch
 
 from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-from tests.integrations.models.families import kandinsky, kandinsky_inputs, normal
+from tests.helpers.denoisers import SPLIT, normal
 
 GRID = (3, 16, 24)
 
@@ -15,7 +15,7 @@ def made():
     """Return a model whose layers choose by NABLA, and inputs of 18 tiles."""
     torch.manual_seed(3)
     generator = torch.Generator().manual_seed(5)
-    model = kandinsky().eval()
+    model = SPLIT["kandinsky 5"].model().eval()
     for parameter in model.parameters():  # made with outputs of zero
         parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
     model.register_to_config(
@@ -23,7 +23,7 @@ def made():
     )
     frames, height, width = GRID
     inputs = {
-        **kandinsky_inputs(),
+        **SPLIT["kandinsky 5"].inputs(),
         "hidden_states": normal(1, frames, 2 * height, 2 * width, 4),
         "visual_rope_pos": tuple(torch.arange(size) for size in GRID),
     }

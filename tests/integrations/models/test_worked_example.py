@@ -13,7 +13,7 @@ from multimodal_gen.runtime.distributed.groups import use_parallel_groups
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from tests.architecture.test_docs import REPOSITORY, blocks
-from tests.integrations.parallel.models import RANDOM, wan_inputs
+from tests.helpers.denoisers import SPLIT
 
 GUIDE = Path("docs/pages/contributing/transformer.md")
 
@@ -29,25 +29,6 @@ def test_the_guide_shows_the_adapter_as_it_is():
     assert inspect.getsource(skyreels_v2).endswith(code)
 
 
-def make():
-    """Return the same model and inputs on every rank."""
-    from diffusers import SkyReelsV2Transformer3DModel
-
-    torch.manual_seed(3)
-    RANDOM.manual_seed(5)
-    model = SkyReelsV2Transformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=32,
-        in_channels=4,
-        out_channels=4,
-        text_dim=12,
-        freq_dim=16,
-        ffn_dim=24,
-        num_layers=2,
-    )
-    return model.eval(), wan_inputs()
-
-
 def attend(model, inputs, **settings):
     """Return what the model gives, and the report."""
     with apply(model, **settings) as handle, torch.no_grad():
@@ -59,7 +40,7 @@ def backends(report):
 
 
 def test_it_knows_the_grid_that_sparse_backends_need():
-    model, inputs = make()
+    model, inputs = SPLIT["skyreels v2"].make()
     with torch.no_grad():
         stock = model(**inputs, return_dict=False)[0]
     with pytest.MonkeyPatch.context() as patch:
@@ -81,7 +62,7 @@ def test_it_knows_the_grid_that_sparse_backends_need():
 
 def alone_and_shared(forcing):
     """Return the outputs of one process and of the ranks; of the latter, the error if any."""
-    model, inputs = make()
+    model, inputs = SPLIT["skyreels v2"].make()
     with use_parallel_groups(None):
         want, _ = attend(model, inputs)
     try:

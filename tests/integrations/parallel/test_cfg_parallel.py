@@ -11,10 +11,10 @@ from multimodal_gen.integrations.parallel.cfg_parallel import (
 )
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
+from tests.helpers.denoisers import DENOISERS
 from tests.integrations.conftest import generate
 from tests.integrations.parallel import pipelines
 from tests.integrations.parallel.pipelines import GUIDED
-from tests.integrations.parallel.test_models import make
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_a_generation_without_guidance_is_refused(two_ranks, tiny_pipeline, fami
 
 def turns(how, touch=False):
     """Call a bare model as a pipeline does that names no branch; return what one process gets."""
-    model, inputs = make("wan")
+    model, inputs = DENOISERS["wan"].make()
     branches = [inputs, {**inputs, "encoder_hidden_states": inputs["encoder_hidden_states"] + 1}]
     steps = [torch.full((2,), t) for t in (900.0, 500.0, 100.0)]
     with torch.no_grad():
@@ -157,7 +157,7 @@ def test_a_prediction_that_is_read_too_early_is_an_error_on_the_rank_that_waits_
 
 def predictions_in_two_dtypes(casts):
     """Guide a generation, then one in 16 bits; return the dtypes of what each call gets."""
-    model, inputs = make("wan")
+    model, inputs = DENOISERS["wan"].make()
     branches = [inputs, {**inputs, "encoder_hidden_states": inputs["encoder_hidden_states"] + 1}]
     steps = [torch.full((2,), t) for t in (900.0, 500.0)]
     found = []

@@ -8,7 +8,7 @@ from torch._dynamo.utils import counters
 from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.runtime.distributed.groups import use_parallel_groups
 from multimodal_gen.runtime.distributed.mesh import Mesh
-from tests.integrations.parallel.test_models import make
+from tests.helpers.denoisers import DENOISERS
 
 TOLERANCE = 1e-4
 
@@ -22,7 +22,7 @@ def compiled(name, how):
     """Return the outputs of one process and of compiled ranks, and the number of graphs."""
     torch._dynamo.reset()
     counters.clear()
-    model, inputs = make(name)
+    model, inputs = DENOISERS[name].make()
     later = {**inputs, "timestep": inputs["timestep"] / 2}
     with use_parallel_groups(None), apply(model):
         want = [predict(model, x) for x in (inputs, later)]

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.runtime.distributed.groups import use_parallel_groups
 from multimodal_gen.runtime.distributed.mesh import Mesh
+from tests.helpers.denoisers import COMMON
 
 pytest.importorskip("diffusers")
 fully_shard = pytest.importorskip("torch.distributed.fsdp").__dict__.get("fully_shard")
@@ -21,26 +22,12 @@ METHODS = {
 }
 
 
-def tiny_model() -> nn.Module:
-    from diffusers import WanTransformer3DModel
-
-    torch.manual_seed(0)
-    return WanTransformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=16,
-        text_dim=32,
-        freq_dim=32,
-        ffn_dim=32,
-        num_layers=2,
-    )
-
-
 def loss_of(model: nn.Module, sample: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(sample)
     out = model(
-        hidden_states=torch.randn(1, 16, 3, 16, 16, generator=generator),
+        hidden_states=torch.randn(1, 4, 3, 16, 16, generator=generator),
         timestep=torch.tensor([900.0]),
-        encoder_hidden_states=torch.randn(1, 7, 32, generator=generator),
+        encoder_hidden_states=torch.randn(1, 7, 12, generator=generator),
     )[0]
     return out.square().mean()
 
@@ -62,12 +49,12 @@ def check(method: str, checkpointed: bool) -> None:
     """Every rank has a sample of its own; gradients are means over them."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     with use_parallel_groups(None):
-        alone = tiny_model()
+        alone = COMMON["wan"].make()[0]
         with applied(alone, method):
             (sum(loss_of(alone, i) for i in range(ranks)) / ranks).backward()
         wanted = {name: x.grad for name, x in alone.named_parameters()}
 
-        sharded = tiny_model()
+        sharded = COMMON["wan"].make()[0]
         with applied(sharded, method) as handle:
             if checkpointed:
                 sharded.enable_gradient_checkpointing()

@@ -9,22 +9,9 @@ from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.layers.attention.sequence_parallel.layer import (
     SequenceParallelLayer,
 )
-from tests.integrations.models import newer_families
-from tests.integrations.models.families import SPLIT
-from tests.integrations.parallel.models import CASES, RANDOM
+from tests.helpers.denoisers import COMMON, SPLIT
 
-SPLIT_CASES = {**CASES, **SPLIT, **newer_families.SPLIT}
-
-
-def make(name):
-    """Return the same model and inputs on every rank."""
-    torch.manual_seed(3)
-    RANDOM.manual_seed(5)
-    model = SPLIT_CASES[name].model().eval()
-    # Models are made with outputs of zero, or next to it.
-    for parameter in model.parameters():
-        parameter.data += 0.1 * torch.randn(parameter.shape, generator=RANDOM)
-    return model, SPLIT_CASES[name].inputs()
+SPLIT_CASES = {**COMMON, **SPLIT}
 
 
 def flat(output):
@@ -36,7 +23,7 @@ def flat(output):
 
 def run(name):
     """Return the outputs of one process and of the ranks, and how many tokens layers had."""
-    model, inputs = make(name)
+    model, inputs = SPLIT_CASES[name].make()
     with use_parallel_groups(None), apply(model), torch.no_grad():
         want = flat(model(**inputs, return_dict=False))
     tokens = []

@@ -21,8 +21,7 @@ from multimodal_gen.runtime.distributed.groups import (
     use_parallel_groups,
 )
 from multimodal_gen.runtime.distributed.mesh import Mesh
-from tests.integrations.parallel import models
-from tests.integrations.parallel.test_models import make
+from tests.helpers.denoisers import DENOISERS, normal
 
 BOTH = Mesh(cfg=2, ulysses=2)
 
@@ -54,7 +53,7 @@ def trace(model):
 @pytest.mark.parametrize("name", ["wan", "hunyuan with a first frame", "qwen", "ltx", "cogvideox"])
 @pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(cfg=2), BOTH], ids=str)
 def test_remove_leaves_a_model_as_it_was(name, mesh):
-    model, _ = make(name)
+    model, _ = DENOISERS[name].make()
     before = trace(model)
     with use_parallel_groups(groups_of(mesh)):
         handle = apply(model)
@@ -65,7 +64,7 @@ def test_remove_leaves_a_model_as_it_was(name, mesh):
 
 @pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(cfg=2)], ids=str)
 def test_a_failure_half_way_leaves_nothing(mesh, monkeypatch):
-    model, _ = make("wan")
+    model, _ = DENOISERS["wan"].make()
     before = trace(model)
 
     def fail(*args, **kwargs):
@@ -81,7 +80,7 @@ def test_a_failure_half_way_leaves_nothing(mesh, monkeypatch):
 
 
 def test_a_copy_of_an_attached_model_computes_all_of_it():
-    model, inputs = make("wan")
+    model, inputs = DENOISERS["wan"].make()
     with torch.no_grad():
         want = model(**inputs)[0]
         with use_parallel_groups(groups_of(BOTH)), apply(model):
@@ -90,7 +89,7 @@ def test_a_copy_of_an_attached_model_computes_all_of_it():
 
 
 def test_a_forward_that_somebody_wrapped_since_stays_and_computes_everything():
-    model, inputs = make("wan")
+    model, inputs = DENOISERS["wan"].make()
     with torch.no_grad():
         want = model(**inputs)[0]
         with use_parallel_groups(groups_of(Mesh(cfg=2))):
@@ -103,7 +102,7 @@ def test_a_forward_that_somebody_wrapped_since_stays_and_computes_everything():
 
 
 def test_without_ranks_nothing_of_it_is_installed():
-    model, _ = make("wan")
+    model, _ = DENOISERS["wan"].make()
     with apply(model) as handle:
         assert "forward" not in vars(model)
         assert not model.patch_embedding._forward_hooks
@@ -111,7 +110,7 @@ def test_without_ranks_nothing_of_it_is_installed():
 
 
 def test_a_layer_has_to_have_a_head_for_every_rank():
-    model, _ = make("wan")
+    model, _ = DENOISERS["wan"].make()
     before = trace(model)
     with (
         use_parallel_groups(groups_of(Mesh(ulysses=4))),
@@ -126,7 +125,7 @@ def test_a_layer_has_to_have_a_head_for_every_rank():
 def test_a_pipeline_that_has_one_branch_only_is_refused_before_its_denoiser_changes():
     from diffusers import FluxFillPipeline
 
-    model, _ = make("flux")
+    model, _ = DENOISERS["flux"].make()
     component = Component(name="transformer", model=model, kind=Kind.DENOISER)
     pipeline = object.__new__(FluxFillPipeline)
     with pytest.raises(UsageError, match="FluxFillPipeline must not run under --cfg-parallel"):
@@ -156,15 +155,15 @@ def test_a_model_without_a_plan_is_refused_with_those_that_have_one():
 
 
 def test_a_plan_that_does_not_fit_the_model_names_what_is_missing():
-    model, _ = make("wan")
+    model, _ = DENOISERS["wan"].make()
     del model.rope
     with pytest.raises(UsageError, match="WanTransformer3DModel must have a module rope"):
         TokenSplitter(model, WAN.split, groups_of(Mesh(ulysses=2)))
 
 
 def test_fewer_tokens_than_ranks_are_refused():
-    model, inputs = make("wan")
-    inputs["hidden_states"] = models.normal(1, 4, 1, 2, 2)
+    model, inputs = DENOISERS["wan"].make()
+    inputs["hidden_states"] = normal(1, 4, 1, 2, 2)
     with (
         use_parallel_groups(groups_of(Mesh(ulysses=2))),
         apply(model),
@@ -180,7 +179,7 @@ def test_gradients_are_refused_where_tokens_are_split(two_ranks):
 
 
 def _gradients():
-    model, inputs = make("wan")
+    model, inputs = DENOISERS["wan"].make()
     with apply(model), pytest.raises(UsageError) as error:
         model(**inputs)
     return str(error.value)
@@ -192,7 +191,7 @@ def test_ranks_with_different_sizes_are_told_apart(two_ranks):
 
 
 def _different():
-    model, inputs = make("wan")
+    model, inputs = DENOISERS["wan"].make()
     if parallel_groups().rank:
         inputs["hidden_states"] = inputs["hidden_states"][:, :, :, :4]
     with apply(model), torch.no_grad(), pytest.raises(UsageError) as error:

@@ -18,7 +18,7 @@ from multimodal_gen.integrations.models.split_plan import SplitPlan
 from multimodal_gen.runtime.distributed.groups import use_parallel_groups
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-from tests.integrations.parallel.models import RANDOM, wan_inputs
+from tests.helpers.denoisers import SPLIT
 from tests.runtime.layers.attention.sparse.test_example import check_on_rank
 
 REPOSITORY = Path(__file__).resolve().parents[5]
@@ -429,27 +429,9 @@ def record() -> ModelAdapter:
     return names["SKYREELS_V2"]
 
 
-def tiny_model() -> torch.nn.Module:
-    """Return the model that the record is about."""
-    from diffusers import SkyReelsV2Transformer3DModel
-
-    torch.manual_seed(3)
-    RANDOM.manual_seed(5)
-    return SkyReelsV2Transformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=32,
-        in_channels=4,
-        out_channels=4,
-        text_dim=12,
-        freq_dim=16,
-        ffn_dim=24,
-        num_layers=2,
-    ).eval()
-
-
 def outputs(**settings: object) -> tuple[torch.Tensor, torch.Tensor, tuple[str, ...], set[str]]:
     """Return what one process and the ranks get of a model known by the record, and the report."""
-    model, inputs = tiny_model(), wan_inputs()
+    model, inputs = SPLIT["skyreels v2"].make()
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(registry, "ADAPTERS", {name: record() for name in record().classes})
         with use_parallel_groups(None), apply(model, **settings):
@@ -470,7 +452,7 @@ def test_a_model_record_tells_the_grid_that_sparse_backends_need() -> None:
     found, _, notes, backends = outputs(**sparse)
     assert notes == ()
     assert str(AttentionBackendEnum.SLIDING_TILE_ATTN) in backends
-    model, inputs = tiny_model(), wan_inputs()
+    model, inputs = SPLIT["skyreels v2"].make()
     with torch.no_grad():
         with apply(model, **sparse):  # by the record of today
             assert torch.equal(found, model(**inputs, return_dict=False)[0])
@@ -480,8 +462,9 @@ def test_a_model_record_tells_the_grid_that_sparse_backends_need() -> None:
 
 def test_a_model_record_changes_nothing_of_a_dense_model() -> None:
     found, *_ = outputs(attention_backend="torch_sdpa")
+    model, inputs = SPLIT["skyreels v2"].make()
     with torch.no_grad():
-        stock = tiny_model()(**wan_inputs(), return_dict=False)[0]
+        stock = model(**inputs, return_dict=False)[0]
     torch.testing.assert_close(found, stock)
 
 

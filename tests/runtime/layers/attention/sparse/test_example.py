@@ -36,6 +36,7 @@ from multimodal_gen.runtime.layers.attention.sparse.router import (
     SparseLayer,
 )
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
+from tests.helpers.denoisers import COMMON
 from tests.helpers.inputs import QKV
 from tests.helpers.processes import own
 from tests.helpers.reference import reference_attention
@@ -51,7 +52,6 @@ from tests.helpers.sparse import (
 )
 from tests.helpers.tail import pooled_attention
 from tests.helpers.tolerance import assert_within_error_budget
-from tests.integrations.parallel.models import RANDOM, wan, wan_inputs
 
 GUIDES = Path(__file__).parents[5] / "docs" / "pages" / "guides"
 GUIDE, MIGRATING = GUIDES / "sparse-method.md", GUIDES / "migrating.md"
@@ -412,15 +412,8 @@ def test_it_chooses_among_all_that_a_cache_shows(method: SparseMethod, tail: str
     assert 0 < dict(attention.report().entries[0].densities)[0] < 0.7
 
 
-def tiny_model() -> torch.nn.Module:
-    torch.manual_seed(3)
-    RANDOM.manual_seed(5)
-    return wan().eval()
-
-
 def output(model: torch.nn.Module) -> torch.Tensor:
-    RANDOM.manual_seed(5)
-    return model(**wan_inputs(), return_dict=False)[0]
+    return model(**COMMON["wan"].make()[1], return_dict=False)[0]
 
 
 def asking(**settings: object) -> dict[str, object]:
@@ -438,7 +431,7 @@ def test_apply_runs_it_in_every_self_attention_of_a_model(monkeypatch: pytest.Mo
         return out
 
     monkeypatch.setattr(SparseMethodImpl, "forward", noted)
-    model = tiny_model()
+    model = COMMON["wan"].make()[0]
     with torch.no_grad(), apply(model, **asking()) as handle:
         found = output(model)
         report = handle.report()
@@ -466,7 +459,7 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 @pytest.mark.usefixtures("method")
 @pytest.mark.parametrize("tail", ["none", "pooled"])
 def test_a_model_trains_under_apply(tail: str) -> None:
-    model = tiny_model()
+    model = COMMON["wan"].make()[0]
     stock = gradients(model)
     with apply(model, **asking(tail=tail)) as handle:
         plain = gradients(model)
@@ -489,7 +482,7 @@ def test_a_model_trains_under_apply(tail: str) -> None:
 def check_applied_on_rank(folder: Path, tail: str) -> None:
     groups = parallel_groups()
     with installed(folder / str(groups.rank)), torch.no_grad():
-        model = tiny_model()
+        model = COMMON["wan"].make()[0]
         with use_parallel_groups(None), apply(model, **asking(tail=tail)):
             want = output(model)
         with apply(model, **asking(tail=tail)) as handle:
