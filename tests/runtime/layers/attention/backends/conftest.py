@@ -4,10 +4,11 @@ A stand-in has the real function's signature, computes with the fp64 reference u
 own conventions, and asserts what the package demands; a dropped argument then changes the result.
 """
 
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -209,6 +210,62 @@ def compute_packed(
         return out
 
     return run
+
+
+def takes(signature: str) -> Callable[[Callable[[Any], Any]], Callable[..., Any]]:
+    """Give a stand-in the signature of what it stands in for; it gets what was bound to that."""
+
+    def decorate(attend: Callable[[Any], Any]) -> Callable[..., Any]:
+        shape = inspect.signature(eval(f"lambda {signature}: None"))
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            bound = shape.bind(*args, **kwargs)
+            bound.apply_defaults()
+            return attend(SimpleNamespace(**bound.arguments))
+
+        return call
+
+    return decorate
+
+
+@pytest.fixture
+def flash_package(
+    fake_package: Callable[..., ModuleType],
+    compute: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    compute_packed: Callable[..., torch.Tensor],
+) -> Callable[..., None]:
+    """Return a function that makes a package of the family of FlashAttention importable.
+
+    It takes the signatures of its two functions, what is returned for a call, its output and its
+    log-sum-exp, which packed sequences have none of, and the conditions that every call meets.
+    """
+
+    def install(
+        package: str,
+        *,
+        answer: Callable[[Any, torch.Tensor, torch.Tensor | None], Any],
+        holds: Callable[[Any], bool] = lambda call: True,
+        dense: str | None = None,
+        packed: str,
+    ) -> None:
+        def attend(call: Any) -> Any:
+            assert holds(call)
+            out, lse = compute(call.q, call.k, call.v, call.softmax_scale, call.causal)
+            return answer(call, out, lse)
+
+        def attend_packed(call: Any) -> Any:
+            assert holds(call)
+            lengths = call.cu_seqlens_q, call.cu_seqlens_k
+            qkv = call.q, call.k, call.v
+            out = compute_packed(*qkv, *lengths, call.softmax_scale, call.causal)
+            return answer(call, out, None)
+
+        functions = {"flash_attn_varlen_func": takes(packed)(attend_packed)}
+        if dense is not None:
+            functions["flash_attn_func"] = takes(dense)(attend)
+        fake_package(package, **functions)
+
+    return install
 
 
 @pytest.fixture

@@ -7,65 +7,32 @@ from multimodal_gen.runtime.layers.attention.backends.aiter import (
     AiterSageBackend,
 )
 from tests.helpers.inputs import make_qkv
+from tests.runtime.layers.attention.backends.conftest import takes
 
 
 @pytest.fixture
-def aiter(fake_package, compute, compute_packed):
-    def flash_attn_func(
-        q,
-        k,
-        v,
-        dropout_p=0.0,
-        softmax_scale=None,
-        causal=False,
-        window_size=(-1, -1, 0),
-        bias=None,
-        alibi_slopes=None,
-        deterministic=True,
-        return_lse=False,
-    ):
-        assert return_lse or not q.requires_grad
-        out, lse = compute(q, k, v, softmax_scale, causal)
-        return (out, lse) if return_lse else out
-
-    def flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        min_seqlen_q=0,
-        dropout_p=0.0,
-        softmax_scale=None,
-        logits_soft_cap=0.0,
-        causal=False,
-        return_lse=False,
-    ):
-        assert return_lse or not q.requires_grad
-        out = compute_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal)
-        return (out, None) if return_lse else out
-
-    functions = (flash_attn_func, flash_attn_varlen_func)
-    fake_package("aiter", **{f.__name__: f for f in functions})
+def aiter(flash_package):
+    flash_package(
+        "aiter",
+        dense="q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1, 0), "
+        "bias=None, alibi_slopes=None, deterministic=True, return_lse=False",
+        packed="q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, min_seqlen_q=0, "
+        "dropout_p=0.0, softmax_scale=None, logits_soft_cap=0.0, causal=False, return_lse=False",
+        answer=lambda call, out, lse: (out, lse) if call.return_lse else out,
+        holds=lambda call: call.return_lse or not call.q.requires_grad,
+    )
 
 
 @pytest.fixture
 def aiter_sage(fake_package, compute):
-    def fav3_sage_wrapper_func(
-        q,
-        k,
-        v,
-        softmax_scale=None,
-        causal=False,
-        window_size=(-1, -1),
-        return_lse=False,
-        layout="bshd",
-        config=None,
-    ):
-        assert layout == "bshd"
-        return compute(q, k, v, softmax_scale, causal)[0].to(torch.bfloat16)
+    @takes(
+        "q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), return_lse=False, "
+        "layout='bshd', config=None"
+    )
+    def fav3_sage_wrapper_func(call):
+        assert call.layout == "bshd"
+        out, _ = compute(call.q, call.k, call.v, call.softmax_scale, call.causal)
+        return out.to(torch.bfloat16)
 
     fake_package(
         "aiter.ops.triton.attention.fav3_sage", fav3_sage_wrapper_func=fav3_sage_wrapper_func

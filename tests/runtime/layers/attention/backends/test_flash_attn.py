@@ -20,132 +20,60 @@ FA3_FWD = ("fa3_fwd_interface", "fa3-fwd", "0.0.3")
 FA4 = ("flash_attn.cute", "flash-attn-4", "4.0.0b36")
 
 
-@pytest.fixture
-def fa2(fake_package, compute, compute_packed):
-    def flash_attn_func(
-        q,
-        k,
-        v,
-        dropout_p=0.0,
-        softmax_scale=None,
-        causal=False,
-        window_size=(-1, -1),
-        softcap=0.0,
-        alibi_slopes=None,
-        deterministic=False,
-        return_attn_probs=False,
-    ):
-        assert dropout_p == 0.0
-        out, lse = compute(q, k, v, softmax_scale, causal)
-        lse = torch.where(lse == -torch.inf, torch.inf, lse)  # what FlashAttention 2 stores
-        return (out, lse, None) if return_attn_probs else out
-
-    def flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p=0.0,
-        softmax_scale=None,
-        causal=False,
-    ):
-        return compute_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal)
-
-    functions = (flash_attn_func, flash_attn_varlen_func)
-    fake_package("flash_attn", **{f.__name__: f for f in functions})
-
-
-def install_fa3(fake_package, compute, compute_packed, module):
-    def flash_attn_func(
-        q,
-        k,
-        v,
-        softmax_scale=None,
-        causal=False,
-        qv=None,
-        q_descale=None,
-        k_descale=None,
-        v_descale=None,
-        window_size=(-1, -1),
-        attention_chunk=0,
-        softcap=0.0,
-        num_splits=1,
-        pack_gqa=None,
-        deterministic=False,
-        sm_margin=0,
-        return_attn_probs=False,
-    ):
-        out, lse = compute(q, k, v, softmax_scale, causal)
-        return (out, lse) if return_attn_probs else out
-
-    def flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        seqused_q=None,
-        seqused_k=None,
-        softmax_scale=None,
-        causal=False,
-    ):
-        return compute_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal)
-
-    functions = (flash_attn_func, flash_attn_varlen_func)
-    fake_package(module, **{f.__name__: f for f in functions})
+PACKED = "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
 
 
 @pytest.fixture
-def fa3(fake_package, compute, compute_packed):
-    install_fa3(fake_package, compute, compute_packed, "flash_attn_interface")
+def fa2(flash_package):
+    def answer(call, out, lse):
+        if lse is None or not call.return_attn_probs:
+            return out
+        return out, lse.masked_fill(lse == -torch.inf, torch.inf), None  # what it stores
+
+    flash_package(
+        "flash_attn",
+        dense="q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), "
+        "softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False",
+        packed=f"{PACKED}, dropout_p=0.0, softmax_scale=None, causal=False",
+        answer=answer,
+        holds=lambda call: call.dropout_p == 0.0,
+    )
+
+
+def install_fa3(flash_package, module):
+    flash_package(
+        module,
+        dense="q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, "
+        "v_descale=None, window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, "
+        "pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False",
+        packed=f"{PACKED}, seqused_q=None, seqused_k=None, softmax_scale=None, causal=False",
+        answer=lambda call, out, lse: (
+            (out, lse) if lse is not None and call.return_attn_probs else out
+        ),
+    )
 
 
 @pytest.fixture
-def fa3_fwd(fake_package, compute, compute_packed):
-    install_fa3(fake_package, compute, compute_packed, "fa3_fwd_interface")
+def fa3(flash_package):
+    install_fa3(flash_package, "flash_attn_interface")
 
 
 @pytest.fixture
-def fa4(fake_package, compute, compute_packed):
-    def flash_attn_func(
-        q,
-        k,
-        v,
-        qv=None,
-        gather_kv_indices=None,
-        softmax_scale=None,
-        causal=False,
-        window_size=(None, None),
-        return_lse=False,
-    ):
-        assert qv is None
-        out, lse = compute(q, k, v, softmax_scale, causal)
-        return out, lse if return_lse else None
+def fa3_fwd(flash_package):
+    install_fa3(flash_package, "fa3_fwd_interface")
 
-    def flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        qv=None,
-        cu_seqlens_q=None,
-        cu_seqlens_k=None,
-        max_seqlen_q=None,
-        max_seqlen_k=None,
-        softmax_scale=None,
-        causal=False,
-        return_lse=False,
-    ):
-        assert qv is None
-        out = compute_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal)
-        return out, None
 
-    functions = (flash_attn_func, flash_attn_varlen_func)
-    fake_package("flash_attn.cute", **{f.__name__: f for f in functions})
+@pytest.fixture
+def fa4(flash_package):
+    flash_package(
+        "flash_attn.cute",
+        dense="q, k, v, qv=None, gather_kv_indices=None, softmax_scale=None, causal=False, "
+        "window_size=(None, None), return_lse=False",
+        packed="q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, "
+        "max_seqlen_k=None, softmax_scale=None, causal=False, return_lse=False",
+        answer=lambda call, out, lse: (out, lse if call.return_lse else None),
+        holds=lambda call: call.qv is None,
+    )
 
 
 VARIANTS = ["fa2", "fa3", "fa3_fwd", "fa4", "fa4_fwd", "fa4_sm100"]
