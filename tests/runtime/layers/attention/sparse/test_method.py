@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from multimodal_gen.errors import UsageError
+from multimodal_gen.runtime.layers.attention.sparse import router
 from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import recorded_pairs
 from multimodal_gen.runtime.managers.forward_context import TextSpan
 from tests.helpers.inputs import QKV
@@ -174,3 +175,48 @@ def test_another_scale_is_used(name: str) -> None:
     else:
         plain = run_sparse(defined.method.layer(kv_heads=1), qkv, defined.grid)
         assert not torch.allclose(out, plain, atol=1e-3)
+
+
+# Parameters by which a method leaves nothing out.
+EVERYTHING = (
+    ("vsa", {"topk": ...}),
+    ("vsa", {"topk": 12}),
+    ("vsa", {"topk": ..., "sparsity": 0.0}),
+    ("sla", {"topk_ratio": 1.0}),
+    ("sol", {"tau": -1000.0}),
+    ("nabla", {"P": 1.0}),
+    ("draft", {"sparsity_ratio": 0.0}),
+    ("pisa", {"density": 1.0}),
+    ("vmoba, temporal", {"temporal_topk": 3}),
+    ("vmoba, temporal", {"temporal_topk": 99}),
+    ("vmoba, temporal", {"temporal_topk": 1}),  # own chunks alone, which means all of them
+    ("vmoba, temporal", {"moba_select_mode": "threshold", "moba_threshold": 1.0}),
+    (
+        "vmoba, temporal",
+        {
+            "moba_select_mode": "threshold",
+            "moba_threshold": 1.0,
+            "moba_threshold_type": "overall",
+        },
+    ),
+    ("vmoba, temporal", {"temporal_chunk_size": 5}),
+)
+
+
+@pytest.mark.parametrize("where", ["no text", "text first", "text last"])
+@pytest.mark.parametrize(("name", "given"), EVERYTHING, ids=str)
+def test_a_method_that_leaves_nothing_out_is_dense_attention(name, given, where) -> None:
+    defined, text = DEFINED[name], text_of(DEFINED[name], where)
+    qkv, layer = defined.inputs(text), defined.method.layer(kv_heads=1, **given)
+    out = run_sparse(layer, qkv, defined.grid, text=text)
+    assert_within_error_budget(out, *qkv, scale=defined.scale)
+    assert layer.attn_impl.facts().densities == {0: 1.0}
+
+
+@pytest.mark.parametrize("name", ["nabla", "draft"])
+def test_some_heads_at_a_time_choose_as_all_do(name, monkeypatch) -> None:
+    defined, text = DEFINED[name], text_of(DEFINED[name], "text last")
+    layer, qkv = defined.method.layer(kv_heads=1), defined.inputs(text)
+    whole = run_sparse(layer, qkv, defined.grid, text=text)
+    monkeypatch.setattr(router, "_SCORES_AT_ONCE", 1)
+    assert torch.equal(run_sparse(layer, qkv, defined.grid, text=text), whole)

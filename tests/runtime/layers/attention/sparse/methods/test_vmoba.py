@@ -3,6 +3,7 @@
 import math
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,13 +27,11 @@ from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.settings import read_mapping
 from tests.helpers.inputs import QKV
+from tests.helpers.methods import CHUNKS, DEFINED, rows_and_chunks
 from tests.helpers.sparse import (
     SparseMethod,
-    joint_mask,
     run_sparse,
     text_places,
-    tokens_of_tiles,
-    video_tokens,
 )
 from tests.helpers.tolerance import assert_within_error_budget
 from tests.kernels.select.naive_chunks import naive_choice, naive_means
@@ -59,26 +58,9 @@ def inputs(grid, **options):
     return METHOD.inputs(grid, **options)
 
 
-def chunk_of(kind, grid):
-    """Return the tokens of a chunk along time, height and width."""
-    return {
-        "temporal": (2, grid[1], grid[2]),
-        "spatial": (grid[0], 3, 4),
-        "st": (2, 3, 4),
-    }[kind]
-
-
-def naive_mask(qkv, grid, kind, rule, *, text=None, token_mask=None):
-    """Return which token attends to which, [B, H, S, S], by going through all tokens."""
-    chunks, video = tokens_of_tiles(grid, chunk_of(kind, grid), text), video_tokens(grid, text)
-    own = [next(n for n, chunk in enumerate(chunks) if t in chunk) for t in video]
-    means = naive_means(qkv.key, chunks)
-    chosen = naive_choice(qkv.query[:, video], means, own, rule)
-    batch, tokens, heads, _ = qkv.query.shape
-    mask = torch.zeros(batch, heads, tokens, tokens, dtype=torch.bool)
-    rows = torch.tensor(video)
-    mask[:, :, rows[:, None], rows] = chosen[..., own]
-    return joint_mask(mask, video, token_mask)
+def moba(kind, grid=RAGGED):
+    """Return one kind of chunks by its definition."""
+    return replace(DEFINED[f"vmoba, {kind}"], grid=grid)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -136,51 +118,21 @@ def test_copies_of_a_share_of_heads_are_bounded(grid, chunk, heads, kv_heads, ov
     ],
 )
 def test_a_threshold_takes_its_share_of_each_scope(kind, scope, threshold):
-    qkv = inputs(RAGGED)
-    attention = layer(KINDS.index(kind), moba_threshold=threshold, moba_threshold_type=scope)
-    out = run(attention, qkv, RAGGED)
-    mask = naive_mask(qkv, RAGGED, kind, Rule(threshold=threshold, scope=scope))
-    assert_within_error_budget(out, *qkv, scale=SCALE, mask=mask)
+    given = {"moba_threshold": threshold, "moba_threshold_type": scope}
+    rule = {"rule": Rule(threshold=threshold, scope=scope)}
+    moba(kind).check(moba_select_mode="threshold", **given, rule=rule)
 
 
 @pytest.mark.slow_cases("overall")
 @pytest.mark.parametrize("scope", ["overall", "head_global"])
 def test_topk_over_wider_scopes_is_a_mean(scope):
-    qkv = inputs(RAGGED)
-    out = run(layer(2, moba_threshold_type=scope, **TOPK), qkv, RAGGED)
-    mask = naive_mask(qkv, RAGGED, "st", Rule(topk=3, scope=scope))
-    assert_within_error_budget(out, *qkv, scale=SCALE, mask=mask)
-
-
-@pytest.mark.parametrize(
-    "parameters",
-    [
-        {**TOPK, "temporal_topk": 3},
-        {**TOPK, "temporal_topk": 99},
-        {"moba_threshold": 1.0},
-        {"moba_threshold": 1.0, "moba_threshold_type": "overall"},
-        {"temporal_chunk_size": 5},
-        {**TOPK, "temporal_topk": 1},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("where", TEXTS)
-def test_all_chunks_are_dense_attention(parameters, where):
-    text = TEXTS[where]
-    qkv = inputs(RAGGED, text=text)
-    attention = layer(**parameters)
-    out = run(attention, qkv, RAGGED, text=text)
-    assert_within_error_budget(out, *qkv, scale=SCALE)
-    assert attention.attn_impl.facts().densities == {0: 1.0}
+    moba("st").check(moba_threshold_type=scope, rule={"rule": Rule(topk=3, scope=scope)})
 
 
 def test_a_call_that_selects_only_own_chunks_keeps_to_them_where_that_is_asked_for():
-    qkv = inputs(RAGGED)
-    parameters = {**TOPK, "temporal_topk": 1, "only_own_chunk": "keep"}
-    out = run(layer(**parameters), qkv, RAGGED)
-    mask = naive_mask(qkv, RAGGED, "temporal", Rule(topk=1))
-    assert not mask.all()
-    assert_within_error_budget(out, *qkv, scale=SCALE, mask=mask)
+    rule = {"rule": Rule(topk=1)}
+    checked = moba("temporal").check(temporal_topk=1, only_own_chunk="keep", rule=rule)
+    assert not checked.mask.all()
 
 
 def test_samples_of_a_batch_do_not_compete():
@@ -212,7 +164,7 @@ def test_the_first_steps_and_layers_run_on_the_dense_backend():
     attention = layer(3, first_full_step=2, dense_steps="4", first_full_layer=3, **TOPK)
     for step in range(5):
         out = run(attention, qkv, RAGGED, step=step)
-        mask = naive_mask(qkv, RAGGED, "temporal", Rule(topk=2)) if step in (2, 3) else None
+        mask = moba("temporal").mask(qkv) if step in (2, 3) else None
         assert_within_error_budget(out, *qkv, scale=SCALE, mask=mask)
     calls = {e.selection.backend.is_sparse: 0 for e in attention.report().entries}
     for entry in attention.report().entries:
@@ -252,7 +204,7 @@ def test_a_layer_without_an_index_must_not_take_turns():
             impl.forward(*qkv, context)
         one = config(spatial_layer=0, st_layer=0, **TOPK)
         out = VMoBAImpl(HEADS, HEAD_SIZE, SCALE, config=one).forward(*qkv, context)
-    mask = naive_mask(qkv, RAGGED, "temporal", Rule(topk=2))
+    mask = moba("temporal").mask(qkv)
     assert_within_error_budget(out, *qkv, scale=SCALE, mask=mask)
 
 
@@ -364,10 +316,10 @@ def test_the_authors_kernel_gets_chunks_one_after_the_other(package, kind, param
     with set_forward_context(0, latent_grid=WHOLE) as context:
         out = impl.forward(*qkv, context)
     rule = impl.config.rule(kind)
-    mask = naive_mask(qkv, WHOLE, kind, rule)
+    mask = moba(kind, WHOLE).mask(qkv, rule=rule)
     assert_within_error_budget(out, *qkv, scale=SCALE, mask=mask)
     assert len(package.calls) == 2
-    assert package.calls[0][:3] == ([0, 192], 192, math.prod(chunk_of(kind, WHOLE)))
+    assert package.calls[0][:3] == ([0, 192], 192, math.prod(CHUNKS[kind](WHOLE)))
     assert impl.facts().densities[0] == pytest.approx(float(mask.double().mean()))
 
 
@@ -416,7 +368,7 @@ def test_the_last_temporal_chunk_may_be_short_for_the_authors_kernel(package):
     qkv = inputs(RAGGED)
     with set_forward_context(0, latent_grid=RAGGED) as context:
         out = upstream(**TOPK).forward(*qkv, context)
-    mask = naive_mask(qkv, RAGGED, "temporal", Rule(topk=2))
+    mask = moba("temporal").mask(qkv)
     assert_within_error_budget(out, *qkv, scale=SCALE, mask=mask)
 
 
@@ -444,7 +396,6 @@ def test_the_authors_settings_load_and_run(name):
     raw = read_mapping(CONFIGS / name)
     settings = build_config(VMoBAConfig, raw, backend="vmoba_attn")
     paper_grid, chunks = PAPER[name]
-    cpu = torch.device("cpu")
     for kind, count in zip(KINDS, chunks, strict=True):
         size = settings.chunk(kind, paper_grid)
         assert math.prod(-(-n // edge) for n, edge in zip(paper_grid, size, strict=True)) == count
@@ -452,12 +403,6 @@ def test_the_authors_settings_load_and_run(name):
     attention = layer(**{**raw, "first_full_step": 0, "temporal_topk": 2})
     qkv = inputs(grid, batch=1)
     out = run(attention, qkv, grid)
-    rule = settings.rule("temporal")
-    partition_of = row_chunks(
-        SequenceLayout(grid=grid, start=0, num_queries=672, num_keys=672), (3, 6, 14), cpu
-    )
-    assert partition_of.keys.num_tiles == 3
-    means = naive_means(qkv.key, [list(range(i, min(i + 252, 672))) for i in range(0, 672, 252)])
-    chosen = naive_choice(qkv.query, means, partition_of.own.tolist(), rule)
-    mask = chosen[..., partition_of.own.long()]
+    thirds = replace(moba("temporal", grid), cut=rows_and_chunks(lambda grid: (3, *grid[1:])))
+    mask = thirds.mask(qkv, rule=settings.rule("temporal"))
     assert_within_error_budget(out, *qkv, scale=SCALE, mask=mask)

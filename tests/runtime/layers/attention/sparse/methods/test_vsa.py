@@ -1,12 +1,13 @@
 """Video Sparse Attention through the layer, against its definition written down with loops."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from multimodal_gen.runtime.layers.attention import UlyssesAttention_VSA
-from multimodal_gen.runtime.layers.attention.sparse import tiles
+from multimodal_gen.runtime.layers.attention.sparse import tiles as pooling
 from multimodal_gen.runtime.layers.attention.sparse.methods.vsa import (
     kept_tiles,
 )
@@ -15,20 +16,16 @@ from multimodal_gen.runtime.managers.forward_context import (
 )
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from tests.helpers.inputs import QKV
+from tests.helpers.methods import DEFINED, tiles
 from tests.helpers.reference import reference_attention
 from tests.helpers.sparse import (
     SparseMethod,
     assert_same_gradients,
-    best_blocks,
     block_inputs,
-    joint_mask,
-    pair_mask,
     run_sparse,
     text_places,
     tokens_of_tiles,
-    video_tokens,
 )
-from tests.helpers.tolerance import assert_within_error_budget
 
 METHOD = SparseMethod(
     backend=AttentionBackendEnum.VIDEO_SPARSE_ATTN,
@@ -39,6 +36,7 @@ WHOLE, RAGGED = (4, 8, 12), (5, 6, 9)  # in tiles of 4: 1x2x3; 2x2x3 with edges 
 TILE = (4, 4, 4)
 TEXTS = text_places(RAGGED, 70)
 layer = METHOD.layer
+VSA = DEFINED["vsa"]
 
 
 def inputs(grid, *, text=None, dtype=torch.float32, seed=0, **options):
@@ -48,63 +46,59 @@ def inputs(grid, *, text=None, dtype=torch.float32, seed=0, **options):
     return QKV(*(x.to(dtype) for x in qkv))
 
 
-class Definition:
-    """The fine stage's mask, and the coarse stage, one query tile of one head at a time."""
+def mask_of(qkv, grid, kept, text=None):
+    """Return which token attends to which, bool [B, H, S, S]."""
+    return replace(VSA, grid=grid).mask(qkv, text, kept=kept)
 
-    def __init__(self, qkv, grid, tile, kept, text=None):
-        query, key, _ = qkv
-        tiles = tokens_of_tiles(grid, tile, text)
-        video, tokens = video_tokens(grid, text), query.shape[1]
-        self.text = [t for t in range(tokens) if t not in set(video)]
-        best = best_blocks(query, key, tiles, tiles, kept)
-        self.mask = joint_mask(pair_mask(best, tiles, tiles, tokens, tokens), video)
-        self.coarse = torch.zeros_like(query, dtype=torch.float64)
-        group = query.shape[2] // key.shape[2]
-        # Means are rounded to the inputs' dtype before they are compared.
-        means = [
-            torch.stack([x[:, t].double().mean(1).to(x.dtype).double() for t in tiles], 1)
-            for x in qkv
-        ]
-        q, k, v = means[0], *(x.repeat_interleave(group, 2) for x in means[1:])
-        weights = (torch.einsum("bqhd,bkhd->bhqk", q, k) * SCALE).softmax(-1)
-        for i, rows in enumerate(torch.einsum("bhqk,bkhd->qbhd", weights, v)):
-            self.coarse[:, tiles[i]] = rows[:, None]
+
+def coarse_of(qkv, grid, text=None):
+    """Return the coarse stage, [B, S, H, D], one query tile at a time."""
+    query, key, _ = qkv
+    tiles = tokens_of_tiles(grid, TILE, text)
+    coarse = torch.zeros_like(query, dtype=torch.float64)
+    group = query.shape[2] // key.shape[2]
+    # Means are rounded to the inputs' dtype before they are compared.
+    means = [
+        torch.stack([x[:, t].double().mean(1).to(x.dtype).double() for t in tiles], 1) for x in qkv
+    ]
+    q, k, v = means[0], *(x.repeat_interleave(group, 2) for x in means[1:])
+    weights = (torch.einsum("bqhd,bkhd->bhqk", q, k) * SCALE).softmax(-1)
+    for i, rows in enumerate(torch.einsum("bhqk,bkhd->qbhd", weights, v)):
+        coarse[:, tiles[i]] = rows[:, None]
+    return coarse
 
 
 def run(attention, qkv, grid, *, gate=None, **options):
     return run_sparse(attention, qkv, grid, gate_compress=gate, **options)
 
 
-def check(qkv, out, naive, gate=None):
-    """Assert that `out` errs within the budget of attention under the definition's mask."""
+def check(qkv, out, grid, kept, gate, text=None):
+    """Assert that `out` is both stages, within a budget of roundings of each."""
     query, key, value = qkv
-    if gate is not None:
-        coarse = gate.double() * naive.coarse
-        # Coarse values are a softmax over few means: a handful of roundings of each.
-        slack = 16 * torch.finfo(query.dtype).eps * (gate.abs() * naive.coarse.abs().amax())
-        exact, _ = reference_attention(query, key, value, scale=SCALE, mask=naive.mask)
-        budget = slack + 16 * torch.finfo(query.dtype).eps * (exact.abs() + value.abs().amax())
-        assert ((out.double() - exact - coarse).abs() <= budget).all()
-        return
-    assert_within_error_budget(out, query, key, value, scale=SCALE, mask=naive.mask)
+    coarse = coarse_of(qkv, grid, text)
+    # Coarse values are a softmax over few means: a handful of roundings of each.
+    slack = 16 * torch.finfo(query.dtype).eps * (gate.abs() * coarse.abs().amax())
+    mask = mask_of(qkv, grid, kept, text)
+    exact, _ = reference_attention(query, key, value, scale=SCALE, mask=mask)
+    budget = slack + 16 * torch.finfo(query.dtype).eps * (exact.abs() + value.abs().amax())
+    assert ((out.double() - exact - gate.double() * coarse).abs() <= budget).all()
 
 
-@pytest.mark.parametrize("kept", [1, 3])
-@pytest.mark.parametrize("kv_heads", [HEADS, 2, 1])
-@pytest.mark.parametrize("grid", [WHOLE, RAGGED], ids=["whole", "ragged"])
-def test_the_fine_stage_attends_to_the_best_tiles(grid, kv_heads, kept):
-    qkv = inputs(grid, kv_heads=kv_heads)
-    out = run(layer(kv_heads=kv_heads, topk=kept), qkv, grid)
-    check(qkv, out, Definition(qkv, grid, TILE, kept))
-
-
-@pytest.mark.slow_cases("tile0", "tile2")
-@pytest.mark.parametrize("tile", [TILE, (4, 8, 4), (4, 8, 8)])
-def test_tiles_of_every_size_are_pooled_and_attended_to(tile):
-    grid = (5, 13, 9)
-    qkv = inputs(grid, batch=1)
-    out = run(layer(topk=2, tile_size=tile), qkv, grid)
-    check(qkv, out, Definition(qkv, grid, tile, 2))
+@pytest.mark.parametrize(
+    ("grid", "tile", "kept"),
+    [
+        (WHOLE, TILE, 1),
+        (WHOLE, TILE, 3),
+        ((5, 13, 9), (4, 8, 4), 2),
+        pytest.param((5, 13, 9), TILE, 2, marks=pytest.mark.slow),
+        pytest.param((5, 13, 9), (4, 8, 8), 2, marks=pytest.mark.slow),
+    ],
+)
+def test_tiles_of_every_size_are_pooled_and_attended_to(grid, tile, kept):
+    cut = tiles(*tile)
+    replace(VSA, grid=grid, cut=cut, varied=cut).check(
+        rule={"kept": kept}, topk=kept, tile_size=tile
+    )
 
 
 @pytest.mark.parametrize("grid", [WHOLE, RAGGED], ids=["whole", "ragged"])
@@ -115,7 +109,7 @@ def test_the_gate_weighs_the_coarse_stage(grid, kv_heads, parameters):
     gate = torch.randn(qkv.query.shape, generator=torch.Generator().manual_seed(3))
     kept = parameters.get("topk", len(tokens_of_tiles(grid, TILE)))
     out = run(layer(kv_heads=kv_heads, **parameters), qkv, grid, gate=gate)
-    check(qkv, out, Definition(qkv, grid, TILE, kept), gate)
+    check(qkv, out, grid, kept, gate)
 
 
 def test_dense_steps_have_the_coarse_stage_too():
@@ -124,7 +118,7 @@ def test_dense_steps_have_the_coarse_stage_too():
     attention = layer(topk=2, dense_steps="0-2")
     for step, kept in ((1, 12), (3, 2)):
         out = run(attention, qkv, RAGGED, gate=gate, step=step)
-        check(qkv, out, Definition(qkv, RAGGED, TILE, kept), gate)
+        check(qkv, out, RAGGED, kept, gate)
     dense, sparse = attention.report().entries
     assert (dense.calls, sparse.calls) == (1, 1)
     assert not dense.selection.backend.is_sparse
@@ -141,13 +135,13 @@ def test_no_gate_is_weight_zero_and_not_one():
 
 def test_without_a_gate_no_value_is_pooled(monkeypatch):
     pooled = []
-    pool = tiles.pool_tiles
+    pool = pooling.pool_tiles
 
     def spy(tensors, *args, **options):
         pooled.append(len(tensors))
         return pool(tensors, *args, **options)
 
-    monkeypatch.setattr(tiles, "pool_tiles", spy)
+    monkeypatch.setattr(pooling, "pool_tiles", spy)
     qkv = inputs(WHOLE)
     run(layer(topk=2), qkv, WHOLE)
     assert pooled == [2]
@@ -162,18 +156,7 @@ def test_text_has_no_coarse_stage():
     attention = layer(topk=2)
     plain, gated = (run(attention, qkv, RAGGED, text=text, gate=g) for g in (None, gate))
     assert torch.equal(plain[:, : text.length], gated[:, : text.length])
-    check(qkv, gated, Definition(qkv, RAGGED, TILE, 2, text), gate)
-
-
-@pytest.mark.parametrize("where", TEXTS)
-@pytest.mark.parametrize("parameters", [{}, {"topk": 12}, {"sparsity": 0.0}], ids=str)
-def test_sparsity_zero_is_dense_attention(where, parameters):
-    text = TEXTS[where]
-    qkv = inputs(RAGGED, text=text)
-    attention = layer(**parameters)
-    out = run(attention, qkv, RAGGED, text=text)
-    assert_within_error_budget(out, *qkv, scale=SCALE)
-    assert attention.attn_impl.facts().densities == {0: 1.0}
+    check(qkv, gated, RAGGED, 2, gate, text)
 
 
 def test_equal_scores_keep_the_first_tiles():
@@ -189,15 +172,15 @@ def test_gradients_flow_through_both_stages():
     grid = (4, 4, 8)
     qkv = inputs(grid, batch=1)
     gate = torch.randn(qkv.query.shape, generator=torch.Generator().manual_seed(3))
-    mask, tiles = Definition(qkv, grid, TILE, 1).mask, tokens_of_tiles(grid, TILE)
+    mask, blocks = mask_of(qkv, grid, 1), tokens_of_tiles(grid, TILE)
     attention = layer(topk=1, kernel="reference")
 
     def definition(q, k, v, g):
         fine, _ = reference_attention(q, k, v, scale=SCALE, mask=mask)
-        means = [torch.stack([x[:, t].mean(1) for t in tiles], dim=1) for x in (q, k, v)]
+        means = [torch.stack([x[:, t].mean(1) for t in blocks], dim=1) for x in (q, k, v)]
         coarse, _ = reference_attention(*means, scale=SCALE)
         spread = torch.zeros_like(q)
-        for i, tokens in enumerate(tiles):
+        for i, tokens in enumerate(blocks):
             rows = coarse[:, i : i + 1].expand(-1, len(tokens), -1, -1)
             spread = spread.index_add(1, torch.tensor(tokens), rows)
         return fine + g * spread
