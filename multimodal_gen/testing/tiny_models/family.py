@@ -9,7 +9,7 @@ import contextlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     from torch import nn
@@ -106,6 +106,28 @@ def initialise(model: "ModuleT") -> "ModuleT":
     return model.eval()
 
 
+Make: TypeAlias = Callable[[], Any]
+"""Makes a component, or a part of one."""
+
+
+def component(class_name: str, **config: Any) -> Make:
+    """Return what makes a component of a class of diffusers; the weights of a model are random.
+
+    Args:
+        class_name: Name of the class.
+        config: Arguments of its constructor.
+    """
+
+    def make() -> Any:
+        import diffusers
+        from torch import nn
+
+        made = getattr(diffusers, class_name)(**config)
+        return initialise(made) if isinstance(made, nn.Module) else made
+
+    return make
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TinyFamily:
     """What can be made under one family name, and how to run it in a second or two on a CPU.
@@ -114,7 +136,12 @@ class TinyFamily:
         name: Family name, as given to `make_tiny_model`.
         pipeline_class: Name of the diffusers pipeline class.
         output: What the pipeline generates.
-        build: Constructs the pipeline from a seed. Imports torch and diffusers when called.
+        components: What makes each component but those for text, by its name.
+        text: What makes each tokenizer, and a text encoder for it, by the end of their names, ""
+            or "_2".
+        template: The pipeline's attribute with words that its tokenizer has to know, which then
+            gets them; "" for none.
+        pipeline_config: Further arguments of the pipeline's constructor.
         height: Pixels.
         width: Pixels.
         num_frames: Pixel frames of a video; None for an image.
@@ -131,7 +158,10 @@ class TinyFamily:
     name: str
     pipeline_class: str
     output: Literal["video", "image"]
-    build: Callable[[int], Any]
+    components: Mapping[str, Make]
+    text: Mapping[str, tuple[Callable[..., Any], Callable[[Any], Any]]]
+    template: str = ""
+    pipeline_config: Mapping[str, Any] = field(default_factory=dict)
     height: int
     width: int
     num_frames: int | None = None
@@ -157,3 +187,28 @@ class TinyFamily:
         if self.guidance_name is not None and self.guidance_scale is not None:
             kwargs[self.guidance_name] = self.guidance_scale
         return {**kwargs, **self.extra_kwargs}
+
+    def build(self, seed: int) -> Any:
+        """Return the pipeline with weights drawn from a seed; imports torch and diffusers."""
+        import diffusers
+
+        parts = dict(self.pipeline_config)
+        for name, make in self.components.items():
+            with seeded(seed, name):
+                parts[name] = make()
+        pipeline_class = getattr(diffusers, self.pipeline_class)
+        if not self.template:
+            return pipeline_class(**parts, **self._text_parts(seed))
+        names = (f"{part}{end}" for end in self.text for part in ("tokenizer", "text_encoder"))
+        pipeline = pipeline_class(**parts, **dict.fromkeys(names))
+        pipeline.register_modules(**self._text_parts(seed, getattr(pipeline, self.template)))
+        return pipeline
+
+    def _text_parts(self, seed: int, template: str | None = None) -> dict[str, Any]:
+        parts: dict[str, Any] = {}
+        for end, (tokenizer, encoder) in self.text.items():
+            takes_template = template is not None and not end
+            made = tokenizer(template) if takes_template else tokenizer()
+            with seeded(seed, f"text_encoder{end}"):
+                parts |= {f"tokenizer{end}": made, f"text_encoder{end}": encoder(made)}
+        return parts

@@ -8,14 +8,18 @@ from typing import Any, Final
 
 from multimodal_gen.errors import MissingDependencyError, UsageError, nearest
 from multimodal_gen.files import atomic_write
-from multimodal_gen.testing.tiny_models.cogvideox import COGVIDEOX
+from multimodal_gen.testing.tiny_models.families import (
+    COGVIDEOX,
+    FLUX,
+    FLUX2_KLEIN,
+    HUNYUAN_VIDEO,
+    HUNYUAN_VIDEO_15,
+    LTX,
+    QWEN_IMAGE,
+    WAN,
+    WAN22,
+)
 from multimodal_gen.testing.tiny_models.family import TinyFamily
-from multimodal_gen.testing.tiny_models.flux import FLUX
-from multimodal_gen.testing.tiny_models.flux2_klein import FLUX2_KLEIN
-from multimodal_gen.testing.tiny_models.hunyuan_video import HUNYUAN_VIDEO
-from multimodal_gen.testing.tiny_models.hunyuan_video_15 import HUNYUAN_VIDEO_15
-from multimodal_gen.testing.tiny_models.ltx import LTX
-from multimodal_gen.testing.tiny_models.qwen_image import QWEN_IMAGE
 from multimodal_gen.testing.tiny_models.streaming import (
     ANYFLOW_FAR,
     FRAMEPACK,
@@ -23,7 +27,6 @@ from multimodal_gen.testing.tiny_models.streaming import (
     HELIOS_PYRAMID,
     SKYREELS,
 )
-from multimodal_gen.testing.tiny_models.wan import WAN, WAN22
 
 FAMILIES: Final[Mapping[str, TinyFamily]] = MappingProxyType(
     {

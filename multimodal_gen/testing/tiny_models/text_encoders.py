@@ -67,27 +67,8 @@ def clip_text(tokenizer: Any) -> Any:
     return initialise(CLIPTextModel(config))
 
 
-def llama(tokenizer: Any) -> Any:
-    """Return a `LlamaModel` with grouped-query attention (4 heads, 2 key/value heads)."""
-    from transformers import LlamaConfig, LlamaModel
-
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=TEXT_WIDTH,
-        intermediate_size=_FFN_WIDTH,
-        num_hidden_layers=_DECODER_LAYERS,
-        num_attention_heads=_HEADS,
-        num_key_value_heads=_KV_HEADS,
-        max_position_embeddings=tokenizer.model_max_length,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        use_cache=False,
-    )
-    return initialise(LlamaModel(config))
-
-
-def _qwen25_vl_text_config(tokenizer: Any) -> dict[str, Any]:
+def _decoder_config(tokenizer: Any) -> dict[str, Any]:
+    """Return the sizes of a decoder with grouped-query attention (4 heads, 2 key/value heads)."""
     return {
         "vocab_size": len(tokenizer),
         "hidden_size": TEXT_WIDTH,
@@ -96,17 +77,32 @@ def _qwen25_vl_text_config(tokenizer: Any) -> dict[str, Any]:
         "num_attention_heads": _HEADS,
         "num_key_value_heads": _KV_HEADS,
         "max_position_embeddings": tokenizer.model_max_length,
-        # Rotary channel pairs for time, height and width; they add up to half the head size.
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1_000_000.0,
-            "mrope_section": [2, 3, 3],
-        },
-        "bos_token_id": tokenizer.pad_token_id,
-        "eos_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>"),
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
         "use_cache": False,
     }
+
+
+def _qwen_config(tokenizer: Any) -> dict[str, Any]:
+    return {
+        **_decoder_config(tokenizer),
+        "bos_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>"),
+    }
+
+
+def _qwen25_vl_text_config(tokenizer: Any) -> dict[str, Any]:
+    # Rotary channel pairs for time, height and width; they add up to half the head size.
+    rope = {"rope_type": "default", "rope_theta": 1_000_000.0, "mrope_section": [2, 3, 3]}
+    return {**_qwen_config(tokenizer), "rope_parameters": rope}
+
+
+def llama(tokenizer: Any) -> Any:
+    """Return a `LlamaModel`."""
+    from transformers import LlamaConfig, LlamaModel
+
+    return initialise(LlamaModel(LlamaConfig(**_decoder_config(tokenizer))))
 
 
 def qwen25_vl_text(tokenizer: Any) -> Any:
@@ -148,18 +144,12 @@ def qwen3(tokenizer: Any, *, num_layers: int) -> Any:
     """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=TEXT_WIDTH // 2,
-        intermediate_size=_FFN_WIDTH // 2,
-        num_hidden_layers=num_layers,
-        num_attention_heads=_HEADS // 2,
-        num_key_value_heads=_KV_HEADS // 2,
-        head_dim=_HEAD_SIZE,
-        max_position_embeddings=tokenizer.model_max_length,
-        bos_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
-        pad_token_id=tokenizer.pad_token_id,
-        use_cache=False,
-    )
-    return initialise(Qwen3ForCausalLM(config))
+    narrow = {
+        "hidden_size": TEXT_WIDTH // 2,
+        "intermediate_size": _FFN_WIDTH // 2,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": _HEADS // 2,
+        "num_key_value_heads": _KV_HEADS // 2,
+        "head_dim": _HEAD_SIZE,
+    }
+    return initialise(Qwen3ForCausalLM(Qwen3Config(**{**_qwen_config(tokenizer), **narrow})))
