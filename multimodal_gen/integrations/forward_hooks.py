@@ -203,7 +203,7 @@ class DenoiserHooks:
             branch_key=self._branch_key(step),
             component=self._component,
             request_id=step.request_id,
-            call_number=None if splitter is None else splitter.begin(call, text),
+            call_number=None if splitter is None else splitter.begin(call, grid, text),
             padding=padding,
             split=None if splitter is None else splitter.split,
             lists=lists,

@@ -125,15 +125,12 @@ def adapter_of(described: DescribedTokens) -> ModelAdapter:
     start, stop = described.text or (0, 0)
     span = TextSpan(start=start, length=stop - start) if described.text else None
 
-    def grid(call: ModelCall) -> Grid:
-        del call
-        return described.grid
-
-    def text_span(call: ModelCall) -> TextSpan | None:
-        del call
-        return span
-
-    return ModelAdapter(classes=(), grid=grid, text_span=text_span, described=described)
+    return ModelAdapter(
+        classes=(),
+        grid=lambda call: described.grid,
+        text_span=lambda call: span,
+        described=described,
+    )
 
 
 def latent_tokens(call: ModelCall) -> int:
@@ -142,7 +139,7 @@ def latent_tokens(call: ModelCall) -> int:
 
 
 def tokens_of(grid: Callable[[ModelCall], Grid | None]) -> Callable[[ModelCall], int | None]:
-    """Return a function that gives the number of tokens of a call from its grid."""
+    """Return what gives the number of tokens from a grid; `SplitPlan` by itself does since 0.2."""
 
     def tokens(call: ModelCall) -> int | None:
         sizes = grid(call)
@@ -213,11 +210,56 @@ def history_tokens(call: ModelCall, name: str, coarser: int) -> int:
     return math.prod(-(-size // (step * coarser)) for size, step in sizes)
 
 
-def refiner_role(name: str, module: nn.Module) -> AttentionRole:
-    """Tell modules of a text refiner (`context_embedder`) from those of the denoiser."""
-    if name.startswith("context_embedder."):
-        return AttentionRole.ENCODER
-    return role_by_name(name, module)
+def role_by_prefix(
+    prefixes: tuple[str, ...], role: AttentionRole, other: AttentionRole | None = None
+) -> Callable[[str, nn.Module], AttentionRole]:
+    """Return what tells the role from how names begin.
+
+    Args:
+        prefixes: how the names of some modules begin.
+        role: their role.
+        other: that of all others; None for what `role_by_name` tells.
+    """
+
+    def role_of(name: str, module: nn.Module) -> AttentionRole:
+        if name.startswith(prefixes):
+            return role
+        return role_by_name(name, module) if other is None else other
+
+    return role_of
+
+
+refiner_role = role_by_prefix(("context_embedder.",), AttentionRole.ENCODER)
+"""Tells modules of a text refiner from those of the denoiser."""
+
+
+def masked_text(
+    name: str,
+    role: AttentionRole = AttentionRole.SELF,
+    *,
+    grid: Callable[[ModelCall], Grid | None] | None = None,
+    after: tuple[str, ...] = (),
+    valid_first: bool = False,
+) -> Callable[[ModelCall], KeyPadding | None]:
+    """Return what tells the padding of text by its mask [B, L]; see `KeyPadding`.
+
+    Args:
+        name: the argument that is the mask.
+        role: role of the modules that attend to the text.
+        grid: finds the grid of the tokens in front of it; None where there are none.
+        after: arguments whose tokens are behind it.
+        valid_first: the model moves valid text tokens before padded ones.
+    """
+
+    def padding(call: ModelCall) -> KeyPadding | None:
+        mask, sizes = call.tensor(name), None if grid is None else grid(call)
+        if mask is None or mask.dim() != 2 or (grid is not None and sizes is None):
+            return None
+        before = 0 if sizes is None else math.prod(sizes)
+        behind = call.length(*after)
+        return KeyPadding(role, mask, before=before, after=behind, valid_first=valid_first)
+
+    return padding
 
 
 def rear_text(grid: Grid | None, length: int) -> TextSpan | None:

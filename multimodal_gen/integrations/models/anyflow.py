@@ -4,7 +4,7 @@ The causal form of it (`AnyFlowFARTransformer3DModel`) attends by FlexAttention'
 past; layers take those as they are, dense, and it has no adapter.
 """
 
-from multimodal_gen.integrations.models.adapter import ModelAdapter, grid_along, tokens_of
+from multimodal_gen.integrations.models.adapter import ModelAdapter, grid_along
 from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
 
 _grid = grid_along(1, 3, 4)
@@ -14,13 +14,12 @@ ANYFLOW = ModelAdapter(
     classes=("AnyFlowTransformer3DModel",),
     grid=_grid,
     split=SplitPlan(
-        tokens=tokens_of(_grid),
         cuts=(
-            Cut(module="rope", dim=2, dims=4),
-            Cut(module="patch_embedding", dim=2, dims=5, flat=True),
+            Cut("rope", dim=2, dims=4),
+            Cut("patch_embedding", dim=2, dims=5, flat=True),
             # The two times of a frame, for each of its tokens.
-            Cut(module="condition_embedder", index=0, dims=3),
-            Cut(module="condition_embedder", index=1, dims=3),
+            Cut("condition_embedder", index=0, dims=3),
+            Cut("condition_embedder", index=1, dims=3),
         ),
     ),
 )

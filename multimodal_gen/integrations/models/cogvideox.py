@@ -10,7 +10,6 @@ from multimodal_gen.integrations.models.adapter import (
     ModelAdapter,
     front_text,
     grid_along,
-    tokens_of,
 )
 from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
 
@@ -24,10 +23,9 @@ COGVIDEOX = ModelAdapter(
     batches_guidance=True,
     batched=("hidden_states", "encoder_hidden_states", "timestep", "timestep_cond", "ofs"),
     split=SplitPlan(
-        tokens=tokens_of(_grid),
         cuts=(
-            Cut(module="", argument="image_rotary_emb", dim=0, dims=2),
-            Cut(module="patch_embed", dims=3, with_text=True),
+            Cut("", "image_rotary_emb", dim=0, dims=2),
+            Cut("patch_embed", dims=3, with_text=True),
         ),
     ),
 )

@@ -4,7 +4,6 @@ from multimodal_gen.integrations.models.adapter import (
     ModelAdapter,
     ModelCall,
     latents_grid,
-    tokens_of,
 )
 from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
 
@@ -28,13 +27,12 @@ COSMOS = ModelAdapter(
     classes=("CosmosTransformer3DModel",),
     grid=latents_grid,
     split=SplitPlan(
-        tokens=tokens_of(latents_grid),
         refuse=_refuse,
         cuts=(
-            Cut(module="rope", dim=0, dims=2),
-            Cut(module="learnable_pos_embed", dims=3),
+            Cut("rope", dim=0, dims=2),
+            Cut("learnable_pos_embed", dims=3),
             # The embedder returns [B, T, H, W, C], which the model makes tokens of itself.
-            Cut(module="transformer_blocks.0", argument="hidden_states", dims=3),
+            Cut("transformer_blocks.0", "hidden_states", dims=3),
         ),
     ),
 )

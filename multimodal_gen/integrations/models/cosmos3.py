@@ -56,10 +56,10 @@ COSMOS3 = ModelAdapter(
     split=SplitPlan(
         tokens=_tokens,
         cuts=(
-            Cut(module="layers.0", argument="gen_seq", dim=0, dims=2, with_text="behind"),
+            Cut("layers.0", "gen_seq", dim=0, dims=2, with_text="behind"),
             # Behind the two that rotate the prompt.
-            Cut(module=_LAYERS, argument="rotary_emb", index=2, dim=0, dims=2, with_text="behind"),
-            Cut(module=_LAYERS, argument="rotary_emb", index=3, dim=0, dims=2, with_text="behind"),
+            Cut(_LAYERS, "rotary_emb", index=2, dim=0, dims=2, with_text="behind"),
+            Cut(_LAYERS, "rotary_emb", index=3, dim=0, dims=2, with_text="behind"),
         ),
         behind=_behind,
         keys_alone=True,

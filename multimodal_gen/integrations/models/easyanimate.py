@@ -5,7 +5,6 @@ from multimodal_gen.integrations.models.adapter import (
     ModelCall,
     front,
     latents_grid,
-    tokens_of,
 )
 from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
 from multimodal_gen.runtime.managers.forward_context import TextSpan
@@ -20,10 +19,9 @@ EASYANIMATE = ModelAdapter(
     grid=latents_grid,
     text_span=_text,
     split=SplitPlan(
-        tokens=tokens_of(latents_grid),
         cuts=(
-            Cut(module="rope_embedding", dim=0, dims=2),
-            Cut(module="transformer_blocks.0", argument="hidden_states", dims=3),
+            Cut("rope_embedding", dim=0, dims=2),
+            Cut("transformer_blocks.0", "hidden_states", dims=3),
         ),
     ),
 )

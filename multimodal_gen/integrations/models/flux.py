@@ -51,11 +51,11 @@ FLUX = ModelAdapter(
     split=SplitPlan(
         tokens=latent_tokens,
         cuts=(
-            Cut(module="", argument="hidden_states", dims=3),
-            Cut(module="", argument="img_ids", dim=0, dims=2),
-            Cut(module="", argument="img_ids", dims=3),
-            Cut(module="", argument="controlnet_block_samples", dims=3),
-            Cut(module="", argument="controlnet_single_block_samples", dims=3),
+            Cut("", "hidden_states", dims=3),
+            Cut("", "img_ids", dim=0, dims=2),
+            Cut("", "img_ids", dims=3),
+            Cut("", "controlnet_block_samples", dims=3),
+            Cut("", "controlnet_single_block_samples", dims=3),
         ),
     ),
 )
@@ -89,9 +89,9 @@ FLUX2 = ModelAdapter(
         tokens=latent_tokens,
         refuse=_refuse,
         cuts=(
-            Cut(module="", argument="hidden_states", dims=3),
-            Cut(module="", argument="img_ids", dim=0, dims=2),
-            Cut(module="", argument="img_ids", dims=3),
+            Cut("", "hidden_states", dims=3),
+            Cut("", "img_ids", dim=0, dims=2),
+            Cut("", "img_ids", dims=3),
         ),
     ),
 )

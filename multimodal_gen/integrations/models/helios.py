@@ -11,7 +11,6 @@ from multimodal_gen.integrations.models.adapter import (
     front,
     history_tokens,
     latents_grid,
-    tokens_of,
 )
 from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
 from multimodal_gen.runtime.managers.forward_context import TextSpan
@@ -33,14 +32,13 @@ HELIOS = ModelAdapter(
     grid=latents_grid,
     text_span=_history,
     split=SplitPlan(
-        tokens=tokens_of(latents_grid),
         cuts=(
-            Cut(module="blocks.0", argument="hidden_states", dims=3, with_text=True),
-            Cut(module="blocks.*", argument="temb", dims=4, with_text=True),
-            Cut(module="blocks.*", argument="rotary_emb", dims=3, with_text=True),
-            Cut(module="blocks.*", argument=_CHUNK, is_count=True),
-            Cut(module="norm_out", argument="temb", dims=3, with_text=True),
-            Cut(module="norm_out", argument=_CHUNK, is_count=True),
+            Cut("blocks.0", "hidden_states", dims=3, with_text=True),
+            Cut("blocks.*", "temb", dims=4, with_text=True),
+            Cut("blocks.*", "rotary_emb", dims=3, with_text=True),
+            Cut("blocks.*", _CHUNK, is_count=True),
+            Cut("norm_out", "temb", dims=3, with_text=True),
+            Cut("norm_out", _CHUNK, is_count=True),
         ),
     ),
 )

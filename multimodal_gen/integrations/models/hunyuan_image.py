@@ -12,7 +12,6 @@ from multimodal_gen.integrations.models.adapter import (
     latents_grid,
     rear_text,
     refiner_role,
-    tokens_of,
 )
 from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
 from multimodal_gen.integrations.padding import KeyPadding
@@ -57,7 +56,6 @@ HUNYUAN_IMAGE = ModelAdapter(
     padding=_padding,
     masks_padding=("HunyuanImageAttnProcessor",),
     split=SplitPlan(
-        tokens=tokens_of(_grid),
-        cuts=(Cut(module="rope", dim=0, dims=2), Cut(module="x_embedder", dims=3)),
+        cuts=(Cut("rope", dim=0, dims=2), Cut("x_embedder", dims=3)),
     ),
 )

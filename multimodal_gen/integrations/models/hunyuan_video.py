@@ -10,27 +10,19 @@ from types import MappingProxyType
 import torch
 
 from multimodal_gen.integrations.models.adapter import (
-    Grid,
     ModelAdapter,
     ModelCall,
     front,
     history_tokens,
     latents_grid,
+    masked_text,
     refiner_role,
     text_behind,
-    tokens_of,
 )
 from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
 from multimodal_gen.integrations.padding import FunctionalWithPairMask, KeyPadding
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.managers.forward_context import TextSpan
-
-
-def _padding(call: ModelCall) -> KeyPadding | None:
-    mask, grid = call.tensor("encoder_attention_mask"), latents_grid(call)
-    if mask is None or grid is None:
-        return None
-    return _rear_padding(mask, grid)
 
 
 def _padding_15(call: ModelCall) -> KeyPadding | None:
@@ -42,19 +34,15 @@ def _padding_15(call: ModelCall) -> KeyPadding | None:
     # The pipeline embeds it once for all videos of a prompt.
     has_image = (image != 0).any().expand(masks[0].shape[0], image.shape[1])
     text = torch.cat((has_image, *(mask != 0 for mask in masks if mask is not None)), dim=1)
-    return _rear_padding(text, grid)
-
-
-def _rear_padding(text: torch.Tensor, grid: Grid) -> KeyPadding:
     return KeyPadding(AttentionRole.SELF, text, before=math.prod(grid), valid_first=True)
 
 
 # The masks of both models are as long as the tokens that leave the embedder, and the text.
-_CUTS = (Cut(module="rope", dim=0, dims=2), Cut(module="x_embedder", dims=3))
+_CUTS = (Cut("rope", dim=0, dims=2), Cut("x_embedder", dims=3))
 
 # Tokens of the image to continue, modulated by a timestep of their own.
 _FIRST_FRAME = tuple(
-    Cut(module=f"{blocks}.*", argument="num_tokens", is_count=True)
+    Cut(f"{blocks}.*", "num_tokens", is_count=True)
     for blocks in ("transformer_blocks", "single_transformer_blocks")
 )
 
@@ -63,9 +51,9 @@ HUNYUAN_VIDEO = ModelAdapter(
     role_of=refiner_role,
     grid=latents_grid,
     text_span=text_behind(latents_grid, "encoder_hidden_states"),
-    padding=_padding,
+    padding=masked_text("encoder_attention_mask", grid=latents_grid, valid_first=True),
     masks_padding=("HunyuanVideoAttnProcessor2_0",),
-    split=SplitPlan(tokens=tokens_of(latents_grid), cuts=(*_CUTS, *_FIRST_FRAME)),
+    split=SplitPlan(cuts=(*_CUTS, *_FIRST_FRAME)),
 )
 
 HUNYUAN_VIDEO_15 = ModelAdapter(
@@ -77,7 +65,7 @@ HUNYUAN_VIDEO_15 = ModelAdapter(
     ),
     padding=_padding_15,
     masks_padding=("HunyuanVideo15AttnProcessor2_0",),
-    split=SplitPlan(tokens=tokens_of(latents_grid), cuts=_CUTS),
+    split=SplitPlan(cuts=_CUTS),
     replacements=MappingProxyType(
         {
             "HunyuanVideo15AttnProcessor2_0": MappingProxyType({"F": FunctionalWithPairMask}),
@@ -108,25 +96,14 @@ FRAMEPACK = ModelAdapter(
     grid=latents_grid,
     text_span=_earlier,
     split=SplitPlan(
-        tokens=tokens_of(latents_grid),
         cuts=(
-            Cut(module="transformer_blocks.0", argument="hidden_states", dims=3, with_text="front"),
+            Cut("transformer_blocks.0", "hidden_states", dims=3, with_text="front"),
+            Cut("transformer_blocks.*", "freqs_cis", dim=0, dims=2, with_text="front"),
             Cut(
-                module="transformer_blocks.*",
-                argument="freqs_cis",
-                dim=0,
-                dims=2,
-                with_text="front",
-            ),
-            Cut(
-                module="single_transformer_blocks.*",
-                argument="image_rotary_emb",
-                dim=0,
-                dims=2,
-                with_text="front",
+                "single_transformer_blocks.*", "image_rotary_emb", dim=0, dims=2, with_text="front"
             ),
             *(
-                Cut(module=f"{blocks}.*", argument="attention_mask", dim=3, dims=4, with_text=True)
+                Cut(f"{blocks}.*", "attention_mask", dim=3, dims=4, with_text=True)
                 for blocks in ("transformer_blocks", "single_transformer_blocks")
             ),
         ),

@@ -12,10 +12,9 @@ from multimodal_gen.integrations.models.adapter import (
     ModelAdapter,
     ModelCall,
     grid_along,
-    tokens_of,
+    masked_text,
 )
 from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan, must_be_none
-from multimodal_gen.integrations.padding import KeyPadding
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 
 _LATENTS = grid_along(1, 2, 3)  # channels come last
@@ -41,40 +40,33 @@ KANDINSKY5 = ModelAdapter(
     role_of=_role,
     grid=_grid,
     split=SplitPlan(
-        tokens=tokens_of(_grid),
         refuse=_refuse,
         cuts=(
-            Cut(module=f"{_BLOCKS}.0", argument="visual_embed", dims=3),
-            Cut(module=f"{_BLOCKS}.*", argument="rope"),
+            Cut(f"{_BLOCKS}.0", "visual_embed", dims=3),
+            Cut(f"{_BLOCKS}.*", "rope"),
         ),
         gather=f"{_BLOCKS}.-1",
     ),
 )
 
 
-def _padding(call: ModelCall) -> KeyPadding | None:
-    mask = call.tensor("encoder_attention_mask")
-    return None if mask is None else KeyPadding(AttentionRole.CROSS, mask)
-
-
 KANDINSKY6 = ModelAdapter(
     classes=("Kandinsky6Transformer3DModel",),
     role_of=_role,
     grid=_grid,
-    padding=_padding,
+    padding=masked_text("encoder_attention_mask", AttentionRole.CROSS),
     masks_padding=("Kandinsky6AttnProcessor",),
     split=SplitPlan(
-        tokens=tokens_of(_grid),
         refuse=_refuse,
         cuts=(
-            Cut(module=f"{_BLOCKS}.0", argument="vis", dims=3),
-            Cut(module=f"{_BLOCKS}.*", argument="vis_rope", dim=0),
+            Cut(f"{_BLOCKS}.0", "vis", dims=3),
+            Cut(f"{_BLOCKS}.*", "vis_rope", dim=0),
         ),
         gather=f"{_BLOCKS}.-1",
         # Every rank has all of the sound, which attends to the whole video.
         gathered=(
-            Cut(module=f"{_BLOCKS}.*.av_cross_attention", argument="encoder_hidden_states"),
-            Cut(module=f"{_BLOCKS}.*.av_cross_attention", argument="rope_kv", dim=0),
+            Cut(f"{_BLOCKS}.*.av_cross_attention", "encoder_hidden_states"),
+            Cut(f"{_BLOCKS}.*.av_cross_attention", "rope_kv", dim=0),
         ),
     ),
 )

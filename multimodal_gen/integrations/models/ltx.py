@@ -7,10 +7,10 @@ from multimodal_gen.integrations.models.adapter import (
     ModelAdapter,
     ModelCall,
     latent_tokens,
+    masked_text,
     patch_of,
 )
 from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
-from multimodal_gen.integrations.padding import KeyPadding
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 
 
@@ -26,17 +26,10 @@ def packed_grid(call: ModelCall) -> Grid | None:
     return (frames, height, width) if on_grid else None
 
 
-def _padding(call: ModelCall) -> KeyPadding | None:
-    mask = call.tensor("encoder_attention_mask")
-    if mask is None or mask.dim() != 2:
-        return None
-    return KeyPadding(AttentionRole.CROSS, mask)
-
-
 LTX = ModelAdapter(
     classes=("LTXVideoTransformer3DModel",),
     grid=packed_grid,
-    padding=_padding,
+    padding=masked_text("encoder_attention_mask", AttentionRole.CROSS),
     batches_guidance=True,
     batched=(
         "hidden_states",
@@ -49,10 +42,10 @@ LTX = ModelAdapter(
     split=SplitPlan(
         tokens=latent_tokens,
         cuts=(
-            Cut(module="", argument="hidden_states", dims=3),
+            Cut("", "hidden_states", dims=3),
             # One timestep per token, where images or videos are to be continued.
-            Cut(module="", argument="timestep", dims=2),
-            Cut(module="rope", dims=3),
+            Cut("", "timestep", dims=2),
+            Cut("rope", dims=3),
         ),
     ),
 )

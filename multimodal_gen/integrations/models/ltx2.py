@@ -27,17 +27,17 @@ LTX2 = ModelAdapter(
         tokens=latent_tokens,
         refuse=must_be_none("video_self_attention_mask", "one over all pairs of them"),
         cuts=(
-            Cut(module="", argument="hidden_states", dims=3),
-            Cut(module="", argument="video_keyframes_mask", dims=3),
+            Cut("", "hidden_states", dims=3),
+            Cut("", "video_keyframes_mask", dims=3),
             # One timestep per token, where images or videos are to be continued.
-            Cut(module="", argument="timestep", dims=2),
+            Cut("", "timestep", dims=2),
             # Positions are [B, S, C], or [B, H, S, D].
-            Cut(module="rope", dims=3),
-            Cut(module="rope", dim=2, dims=4),
+            Cut("rope", dims=3),
+            Cut("rope", dim=2, dims=4),
             *(
                 Cut(
-                    module="transformer_blocks.*.audio_to_video_attn",
-                    argument="query_rotary_emb",
+                    "transformer_blocks.*.audio_to_video_attn",
+                    "query_rotary_emb",
                     dim=dim,
                     dims=dim + 2,
                 )
@@ -45,10 +45,6 @@ LTX2 = ModelAdapter(
             ),
         ),
         # Every rank has all of the sound, which attends to the whole video.
-        gathered=(
-            Cut(
-                module="transformer_blocks.*.video_to_audio_attn", argument="encoder_hidden_states"
-            ),
-        ),
+        gathered=(Cut("transformer_blocks.*.video_to_audio_attn", "encoder_hidden_states"),),
     ),
 )

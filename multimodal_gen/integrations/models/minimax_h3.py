@@ -5,24 +5,17 @@ the text, keyframes and references, and the sound.
 """
 
 import torch
-from torch import nn
 
 from multimodal_gen.integrations.models.adapter import (
     Grid,
     ModelAdapter,
     ModelCall,
-    tokens_of,
+    role_by_prefix,
 )
 from multimodal_gen.integrations.models.positions import raster_grid
 from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.managers.forward_context import TextSpan
-
-
-def _role(name: str, module: nn.Module) -> AttentionRole:
-    del module
-    refines = name.startswith("token_refiner.")
-    return AttentionRole.ENCODER if refines else AttentionRole.SELF
 
 
 def _layout(call: ModelCall) -> tuple[int, Grid | None]:
@@ -60,23 +53,16 @@ def _timestep(call: ModelCall) -> torch.Tensor | None:
 
 MINIMAX_H3 = ModelAdapter(
     classes=("MiniMaxH3Transformer3DModel",),
-    role_of=_role,
+    role_of=role_by_prefix(("token_refiner.",), AttentionRole.ENCODER, AttentionRole.SELF),
     grid=_grid,
     text_span=_front,
     timestep=_timestep,
     split=SplitPlan(
-        tokens=tokens_of(_grid),
         cuts=(
-            Cut(module="rope", dim=0, dims=2, with_text=True),
-            Cut(module="transformer_blocks.0", argument="hidden_states", dims=3, with_text=True),
-            Cut(
-                module="transformer_blocks.*",
-                argument="adaln_indices",
-                dim=0,
-                dims=1,
-                with_text=True,
-            ),
-            Cut(module="norm_out", argument="timestep_indices", dim=0, dims=1, with_text=True),
+            Cut("rope", dim=0, dims=2, with_text=True),
+            Cut("transformer_blocks.0", "hidden_states", dims=3, with_text=True),
+            Cut("transformer_blocks.*", "adaln_indices", dim=0, dims=1, with_text=True),
+            Cut("norm_out", "timestep_indices", dim=0, dims=1, with_text=True),
         ),
         gather="norm_out",
         with_text=True,

@@ -13,7 +13,6 @@ from multimodal_gen.integrations.models.adapter import (
     ModelCall,
     latents_grid,
     text_behind,
-    tokens_of,
 )
 from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
 from multimodal_gen.integrations.padding import KeyPadding
@@ -45,8 +44,7 @@ MOTIF_VIDEO = ModelAdapter(
     padding=_padding,
     masks_padding=("MotifVideoAttnProcessor2_0",),
     split=SplitPlan(
-        tokens=tokens_of(latents_grid),
         refuse=_refuse,
-        cuts=(Cut(module="rope", dim=0, dims=2), Cut(module="x_embedder", dims=3)),
+        cuts=(Cut("rope", dim=0, dims=2), Cut("x_embedder", dims=3)),
     ),
 )

@@ -8,11 +8,9 @@ from multimodal_gen.integrations.models.adapter import (
     ModelCall,
     front_text,
     latent_tokens,
-    tokens_of,
+    masked_text,
 )
 from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
-from multimodal_gen.integrations.padding import KeyPadding
-from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.managers.forward_context import TextSpan
 
 
@@ -26,32 +24,20 @@ def _grid(call: ModelCall) -> Grid | None:
     return (int(frames), int(height), int(width))
 
 
-def _padding(call: ModelCall) -> KeyPadding | None:
-    mask = call.tensor("encoder_hidden_states_mask")
-    if mask is None:
-        return None
-    return KeyPadding(AttentionRole.SELF, mask, after=call.length("hidden_states"))
-
-
 QWEN_IMAGE = ModelAdapter(
     classes=("QwenImageTransformer2DModel",),
     grid=_grid,
     text_span=front_text,
-    padding=_padding,
+    padding=masked_text("encoder_hidden_states_mask", after=("hidden_states",)),
     masks_padding=("QwenDoubleStreamAttnProcessor2_0",),
     timestep_scale=1e-3,
     split=SplitPlan(
         tokens=latent_tokens,
         cuts=(
-            Cut(module="img_in", dims=3),
-            Cut(module="pos_embed", index=0, dim=0, dims=2),
-            Cut(
-                module="transformer_blocks.*",
-                only_if="zero_cond_t",
-                argument="modulate_index",
-                dims=2,
-            ),
-            Cut(module="", argument="controlnet_block_samples", dims=3),
+            Cut("img_in", dims=3),
+            Cut("pos_embed", index=0, dim=0, dims=2),
+            Cut("transformer_blocks.*", "modulate_index", only_if="zero_cond_t", dims=2),
+            Cut("", "controlnet_block_samples", dims=3),
         ),
     ),
 )
@@ -83,15 +69,14 @@ QWEN_IMAGE_21 = ModelAdapter(
     text_span=_front_21,
     timestep_scale=1e-3,
     split=SplitPlan(
-        tokens=tokens_of(_grid_21),
         cuts=(
             # Without the text in calls that have its keys from an earlier step.
-            Cut(module="transformer_blocks.0", argument="hidden_states", dims=3, with_text=True),
-            Cut(module=_BLOCKS_21, argument="rotary_emb", dim=0, dims=2, with_text=True),
-            Cut(module=_BLOCKS_21, argument="target_token_mask", dim=0, dims=1, with_text=True),
-            Cut(module=_BLOCKS_21, argument="key_valid", dims=2, with_text=True),
-            Cut(module=_BLOCKS_21, argument="attention_mask", dim=3, dims=4, with_text=True),
-            Cut(module="norm_out", argument="target_token_mask", dim=0, dims=1, with_text=True),
+            Cut("transformer_blocks.0", "hidden_states", dims=3, with_text=True),
+            Cut(_BLOCKS_21, "rotary_emb", dim=0, dims=2, with_text=True),
+            Cut(_BLOCKS_21, "target_token_mask", dim=0, dims=1, with_text=True),
+            Cut(_BLOCKS_21, "key_valid", dims=2, with_text=True),
+            Cut(_BLOCKS_21, "attention_mask", dim=3, dims=4, with_text=True),
+            Cut("norm_out", "target_token_mask", dim=0, dims=1, with_text=True),
         ),
         keys_alone=True,
         with_text=True,

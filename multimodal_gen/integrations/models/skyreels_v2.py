@@ -4,7 +4,6 @@ from multimodal_gen.integrations.models.adapter import (
     ModelAdapter,
     ModelCall,
     latents_grid,
-    tokens_of,
 )
 from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
 
@@ -28,11 +27,10 @@ SKYREELS_V2 = ModelAdapter(
     grid=latents_grid,
     causal_blocks="num_frame_per_block",
     split=SplitPlan(
-        tokens=tokens_of(latents_grid),
         refuse=_refuse,
         cuts=(
-            Cut(module="rope", dims=4),
-            Cut(module="patch_embedding", dim=2, dims=5, flat=True),
+            Cut("rope", dims=4),
+            Cut("patch_embedding", dim=2, dims=5, flat=True),
         ),
     ),
 )

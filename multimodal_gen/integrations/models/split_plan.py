@@ -10,15 +10,15 @@ gathers them once; where text goes along with them, its order would be lost.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal
 
 from torch import nn
 
 from multimodal_gen.integrations.denoiser_context import WithText
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Cut:
     """Tensors of which a rank keeps its tokens; those of tuples, lists and dicts one by one.
 
@@ -26,8 +26,8 @@ class Cut:
 
     Attributes:
         module: dotted name of the module, "" for the model; one part may be "*" for all of a list.
-        only_if: attribute of the module without which nothing is cut, or None.
         argument: the argument to cut before the module runs, or None to cut what it returns.
+        only_if: attribute of the module without which nothing is cut, or None.
         index: which tensor of a tuple, or None for all of them.
         dim: axis of the tokens.
         dims: axes a tensor must have to be cut, or None for any number.
@@ -38,8 +38,9 @@ class Cut:
     """
 
     module: str
-    only_if: str | None = None
     argument: str | None = None
+    _: KW_ONLY
+    only_if: str | None = None
     index: int | None = None
     dim: int = 1
     dims: int | None = None
@@ -54,8 +55,8 @@ class SplitPlan:
     """How one model family is split.
 
     Attributes:
-        tokens: number of tokens of a call (a `ModelCall`), or None when the call does not tell; no
-            function where the first tensor to be cut is to tell.
+        tokens: number of tokens of a call (a `ModelCall`), or None when the call does not tell;
+            "grid" for those of its latent grid; None where the first tensor to be cut is to tell.
         refuse: why a call cannot be split, as "name must rule, got value", or None where it can.
         behind: number of tokens behind them that all ranks have, where text is in front too.
         keys_alone: text in front of the tokens has keys alone where they attend to it.
@@ -68,7 +69,7 @@ class SplitPlan:
             stream that all ranks have.
     """
 
-    tokens: Callable[[Any], int | None] | None
+    tokens: Callable[[Any], int | None] | Literal["grid"] | None = "grid"
     cuts: tuple[Cut, ...]
     refuse: Callable[[Any], str | None] | None = None
     behind: Callable[[Any], int] | None = None
@@ -129,8 +130,8 @@ def _cuts(module: str, entry: Mapping[Any, Any]) -> Iterator[Cut]:
         for i, part in enumerate(parts):
             index = name if is_output else i if len(parts) > 1 else None
             yield Cut(
-                module=module,
-                argument=None if is_output else name,
+                module,
+                None if is_output else name,
                 index=index,
                 dim=part.split_dim,
                 dims=part.expected_dims,

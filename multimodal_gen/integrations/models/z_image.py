@@ -8,21 +8,18 @@ import math
 from typing import Any
 
 import torch
-from torch import nn
 
-from multimodal_gen.integrations.models.adapter import Grid, ModelAdapter, ModelCall, tokens_of
+from multimodal_gen.integrations.models.adapter import (
+    Grid,
+    ModelAdapter,
+    ModelCall,
+    role_by_prefix,
+)
 from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan, must_be_none
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.managers.forward_context import TextSpan
 
 _MULTIPLE = 32
-
-
-def _role(name: str, module: nn.Module) -> AttentionRole:
-    """Tell modules that refine the caption, or a picture's embedding, from the image's."""
-    del module
-    refines = name.startswith(("context_refiner.", "siglip_refiner."))
-    return AttentionRole.ENCODER if refines else AttentionRole.SELF
 
 
 def _grid(call: ModelCall) -> Grid | None:
@@ -49,21 +46,20 @@ def _padded(length: int) -> int:
     return length + -length % _MULTIPLE
 
 
-_refuse = must_be_none("controlnet_block_samples", "some, for all of the tokens", "an image")
-
-
 Z_IMAGE = ModelAdapter(
     classes=("ZImageTransformer2DModel",),
-    role_of=_role,
+    # What refines the caption, or a picture's embedding.
+    role_of=role_by_prefix(
+        ("context_refiner.", "siglip_refiner."), AttentionRole.ENCODER, AttentionRole.SELF
+    ),
     grid=_grid,
     text_span=_text,
     split=SplitPlan(
-        tokens=tokens_of(_grid),
-        refuse=_refuse,
+        refuse=must_be_none("controlnet_block_samples", "some, for all of the tokens", "an image"),
         cuts=(
-            Cut(module="layers.0", argument="x", dims=3, with_text=True),
-            Cut(module="layers.*", argument="attn_mask", dims=2, with_text=True),
-            Cut(module="layers.*", argument="freqs_cis", dims=3, with_text=True),
+            Cut("layers.0", "x", dims=3, with_text=True),
+            Cut("layers.*", "attn_mask", dims=2, with_text=True),
+            Cut("layers.*", "freqs_cis", dims=3, with_text=True),
         ),
         gather="layers.-1",
         with_text=True,

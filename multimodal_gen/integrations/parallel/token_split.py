@@ -8,6 +8,7 @@ B batch, S tokens, C channels.
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -25,6 +26,7 @@ from multimodal_gen.integrations.denoiser_context import (
     share_tokens,
 )
 from multimodal_gen.integrations.hooks import StandIn, do_nothing
+from multimodal_gen.integrations.models.adapter import Grid
 from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
 from multimodal_gen.runtime.distributed.collectives import all_gather_tokens
 from multimodal_gen.runtime.distributed.groups import ParallelGroups, parallel_groups
@@ -125,7 +127,7 @@ class TokenSplitter:
         )
         (self._gathered,) = _find(model, plan.gather)
 
-    def begin(self, call: Any, text: TextSpan | None) -> int:
+    def begin(self, call: Any, grid: Grid | None, text: TextSpan | None) -> int:
         """Settle the split of a call (a `ModelCall`); return how many came before it."""
         number = self._calls
         self._calls += 1
@@ -137,7 +139,10 @@ class TokenSplitter:
         settle = self.split.settle = functools.partial(self._settle, text, behind)
         if plan.tokens is None:
             return number
-        tokens = plan.tokens(call)
+        if plan.tokens == "grid":
+            tokens = None if grid is None else math.prod(grid)
+        else:
+            tokens = plan.tokens(call)
         if tokens is None:
             raise UsageError(
                 f"a call of {type(self._model).__name__} must tell its latent size where ranks "
