@@ -1,6 +1,5 @@
 """Draws a strategy: which window every head has at every step, and what each window covers."""
 
-import colorsys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +11,7 @@ if TYPE_CHECKING:
     from multimodal_gen.runtime.layers.attention.sparse.methods.sta.strategy import Strategy
     from multimodal_gen.runtime.layers.attention.sparse.windows import Window
 
-_MARGIN = 12
-_TEXT = 14  # height of a line
-_ROW_HEIGHT = 8  # of a step
-_LEAST_WIDTH = 480
-_PAPER, _INK, _UNUSED = (255, 255, 255), (30, 30, 30), (225, 225, 225)
+_UNUSED = "#e1e1e1"
 
 
 def draw(strategy: "Strategy", tiles: "Window", path: Path) -> None:
@@ -33,92 +28,56 @@ def draw(strategy: "Strategy", tiles: "Window", path: Path) -> None:
 
     Raises:
         ConfigError: the file has another suffix or cannot be written.
-        MissingDependencyError: pillow is not installed.
+        MissingDependencyError: matplotlib is not installed.
     """
     if path.suffix.lower() != ".png":
         raise ConfigError(f"--png must end in .png, got {str(path)!r}")
     try:
-        from PIL import Image, ImageDraw
+        from matplotlib import colormaps
+        from matplotlib.colors import ListedColormap
+        from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingDependencyError(
-            f"drawing windows needs pillow ({error}); install with: pip install pillow"
+            f"drawing windows needs matplotlib ({error}); install with: pip install matplotlib"
         ) from error
-    from multimodal_gen.runtime.layers.attention.sparse.windows import tile_count
+    from multimodal_gen.runtime.layers.attention.sparse.windows import tile_count, tile_density
 
-    windows = sorted(strategy.counts(), key=lambda window: (tile_count(window, tiles), window))
-    colours = {window: _colour(rank, len(windows)) for rank, window in enumerate(windows)}
-    columns = strategy.num_layers * strategy.num_heads
-    scale = max(1, -(-_LEAST_WIDTH // columns))
-    map_width, map_height = columns * scale, strategy.num_steps * _ROW_HEIGHT
-    cell = max(2, min(8, 900 // (tiles[0] * (tiles[2] + 1))))  # a tile in the legend, with its gap
-    entry = max(tiles[1] * cell, 2 * _TEXT) + _MARGIN
-    top = _MARGIN + 2 * _TEXT
-    width = max(map_width, 260 + tiles[0] * (tiles[2] * cell + 4)) + 2 * _MARGIN
-    height = top + map_height + len(windows) * entry + 2 * _MARGIN
-    image = Image.new("RGB", (width, height), _PAPER)
-    pen = ImageDraw.Draw(image)
-    title = (
-        f"{strategy.num_steps} steps down, {strategy.num_layers} layers of {strategy.num_heads} "
-        f"heads to the right"
-    )
-    pen.text((_MARGIN, _MARGIN), title, fill=_INK)
-    pixels = Image.new("RGB", (columns, strategy.num_steps))
-    pixels.putdata([colours[w] for step in strategy.windows for layer in step for w in layer])
-    image.paste(pixels.resize((map_width, map_height), Image.Resampling.NEAREST), (_MARGIN, top))
-    for layer in range(1, strategy.num_layers if scale > 2 else 0):
-        x = _MARGIN + layer * strategy.num_heads * scale
-        pen.line((x, top, x, top + map_height - 1), fill=_PAPER)
-    top += map_height + _MARGIN
-    for rank, window in enumerate(windows):
-        _draw_entry(pen, strategy, window, tiles, colours[window], cell, top + rank * entry)
+    counts, heads = strategy.counts(), strategy.num_heads
+    windows = sorted(counts, key=lambda window: (tile_count(window, tiles), window))
+    # From blue for the sparsest window to red for the densest.
+    colours = colormaps["turbo"].resampled(len(windows) + 2)(range(1, len(windows) + 1))
+    figure = Figure(figsize=(10, 4 + 0.7 * len(windows)), layout="constrained")
+    ratios = [4 / 0.7, *[1] * len(windows)]
+    axes, *legend = figure.subplots(1 + len(windows), 1, height_ratios=ratios)
+    rank = {window: number for number, window in enumerate(windows)}
+    pixels = [[rank[w] for layer in step for w in layer] for step in strategy.windows]
+    style = {"aspect": "auto", "interpolation": "nearest"}
+    axes.imshow(pixels, cmap=ListedColormap(colours), vmin=0, vmax=len(windows) - 0.5, **style)
+    axes.set_xticks([layer * heads - 0.5 for layer in range(strategy.num_layers)], [])
+    axes.set_xlabel(f"{strategy.num_layers} layers of {heads} heads")
+    axes.set_ylabel(f"{strategy.num_steps} steps")
+    for window, colour, axes in zip(windows, colours, legend, strict=True):
+        axes.imshow(_frames(window, tiles), cmap=ListedColormap([_UNUSED, colour]), vmin=0, vmax=1)
+        share = f"density {tile_density(window, tiles):.1%}, {counts[window] / counts.total():.1%}"
+        axes.set_title(f"{by_axis(window)}: {share} of heads", fontsize="small", loc="left")
+        axes.set_axis_off()
     try:
         with atomic_write(path) as partial:
-            image.save(partial, format="PNG")
+            figure.savefig(partial, format="png")
     except OSError as error:
         raise ConfigError(
             f"--png must name a file that can be written, got {str(path)!r}: {error.strerror}"
         ) from None
 
 
-def _draw_entry(
-    pen: Any,
-    strategy: "Strategy",
-    window: "Window",
-    tiles: "Window",
-    colour: tuple[int, int, int],
-    cell: int,
-    top: int,
-) -> None:
-    """Draw one line of the legend, in which a tile has so many pixels."""
-    from multimodal_gen.runtime.layers.attention.sparse.windows import (
-        kept_map,
-        tile_density,
-    )
+def _frames(window: "Window", tiles: "Window") -> Any:
+    """Return which tiles a window keeps around the middle one, frames from left to right."""
+    import torch
 
-    counts = strategy.counts()
-    share = counts[window] / sum(counts.values())
-    pen.rectangle((_MARGIN, top, _MARGIN + _TEXT, top + _TEXT), fill=colour)
-    pen.text(
-        (_MARGIN + 2 * _TEXT, top),
-        f"{by_axis(window)}: density {tile_density(window, tiles):.1%}",
-        _INK,
-    )
-    pen.text((_MARGIN + 2 * _TEXT, top + _TEXT), f"{share:.1%} of heads", fill=_INK)
+    from multimodal_gen.runtime.layers.attention.sparse.windows import kept_map
+
     frames, rows, columns = tiles
     middle = (frames // 2 * rows + rows // 2) * columns + columns // 2
-    kept = kept_map(window, tiles)[middle].view(frames, rows, columns).tolist()
-    for f, plane in enumerate(kept):
-        left = 240 + f * (columns * cell + 4)
-        for r, row in enumerate(plane):
-            for c, keeps in enumerate(row):
-                x, y = left + c * cell, top + r * cell
-                fill = colour if keeps else _UNUSED
-                pen.rectangle((x, y, x + cell - 2, y + cell - 2), fill=fill)
-
-
-def _colour(rank: int, count: int) -> tuple[int, int, int]:
-    """Return a colour: from blue for the sparsest window to red for the densest."""
-    hue = 0.62 * (1 - rank / max(count - 1, 1))
-    # Alternating brightness keeps neighbours apart.
-    red, green, blue = colorsys.hsv_to_rgb(hue, 0.75, 0.95 if rank % 2 else 0.75)
-    return round(red * 255), round(green * 255), round(blue * 255)
+    kept = kept_map(window, tiles)[middle].view(frames, rows, columns).float()
+    apart = torch.nn.functional.pad(kept, (0, 1), value=float("nan"))
+    return apart.transpose(0, 1).flatten(1).numpy()
