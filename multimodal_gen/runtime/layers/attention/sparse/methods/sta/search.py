@@ -124,13 +124,11 @@ def branch_rows(branch: str | None, batch: int) -> dict[str, slice]:
     return {NEGATIVE if branch == "uncond" else POSITIVE: slice(batch)}
 
 
-_FOLDERS: Mapping[str, str] = MappingProxyType(
-    {POSITIVE: "mask_search_result_pos_", NEGATIVE: "mask_search_result_neg_"}
-)
 SEARCH_STEM = "mask_search_"
 """How the names of search files begin."""
 
 _WHAT = "search file"
+_FOLDER = "mask_search_result_"  # with the first three letters of the branch behind it
 _WINDOW = re.compile(r"\[([1-9]\d{0,5}),([1-9]\d{0,5}),([1-9]\d{0,5})\]", re.ASCII)
 
 
@@ -171,6 +169,10 @@ class SearchFile:
             raise ConfigError(f"{name} must have the same windows and sizes in L1_loss and L2_loss")
         settings = content.get("search", {})
         settings = settings if isinstance(settings, dict) else {}
+        for side in ("height", "width"):
+            given = settings.get(side)
+            if given is not None and not (type(given) is int and given >= 1):
+                raise ConfigError(f"{name} must have pixels as search.{side}, got {short(given)}")
         tiles, tile_size = settings.get("tiles"), settings.get("tile_size")
         return cls(
             windows=windows,
@@ -188,9 +190,7 @@ class SearchFile:
         Raises:
             ConfigError: the file cannot be written.
         """
-        settings = {**self.settings, "tiles": self.tiles}
-        if self.tile_size is not None:
-            settings["tile_size"] = self.tile_size
+        settings = {**self.settings, "tiles": self.tiles, "tile_size": self.tile_size}
         names = [str(list(window)) for window in self.windows]
         content = {
             "search": settings,
@@ -250,7 +250,7 @@ def branch_folder(root: Path, branch: str, *, width: int | str, height: int | st
         width: of the output, in pixels.
         height: of the output, in pixels.
     """
-    return root / f"{_FOLDERS[branch]}{width}x{height}"
+    return root / f"{_FOLDER}{branch[:3]}_{width}x{height}"
 
 
 def find_searches(folder: Path, branch: str = POSITIVE) -> tuple[Path, ...]:
@@ -265,7 +265,7 @@ def find_searches(folder: Path, branch: str = POSITIVE) -> tuple[Path, ...]:
     """
     try:
         found = tuple(sorted(folder.glob(f"{SEARCH_STEM}*.json")))
-        inside = sorted(path for path in folder.glob(f"{_FOLDERS[branch]}*") if path.is_dir())
+        inside = sorted(path for path in folder.glob(f"{_FOLDER}{branch[:3]}_*") if path.is_dir())
     except OSError as error:  # a name that is too long, or a folder that cannot be read
         raise ConfigError(
             f"the searches must be a folder that can be read, got {str(folder)[:80]!r}: "
