@@ -54,7 +54,7 @@ from multimodal_gen.runtime.layers.attention.sparse.router import (
     KnownCall,
     Router,
     SparseLayer,
-    expect,
+    require,
 )
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     ENGINE,
@@ -83,9 +83,9 @@ class SparseBackend(AttentionBackend):
         super().__init_subclass__(**kwargs)
         if "backend" not in cls.__dict__:
             return
-        given = getattr(cls, "router", None), getattr(cls, "config_cls", None)
-        expect(all(map(isinstance, given, (type, type))), cls, "router, config_cls", "given", given)
-        expect(cls.backend.is_sparse, cls, "backend", "registered with sparse=True", cls.backend)
+        own = getattr(cls, "router", None), getattr(cls, "config_cls", None)
+        require(all(map(isinstance, own, (type, type))), cls, "router, config_cls", "given", own)
+        require(cls.backend.is_sparse, cls, "backend", "registered with sparse=True", cls.backend)
         cls.router.check()
 
     @classmethod
@@ -124,7 +124,7 @@ def _pools_tail(config: SparseConfig) -> bool:
 def _limits(router: Router[Any], config: SparseConfig, kernel: SelectedKernel) -> Limits:
     """Return what a method cannot do on a kernel, and why."""
     own = router.limits(config)
-    expect(isinstance(own, Limits), type(router), "limits()", "a Limits", own)
+    require(isinstance(own, Limits), type(router), "limits()", "a Limits", own)
     ring, cache = own.ring, own.cache
     if router.chooses == "pattern" and not router.defines("density_of_cache"):
         cache = cache or "its patterns are places in one latent grid"
