@@ -5,7 +5,7 @@ import re
 import textwrap
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +51,11 @@ class PipelineIndex:
         model_path: folder or hub id.
         pipeline_class: the diffusers class.
         components: (library, class name) by component; those the pipeline leaves out are not in it.
-        settings: the rest, what the pipeline was saved with.
     """
 
     model_path: str
     pipeline_class: type
     components: Mapping[str, tuple[str, str]]
-    settings: Mapping[str, object] = field(default_factory=dict)
 
     @classmethod
     def read(cls, model_path: str, pipeline_class_name: str | None = None) -> "PipelineIndex":
@@ -83,17 +81,7 @@ class PipelineIndex:
         if pipeline_class is None:
             raise _no_pipeline(diffusers, config.get("_class_name"), model_path, named)
         check_classes(pipeline_class, location, components, own)
-        settings = {
-            key: value
-            for key, value in config.items()
-            if not isinstance(value, (list, tuple)) and not key.startswith("_")
-        }
-        return cls(
-            model_path=location,
-            pipeline_class=pipeline_class,
-            components=components,
-            settings=settings,
-        )
+        return cls(model_path=location, pipeline_class=pipeline_class, components=components)
 
     @property
     def name(self) -> str:

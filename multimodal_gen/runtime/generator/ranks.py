@@ -1,6 +1,5 @@
 """Several GPUs: what is settled before any rank starts, and what differs on each of them."""
 
-import math
 import secrets
 import signal
 import threading
@@ -21,15 +20,9 @@ from multimodal_gen.runtime.distributed.groups import (
     parallel_groups,
 )
 from multimodal_gen.runtime.distributed.mesh import Mesh, plan_mesh
-from multimodal_gen.runtime.generator.index import PipelineIndex, class_of
+from multimodal_gen.runtime.generator.index import PipelineIndex
 from multimodal_gen.runtime.generator.load import pick_device
 from multimodal_gen.runtime.generator.skeleton import denoiser_configs
-from multimodal_gen.runtime.managers.guidance import (
-    guides_at,
-    has_branches,
-    one_branch_error,
-    unguided_error,
-)
 from multimodal_gen.runtime.platforms import current_platform
 from multimodal_gen.runtime.server_args import ServerArgs
 from multimodal_gen.settings import as_flag
@@ -47,14 +40,13 @@ def plan_ranks(args: ServerArgs) -> Mesh:
 
     Raises:
         ConfigError: the degrees do not fit each other, the heads or the GPUs.
-        UsageError: what is asked for runs on one GPU only, or has no guidance branches to share.
+        UsageError: what is asked for runs on one GPU only.
     """
     flags: dict[str, Any] = {name: getattr(args, name) for name in _FLAGS}
     if not args.cfg_parallel and all(flag in (None, False, 1) for flag in flags.values()):
         return Mesh()
     device_type = _device_type(args)
     _refuse_check(args)
-    check_guided(PipelineIndex.read(args.model_path, args.pipeline_class_name), args)
     mesh = plan_mesh(
         num_heads=_fewest_heads(args),
         gpus_per_host=torch.cuda.device_count() if device_type == "cuda" else None,
@@ -78,7 +70,7 @@ def join_ranks(asked: Sequence[ServerArgs], num_ranks: int) -> tuple[ServerArgs,
     Raises:
         ConfigError: the degrees do not fit each other, the heads or the ranks.
         UsageError: the ranks were given different arguments, or what is asked for runs on one GPU
-            only, or has no guidance branches to share.
+            only.
     """
     first = asked[0]
     degrees: dict[str, Any] = {name: getattr(first, name) for name in _FLAGS}
@@ -93,9 +85,6 @@ def join_ranks(asked: Sequence[ServerArgs], num_ranks: int) -> tuple[ServerArgs,
     given = {as_flag(name): [getattr(args, name) for args in asked] for name in names}
     # Of one generation, messages show the value itself.
     check_same_on_ranks({n: v if len(v) > 1 else v[0] for n, v in given.items()})
-    index = PipelineIndex.read(first.model_path, first.pipeline_class_name)
-    for args in asked:
-        check_guided(index, args)
     join_parallel(
         {**degrees, "num_heads": _fewest_heads(first)},
         device_type=device_type,
@@ -140,70 +129,6 @@ def ending_signals_raise() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def check_guided(index: PipelineIndex, args: ServerArgs) -> None:
-    """Check that a generation has the two guidance branches `--cfg-parallel` gives to ranks.
-
-    What cannot be told from the pipeline's class and the arguments passes; the denoiser's first
-    calls tell.
-
-    Raises:
-        UsageError: it has one branch only.
-    """
-    if not args.cfg_parallel:
-        return
-    configs = [config for _, config in denoiser_configs(index)]
-    classes = [class_of("diffusers", config["_class_name"]) for config in configs]
-    if not has_branches(index.pipeline_class, classes):
-        raise one_branch_error(index.name)
-    embeds = [config.get("guidance_embeds") for config in configs]
-    refused = (
-        _by_true_scale(index, args, distilled=False not in embeds)
-        if "true_cfg_scale" in index.parameters
-        else _by_scale(index, args)
-    )
-    if refused is not None:
-        raise refused
-
-
-def _by_true_scale(index: PipelineIndex, args: ServerArgs, *, distilled: bool) -> UsageError | None:
-    """Return why a pipeline that guides by `true_cfg_scale` and a negative prompt does not."""
-    scale: Any = args.true_cfg_scale
-    if scale is None and not (distilled and "guidance_scale" in index.parameters):
-        scale = args.guidance_scale  # which then stands for it
-    if scale is None:
-        scale = index.parameters["true_cfg_scale"].default
-    missing = []
-    if scale <= 1:
-        missing.append(f"a true_cfg_scale of {scale:g}")
-    if args.negative_prompt is None:
-        missing.append("no negative prompt")
-    if not missing:
-        return None
-    advice = "give --true-cfg-scale above 1 and --negative-prompt"
-    return unguided_error(index.name, " and ".join(missing), advice)
-
-
-def _by_scale(index: PipelineIndex, args: ServerArgs) -> UsageError | None:
-    """Return why a pipeline that guides by its guidance scale does not."""
-    scale = args.guidance_scale
-    if guides_at(index.pipeline_class, math.inf, index.settings) is False:
-        return one_branch_error(index.name)
-    if "guider" in index.components:
-        # Without the option its guider's own scale counts.
-        guided = scale is None or not math.isclose(scale, 1.0)
-    else:
-        if scale is None and "guidance_scale" in index.parameters:
-            scale = index.parameters["guidance_scale"].default
-        guided = (
-            scale is None or guides_at(index.pipeline_class, scale, index.settings) is not False
-        )
-    if guided:
-        return None
-    return unguided_error(
-        index.name, f"a guidance scale of {scale:g}", "give --guidance-scale above 1"
-    )
 
 
 def _refuse_check(args: ServerArgs) -> None:

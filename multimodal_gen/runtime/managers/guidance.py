@@ -1,8 +1,7 @@
 """What the class of a diffusers pipeline tells of its guidance, before anything is computed."""
 
 import inspect
-from collections.abc import Iterable, Mapping
-from types import SimpleNamespace
+from collections.abc import Iterable
 
 from multimodal_gen.errors import UsageError
 
@@ -25,26 +24,6 @@ def has_branches(pipeline_class: type, denoiser_classes: Iterable[type]) -> bool
         "guidance" in inspect.signature(cls.forward).parameters  # type: ignore[attr-defined]
         for cls in denoiser_classes
     )
-
-
-def guides_at(
-    pipeline_class: type, scale: float, settings: Mapping[str, object] | None = None
-) -> bool | None:
-    """Return whether a pipeline has two branches at a guidance scale; None where it depends.
-
-    Args:
-        pipeline_class: a pipeline of diffusers.
-        scale: its `guidance_scale`.
-        settings: what it was saved with; some say there that they were distilled.
-    """
-    tells = inspect.getattr_static(pipeline_class, "do_classifier_free_guidance", None)
-    if not isinstance(tells, property) or tells.fget is None:
-        return scale > 1.0
-    try:
-        config = SimpleNamespace(**(settings or {}))
-        return bool(tells.fget(SimpleNamespace(_guidance_scale=scale, config=config)))
-    except AttributeError:  # on more than the scale
-        return None
 
 
 def unguided_error(name: str, got: str, advice: str) -> UsageError:
