@@ -312,7 +312,7 @@ def test_a_name_taken_meanwhile_in_a_folder_moves_the_result_to_the_next(
         (
             "wan",
             ("--height", "33", "--width", "48"),
-            "--height must be a multiple of 16 for WanPipeline, got 33; try 32 or 48",
+            "got 33: one token of the transformer stands for 16 pixels; try 32 or 48",
         ),
         (
             "cogvideox",
@@ -772,5 +772,8 @@ def test_sizes_are_refused_before_weights_are_loaded(tiny_pipeline, sglang, monk
     folder = tiny_pipeline("ltx")
     outcome = sglang("generate", "--model-path", folder, "--prompt", "a", "--width", "100")
     assert outcome.code == 2
-    message = "--width must be a multiple of 32 for LTXPipeline, got 100; try 96 or 128"
+    message = (
+        "--width must be a multiple of 32 for LTXPipeline, got 100: one token of the transformer "
+    )
+    message += "stands for 32 pixels; try 96 or 128"
     assert outcome.err.splitlines()[-1] == f"error: {message}"

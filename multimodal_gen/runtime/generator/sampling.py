@@ -5,9 +5,7 @@ one token, several outputs at once or a single step are refused where a pipeline
 diffusers finds these out inside a model, where the message is about tensors, or not at all.
 """
 
-import logging
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter, signature
@@ -30,8 +28,9 @@ from multimodal_gen.runtime.generator.inputs import (
     read_inputs,
 )
 from multimodal_gen.runtime.generator.load import denoisers
+from multimodal_gen.runtime.generator.quiet import without
 from multimodal_gen.runtime.layers.attention.scope import component_names
-from multimodal_gen.runtime.server_args import ServerArgs
+from multimodal_gen.runtime.server_args import SETTINGS, ServerArgs
 from multimodal_gen.settings import as_flag
 
 # Options that pipelines know by the same name.
@@ -39,6 +38,7 @@ _OPTIONS = (
     *("prompt", "negative_prompt", "height", "width", "num_frames", "num_inference_steps"),
     "true_cfg_scale",
 )
+_GUIDANCE = ("guidance_scale", "true_cfg_scale")
 _NUM_OUTPUTS = ("num_videos_per_prompt", "num_images_per_prompt")
 _FRAME_RATE = "frame_rate"
 
@@ -118,20 +118,30 @@ def check_arguments(index: PipelineIndex, args: ServerArgs) -> None:
     if needed:
         ways = "; ".join(dict.fromkeys(how_to_give(index, name) for name in needed))
         raise UsageError(f"{index.name} needs {', '.join(needed)}, got none; give {ways}")
-    parameters = index.parameters
-    for option in _OPTIONS:
-        if getattr(args, option) is not None and option not in parameters:
-            raise _not_taken(index.name, option, getattr(args, option), parameters)
-    if args.num_outputs != 1 and not any(name in parameters for name in _NUM_OUTPUTS):
-        raise _not_taken(index.name, "num_outputs", args.num_outputs, parameters)
+    _check_taken(index, args)
     check_outputs(index, args)
     check_components(index, args)
-    if args.guidance_scale is not None and not _takes_guidance(index):
-        raise _not_taken(index.name, "guidance_scale", args.guidance_scale, parameters)
-    if args.fps is not None and index.kind == "image":
-        raise _not_taken(index.name, "fps", args.fps, parameters)
     if args.cache is not None:
         read_cache(args.cache)
+
+
+def _check_taken(index: PipelineIndex, args: ServerArgs) -> None:
+    """Refuse options that the pipeline has no argument for."""
+    parameters = index.parameters
+    taken = {
+        **{name: name in parameters for name in _OPTIONS},
+        "num_outputs": any(name in parameters for name in _NUM_OUTPUTS),
+        "guidance_scale": "guider" in index.components or any(n in parameters for n in _GUIDANCE),
+        "fps": index.kind == "video",
+    }
+    for option, is_taken in taken.items():
+        value = getattr(args, option)
+        if not is_taken and value != SETTINGS[option].default:
+            flags = [as_flag(name) for name in _OPTIONS if taken[name]]
+            raise UsageError(
+                f"{as_flag(option)} must be left out for {index.name}, which has no such argument, "
+                f"got {short(value)}; it takes {', '.join(flags)}"
+            )
 
 
 def steps_of(index: PipelineIndex, args: ServerArgs) -> int | None:
@@ -264,11 +274,6 @@ def token_size(pipe: Any) -> tuple[int, int]:
     return height, width
 
 
-def _takes_guidance(index: PipelineIndex) -> bool:
-    taken = ("guidance_scale", "true_cfg_scale")
-    return any(name in index.parameters for name in taken) or "guider" in index.components
-
-
 def _guide(
     pipe: Any,
     parameters: Mapping[str, Parameter],
@@ -310,71 +315,34 @@ def default_fps(index: PipelineIndex) -> int:
     return next((fps for start, fps in _TRAINED_FPS if index.name.startswith(start)), _DEFAULT_FPS)
 
 
-def _not_taken(
-    pipeline: str, option: str, value: object, parameters: Mapping[str, Parameter]
-) -> UsageError:
-    taken = [as_flag(name) for name in _OPTIONS if name in parameters]
-    return UsageError(
-        f"{as_flag(option)} must be left out for {pipeline}, which has no such argument, got "
-        f"{short(value)}; it takes {', '.join(taken)}"
-    )
-
-
 def check_sizes(pipe: Any, args: ServerArgs) -> None:
     """Check height and width against a pipeline, which may be one without weights.
 
     Raises:
-        UsageError: one is less than one token, more than the transformer has places for, or not
-            whole ones where it must be; names the nearest that are.
+        UsageError: one is less than one token, or not whole ones where it must be; names the
+            nearest that are.
     """
     name = type(pipe).__name__
-    tables = [getattr(m.config, "rope_max_seq_len", None) for m in denoisers(pipe).values()]
-    rows = min((found for found in map(_positive, tables) if found), default=1 << 31)
+    must_be_whole = name.startswith(_WHOLE_TOKENS) or _refuses_size(pipe, args)
     for option, value, token in zip(
         ("--height", "--width"), (args.height, args.width), token_size(pipe), strict=True
     ):
-        if value is not None and value // token > rows:
-            raise UsageError(
-                f"{option} must be at most {rows * token} for this {name}, got {value}: its "
-                f"transformer has places for {rows} tokens (rope_max_seq_len) of {token} pixels"
-            )
-        if value is None or (value >= token and value % token == 0):
+        if value is None or value % token == 0:
             continue
-        reason = f"one token of the transformer stands for {token} pixels"
-        if value < token:
+        lower = value // token * token
+        if must_be_whole or not lower:
+            rule = f"a multiple of {token}" if lower else f"at least {token}"
             raise UsageError(
-                f"{option} must be at least {token} for {name}, got {value}: {reason}; "
-                f"give a multiple of {token}"
-            )
-        if name.startswith(_WHOLE_TOKENS):
-            lower = value // token * token
-            raise UsageError(
-                f"{option} must be a multiple of {token} for {name}, got {value}: {reason}; "
-                f"try {lower} or {lower + token}"
-            )
-    _check_divisible(pipe, args)
-
-
-def _check_divisible(pipe: Any, args: ServerArgs) -> None:
-    """Refuse sizes that the pipeline's own check refuses, with the nearest that it takes."""
-    divisor = _refused_divisor(pipe, args)
-    if divisor is None:
-        return
-    for option, value in (("--height", args.height), ("--width", args.width)):
-        if value is not None and value % divisor:
-            lower = value // divisor * divisor
-            nearest_ones = f"{lower} or {lower + divisor}" if lower else str(divisor)
-            raise UsageError(
-                f"{option} must be a multiple of {divisor} for {type(pipe).__name__}, got {value}; "
-                f"try {nearest_ones}"
+                f"{option} must be {rule} for {name}, got {value}: one token of the transformer "
+                f"stands for {token} pixels; try {f'{lower} or ' if lower else ''}{lower + token}"
             )
 
 
-def _refused_divisor(pipe: Any, args: ServerArgs) -> int | None:
-    """Return what the pipeline says that sizes must be divisible by, where it refuses them."""
+def _refuses_size(pipe: Any, args: ServerArgs) -> bool:
+    """Whether the pipeline's own check of its arguments refuses a size that it cannot divide."""
     check = getattr(pipe, "check_inputs", None)
     if check is None or (args.height is None and args.width is None):
-        return None
+        return False
     parameters = signature(type(pipe).__call__).parameters
     known = {name: p.default for name, p in parameters.items() if p.default is not Parameter.empty}
     known |= {"prompt": "a prompt"}
@@ -383,19 +351,12 @@ def _refused_divisor(pipe: Any, args: ServerArgs) -> int | None:
         name: known.get(name, None if p.default is Parameter.empty else p.default)
         for name, p in signature(check).parameters.items()
     }
-    logger = logging.getLogger(type(pipe).__module__)
-    before = logger.disabled
-    logger.disabled = True  # what it warns of, it does again in the run
     try:
-        check(**wanted)
-    except ValueError as error:  # maybe of an argument that is not given here
-        found = re.search(r"divisible by (\d+)", str(error))
-        return int(found[1]) if found else None
-    except Exception:  # checks of other arguments, which are missing here
-        return None
-    finally:
-        logger.disabled = before
-    return None
+        with without(type(pipe).__module__, lambda _: True):  # what it warns of, it does again
+            check(**wanted)
+    except Exception as error:  # maybe of another argument, which is not given here
+        return isinstance(error, ValueError) and "divisible by" in str(error)
+    return False
 
 
 def _check_steps(pipe: Any, args: ServerArgs) -> None:

@@ -215,14 +215,6 @@ def test_values_that_the_signature_allows_are_taken(pipeline, given) -> None:
     check_arguments(_index(pipeline), _args(pipeline_arg=given))
 
 
-def test_sizes_beyond_the_table_of_a_models_positions_are_refused() -> None:
-    pipe = _pipe(rope_max_seq_len=4, patch_size=[1, 2, 2])
-    pipe.vae_scale_factor_spatial = 8
-    check_loaded(SimpleNamespace(scheduler=None, **vars(pipe)), _args(height=64))
-    with pytest.raises(UsageError, match=r"--height must be at most 64 .* got 80: .* for 4 tokens"):
-        check_loaded(pipe, _args(height=80))
-
-
 def test_a_guider_in_the_index_accepts_guidance() -> None:
     index = _index("HunyuanVideo15Pipeline", guider=("diffusers", "ClassifierFreeGuidance"))
     check_arguments(index, _args(guidance_scale=2.0))
