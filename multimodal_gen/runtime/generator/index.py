@@ -1,18 +1,20 @@
 """What `model_index.json` says of a pipeline, read before any weight."""
 
 import inspect
+import json
 import re
 import textwrap
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from multimodal_gen.errors import MissingDependencyError, UsageError, first_line, nearest, short
-from multimodal_gen.runtime.generator.library_errors import blamed_for, described
+from multimodal_gen.files import MalformedError, read_small_file
+from multimodal_gen.runtime.generator.library_errors import blamed_for, told
 from multimodal_gen.runtime.generator.model_folder import check_classes, check_code, check_files
 from multimodal_gen.runtime.generator.output import Kind
 from multimodal_gen.runtime.generator.quiet import without
@@ -69,18 +71,17 @@ class PipelineIndex:
             UsageError: there is no such pipeline, or this diffusers does not know its class.
             MissingDependencyError: diffusers is not installed.
         """
-        location = _locate(model_path)
+        location = locate(model_path)
         diffusers = import_diffusers()
-        config = _read_config(diffusers, location)
-        check_code(location, _named(config, dotted=True))
-        components = _named(config)
+        config = read_config(location)
+        check_code(location, components_in(config, dotted=True))
+        components = components_in(config)
         check_files(location, components)
-        own = _imported(diffusers, config.get("_class_name"))
-        named = pipeline_class_name
-        pipeline_class = own if named is None else _imported(diffusers, named)
+        own = config.get("_class_name")
+        pipeline_class = _imported(diffusers, pipeline_class_name or own)
         if pipeline_class is None:
-            raise _no_pipeline(diffusers, config.get("_class_name"), model_path, named)
-        check_classes(pipeline_class, location, components, own)
+            raise _no_pipeline(diffusers, own, model_path, pipeline_class_name)
+        check_classes(pipeline_class, location, components)
         return cls(model_path=location, pipeline_class=pipeline_class, components=components)
 
     @property
@@ -120,17 +121,7 @@ def dtype_argument() -> str:
     return "dtype" if hasattr(diffusers.utils, "_resolve_dtype") else "torch_dtype"
 
 
-def _hub_reason(error: BaseException) -> str:
-    """Return why the Hub gave nothing: what diffusers says hides that there is no network."""
-    chain = [error]
-    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
-        chain.append(cause)
-    if any(type(each).__name__ == "LocalEntryNotFoundError" for each in chain):
-        return f"this machine does not reach the Hub: {first_line(chain[-1])}"
-    return first_line(error)
-
-
-def _named(config: Mapping[str, Any], *, dotted: bool = False) -> dict[str, tuple[str, str]]:
+def components_in(config: Mapping[str, Any], *, dotted: bool = False) -> dict[str, tuple[str, str]]:
     """Return library and class name by component, those left out not; `dotted`: private keys too.
 
     diffusers takes every list for a component, so that code is looked for behind all of them.
@@ -185,9 +176,7 @@ def _of_diffusers(diffusers: Any, name: str) -> Any:
     except (ImportError, RuntimeError, OSError) as error:
         # diffusers and transformers import other packages that they find, whatever their release,
         # and wrap what goes wrong there.
-        cause: BaseException = error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
+        cause = root_of(error)
         package = blamed_for(cause, "multimodal_gen")
         where, remedy = (
             "",
@@ -205,8 +194,12 @@ def _of_diffusers(diffusers: Any, name: str) -> Any:
         ) from error
 
 
-def _locate(model_path: str) -> str:
-    """Return the folder, with `~` expanded, or the hub id."""
+def locate(model_path: str) -> str:
+    """Return the folder, with `~` expanded, or the hub id.
+
+    Raises:
+        UsageError: it is neither, or a folder without an index.
+    """
     folder = expanded(model_path, "--model-path")
     if (folder / _INDEX).is_file():
         return str(folder)
@@ -230,29 +223,40 @@ def _locate(model_path: str) -> str:
     return model_path
 
 
-def _read_config(diffusers: Any, location: str) -> dict[str, Any]:
-    pipeline = _of_diffusers(diffusers, "DiffusionPipeline")
-    try:
-        with warnings.catch_warnings(), without(_HUB_TRIES, lambda _: True):
-            # diffusers passes an argument on that huggingface_hub no longer has.
-            warnings.filterwarnings("ignore", message=".*local_dir_use_symlinks")
-            config = pipeline.load_config(location)
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
-        # diffusers takes for granted that the file holds an object.
-        if Path(location).is_dir():
-            raise UsageError(
-                f"{_INDEX} of {location!r} must be a JSON file that holds an object, reading it "
-                f"failed: {described(error)}"
-            ) from error
-        raise UsageError(
-            f"--model-path must be an existing pipeline folder or a reachable hub id, got "
-            f"{location!r}: there is no such folder, it is not in the cache, and the Hugging Face "
-            f"Hub did not give its {_INDEX}; check the spelling, the network and for gated models "
-            f"`hf auth login` ({_hub_reason(error)})"
-        ) from error
-    if not isinstance(config, dict):
-        raise UsageError(
-            f"{_INDEX} of {location!r} must be a JSON file that holds an object, got a "
-            f"{type(config).__name__}"
-        )
-    return config
+def read_config(location: str, file: str = _INDEX) -> dict[str, Any]:
+    """Return what a config holds of a folder, or of a repository on the Hub.
+
+    Raises:
+        UsageError: there is none, the Hub does not give it, or it holds something else.
+    """
+    path = Path(location) / file
+    if not Path(location).is_dir():
+        with without(_HUB_TRIES, lambda _: True), told(partial(_not_given, location, file)):
+            from huggingface_hub import hf_hub_download
+
+            path = Path(hf_hub_download(location, file))
+    with told(
+        lambda error: f"{file} of {location!r} must be a JSON file that holds an object: {error}"
+    ):
+        config = json.loads(read_small_file(path))
+        if not isinstance(config, dict):
+            raise MalformedError(f"this holds a {type(config).__name__}")
+        return config
+
+
+def _not_given(location: str, file: str, error: Exception) -> str:
+    """Return why the Hub gave no file; what its library says hides that there is no network."""
+    reason, root = f"{type(error).__name__}: {first_line(error)}", root_of(error)
+    if type(error).__name__ == "LocalEntryNotFoundError":
+        reason = f"this machine does not reach the Hub: {first_line(root)}"
+    return (
+        f"--model-path must be an existing pipeline folder or a reachable hub id, got "
+        f"{location!r}: there is no such folder, it is not in the cache, and the Hugging Face "
+        f"Hub did not give its {file}; check the spelling, the network and for gated models "
+        f"`hf auth login` ({reason})"
+    )
+
+
+def root_of(error: BaseException) -> BaseException:
+    """Return the error that others were raised from."""
+    return error if error.__cause__ is None else root_of(error.__cause__)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import partial
 from inspect import Parameter
 from pathlib import Path
-from typing import Any, Final, Union, get_args, get_origin
+from typing import Any, Final
 
 from multimodal_gen.errors import UsageError, first_line, nearest, short
 from multimodal_gen.runtime.generator.index import PipelineIndex
@@ -149,10 +149,7 @@ def _check_number(index: PipelineIndex, args: ServerArgs) -> None:
     files, name = _files(args, "image_path"), _parameter(index, "image_path")
     if len(files) < 2 or name is None or name in _LISTS:
         return
-    kind = index.parameters[name].annotation
-    kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
-    told = kind is not Parameter.empty and not isinstance(kind, str)
-    if told and not any(get_origin(each) is list or each is list for each in kinds):
+    if not fits(list(files), index.parameters[name].annotation):
         raise UsageError(
             f"--image-path must be given once for {index.name}, which starts from one image, got "
             f"{len(files)}"

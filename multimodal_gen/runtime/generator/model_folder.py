@@ -83,20 +83,14 @@ def _is_pipeline_module(library: str) -> bool:
 
 
 def check_classes(
-    pipeline_class: type,
-    model_path: str,
-    components: Mapping[str, tuple[str, str]],
-    own_class: type | None,
+    pipeline_class: type, model_path: str, components: Mapping[str, tuple[str, str]]
 ) -> None:
-    """Refuse models of another pipeline: its arguments would be those of another model.
+    """Refuse classes that a library lacks, and denoisers of another pipeline.
 
     Args:
         pipeline_class: the class that is to run.
         model_path: folder or hub id.
         components: (library, class name) by component.
-        own_class: the class that the index names, if there is one. Denoisers must be of a class
-            that the pipeline names; of other models, which have stand-ins, only those that fit
-            `own_class` alone are refused.
 
     Raises:
         UsageError: names the component, its class and the one that is needed.
@@ -105,20 +99,18 @@ def check_classes(
     import transformers
 
     modules = {"diffusers": diffusers, "transformers": transformers}
-    ordered = sorted(components.items(), key=lambda part: not part[0].startswith(DENOISERS))
-    for name, (library, class_name) in ordered:  # denoisers, which tell most, first
-        given = getattr(modules.get(library), class_name, None)
-        if library in modules and not isinstance(given, type):
+    for name, (library, class_name) in components.items():
+        if library not in modules:
+            continue
+        given = getattr(modules[library], class_name, None)
+        if not isinstance(given, type):
             found = "has no such class, a newer one may" if given is None else "has as no class"
             raise UsageError(
                 f"component {name} of {model_path!r} must name a class of {library}, got "
                 f"{class_name!r}, which {library} {modules[library].__version__} {found}"
             )
-        wanted = _models(pipeline_class, name)
-        if not wanted or not isinstance(given, type) or issubclass(given, wanted):
-            continue
-        own = () if own_class is None else _models(own_class, name)
-        if name.startswith(DENOISERS) or (own and issubclass(given, own)):
+        wanted = _models(pipeline_class, name) if name.startswith(DENOISERS) else ()
+        if wanted and not issubclass(given, wanted):
             raise UsageError(
                 f"component {name} of {model_path!r} must be a "
                 f"{' or a '.join(cls.__name__ for cls in wanted)}, as {pipeline_class.__name__} "

@@ -20,7 +20,6 @@ from multimodal_gen.runtime.distributed.groups import (
     parallel_groups,
 )
 from multimodal_gen.runtime.distributed.mesh import Mesh, plan_mesh
-from multimodal_gen.runtime.generator.index import PipelineIndex
 from multimodal_gen.runtime.generator.load import pick_device
 from multimodal_gen.runtime.generator.skeleton import denoiser_configs
 from multimodal_gen.runtime.platforms import current_platform
@@ -176,6 +175,6 @@ def _device_type(args: ServerArgs) -> str:
 
 def _fewest_heads(args: ServerArgs) -> int | None:
     """Return the fewest heads of any denoiser, by its configuration; None where none tells."""
-    index = PipelineIndex.read(args.model_path, args.pipeline_class_name)
-    found = [config.get("num_attention_heads") for _, config in denoiser_configs(index)]
+    configs = denoiser_configs(args.model_path).values()
+    found = [config.get("num_attention_heads") for config in configs]
     return min((heads for heads in found if isinstance(heads, int)), default=None)

@@ -3,7 +3,6 @@
 import hashlib
 import inspect
 import json
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -11,20 +10,23 @@ from typing import Any
 import torch
 
 from multimodal_gen.errors import first_line
-from multimodal_gen.files import MalformedError, read_small_file
-from multimodal_gen.runtime.generator.index import PipelineIndex, class_of
+from multimodal_gen.runtime.generator.index import (
+    PipelineIndex,
+    class_of,
+    components_in,
+    locate,
+    read_config,
+)
 from multimodal_gen.runtime.generator.library_errors import told
 from multimodal_gen.runtime.generator.load import pick_dtype
 from multimodal_gen.runtime.generator.model_folder import DENOISERS
-from multimodal_gen.settings import expanded, read_json
 
 
-def model_identity(model_path: str, pipeline_class_name: str | None = None) -> dict[str, str]:
-    """Return what tells a model from others, read without its weights.
+def model_identity(model_path: str) -> dict[str, str]:
+    """Return what tells a model from others, read without its weights and without diffusers.
 
     Args:
         model_path: folder or hub id.
-        pipeline_class_name: see `PipelineIndex.read`.
 
     Returns:
         "model": the hub id or the folder, absolute and without links; "denoisers": a digest of the
@@ -33,50 +35,29 @@ def model_identity(model_path: str, pipeline_class_name: str | None = None) -> d
     Raises:
         UsageError: the configuration of a denoiser cannot be read.
     """
-    folder = expanded(model_path, "--model-path")
-    configs = _configs_by_name(folder)
-    if not configs:
-        configs = dict(denoiser_configs(PipelineIndex.read(model_path, pipeline_class_name)))
-    text = json.dumps(configs, sort_keys=True, default=str)
+    folder = Path(locate(model_path))
+    text = json.dumps(denoiser_configs(model_path), sort_keys=True, default=str)
     return {
         "model": str(folder.resolve()) if folder.is_dir() else model_path,
         "denoisers": hashlib.sha256(text.encode()).hexdigest()[:16],
     }
 
 
-def _configs_by_name(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return what `denoiser_configs` yields without diffusers, which takes long to import.
-
-    Denoisers are what is called so; none where a file does not tell.
-    """
-    found = {}
-    try:
-        parts: Any = read_json(read_small_file(folder / "model_index.json"))
-        for name, part in parts.items():
-            if isinstance(part, list) and part[0] is not None and name.startswith(DENOISERS):
-                config: Any = read_json(read_small_file(folder / name / "config.json"))
-                kept = {key: value for key, value in config.items() if not key.startswith("_")}
-                found[name] = {**kept, "_class_name": str(part[1])}
-    except (MalformedError, AttributeError, LookupError):
-        return {}
-    return found
-
-
-def denoiser_configs(index: PipelineIndex) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield name and configuration of every denoiser, read without its weights.
+def denoiser_configs(model_path: str) -> dict[str, dict[str, Any]]:
+    """Return the configurations of the denoisers, by component, read as `model_identity` says.
 
     Raises:
-        UsageError: the configuration of a denoiser cannot be read.
+        UsageError: there is no such model, or one cannot be read.
     """
-    for name, (library, class_name) in index.components.items():
-        cls: Any = class_of(library, class_name) if library == "diffusers" else None
-        if not hasattr(cls, "set_attention_backend") or hasattr(cls, "decode"):
-            continue
-        with _config_explained(index.model_path, name, class_name, "reading"):
-            config = cls.load_config(index.model_path, subfolder=name)
-        # The other keys tell who wrote the file, and when.
-        kept = {key: value for key, value in config.items() if not key.startswith("_")}
-        yield name, {**kept, "_class_name": class_name}
+    location = locate(model_path)
+    found = {}
+    for name, (_, class_name) in components_in(read_config(location)).items():
+        if name.startswith(DENOISERS):
+            config = read_config(location, f"{name}/config.json")
+            # The other keys tell who wrote the file, and when.
+            kept = {key: value for key, value in config.items() if not key.startswith("_")}
+            found[name] = {**kept, "_class_name": class_name}
+    return found
 
 
 def load_skeleton(index: PipelineIndex, dtype: str, device: torch.device) -> Any:

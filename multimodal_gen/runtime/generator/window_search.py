@@ -138,7 +138,7 @@ class WindowSearch:
         args = self._args
         dtype = pick_dtype(args.dtype, pick_device(args.device))
         return {
-            **model_identity(args.model_path, args.pipeline_class_name),
+            **model_identity(args.model_path),
             "dtype": str(dtype).removeprefix("torch."),
             **{name: getattr(args, name) for name in (*CALL_SETTINGS, "seed")},
             "tile_size": list(self._tile_size),

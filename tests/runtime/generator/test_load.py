@@ -190,9 +190,15 @@ def test_every_device_of_the_machine_is_named_to_who_picks_another(monkeypatch) 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("[]", "model_index.json of .* must be a JSON file that holds an object, got a list"),
-        ('"x"', "model_index.json of .* must be a JSON file that holds an object, got a str"),
-        ("[" * 100000, "must be a JSON file that holds an object, reading it failed: Recursion"),
+        (
+            "[]",
+            "model_index.json of .* must be a JSON file that holds an object: this holds a list",
+        ),
+        (
+            '"x"',
+            "model_index.json of .* must be a JSON file that holds an object: this holds a str",
+        ),
+        ("[" * 100000, "must be a JSON file that holds an object: maximum recursion"),
         ('{"_class_name": "UNet2DModel"}', "has, got 'UNet2DModel', which is no pipeline; check"),
         ('{"_class_name": "DiffusionPipeline"}', "got 'DiffusionPipeline', which is no pipeline"),
         ('{"_class_name": ["a", "B"]}', r"has, got \['a', 'B'\], which is no class of it; check"),

@@ -107,7 +107,7 @@ def test_a_search_of_a_model_that_changed_since_is_refused(model, tmp_path) -> N
     with pytest.raises(UsageError, match=r"denoisers '[0-9a-f]{16}', this search has '[0-9a-f]"):
         WindowSearch(args(model), ["a fox"], tmp_path)
     path.unlink()
-    with pytest.raises(UsageError, match=r"component transformer of .* must have a config for Wan"):
+    with pytest.raises(UsageError, match=r"transformer/config.json of .* must be a JSON file"):
         WindowSearch(args(model), ["a fox"], tmp_path)
 
 
