@@ -48,7 +48,7 @@ def leave_file(folder: Path, search: WindowSearch, prompt: str) -> Path:
     found = SearchFile(windows=((1, 1, 1),), l2=losses, l1=losses, tiles=(3, 2, 3))
     path = branch_folder(folder, POSITIVE, width=96, height=64) / search_name(prompt)
     settings = {"prompt": prompt, **search._settings}
-    replace(found, settings=settings).write(path)
+    replace(found, settings=settings, tile_size=search._tile_size).write(path)
     return path
 
 
