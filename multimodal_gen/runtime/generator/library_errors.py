@@ -21,6 +21,7 @@ from multimodal_gen.errors import (
     is_out_of_memory,
 )
 
+_CALLERS = "_of_the_callers_function"
 _DISPATCH = "diffusers.models.attention_dispatch"
 _REFUSING = (
     *("diffusers.pipelines.", "diffusers.schedulers."),
@@ -39,7 +40,7 @@ def out_of_memory_explained() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
+        if not is_out_of_memory(error) or _is_callers(error):
             raise
         raise UsageError(
             f"the device ran out of memory ({first_line(error)}); try a smaller --height, --width "
@@ -62,11 +63,25 @@ def told(say: Callable[[Exception], str]) -> Iterator[None]:
         yield
     except Exception as error:
         known = isinstance(error, MultimodalGenError) or is_out_of_memory(error)
-        line = "" if known else say(error)
+        line = "" if known or _is_callers(error) else say(error)
         if not line:
             raise
         kind = MissingDependencyError if isinstance(error, ImportError) else UsageError
         raise kind(line) from error
+
+
+@contextmanager
+def not_told() -> Iterator[None]:
+    """Let pass as it is what a function of the caller's raises in the `with` block."""
+    try:
+        yield
+    except Exception as error:
+        setattr(error, _CALLERS, True)
+        raise
+
+
+def _is_callers(error: Exception) -> bool:
+    return hasattr(error, _CALLERS)
 
 
 def told_of_run(

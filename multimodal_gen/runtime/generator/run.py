@@ -4,8 +4,8 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from multimodal_gen.errors import MissingDependencyError, MultimodalGenError, UsageError, short
+from multimodal_gen.errors import MissingDependencyError, UsageError, short
 from multimodal_gen.files import MalformedError, Staging, is_taken, read_small_file, require_file
 from multimodal_gen.runtime.attention_report import AttentionReport
 from multimodal_gen.runtime.distributed.groups import is_main_rank, parallel_groups
@@ -33,6 +33,7 @@ from multimodal_gen.runtime.generator.denoise import (
 from multimodal_gen.runtime.generator.index import PipelineIndex
 from multimodal_gen.runtime.generator.inputs import as_typed
 from multimodal_gen.runtime.generator.library_errors import (
+    not_told,
     out_of_memory_explained,
     told_of_run,
 )
@@ -297,7 +298,7 @@ class Session:
             video = None if target is None else GrowingVideo(target, rate, record)
             stream = Streaming(args, partial(_give, video, on_chunk))
         try:
-            with _with_callers_errors(), out_of_memory_explained():
+            with out_of_memory_explained():
                 run, call, report = self._run(args, timings, check, stream, on_step)
         finally:
             if video is not None:
@@ -420,29 +421,8 @@ def _once_a_step(on_step: OnStep | None) -> OnStep:
 
 def _call(function: Callable[..., None], *arguments: object) -> None:
     """Call a function of the caller's."""
-    try:
+    with not_told():
         function(*arguments)
-    except Exception as error:
-        raise _CallersError(error) from error
-
-
-class _CallersError(MultimodalGenError):
-    """What a function of the caller's raised: none of the pipeline's errors, to be explained."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-
-@contextmanager
-def _with_callers_errors() -> Iterator[None]:
-    """Raise what a function of the caller's raised, as it was."""
-    try:
-        yield
-        return
-    except _CallersError as error:
-        raised = error.error
-    raise raised
 
 
 def _checked(index: PipelineIndex, args: ServerArgs) -> ServerArgs:
