@@ -22,7 +22,6 @@ from multimodal_gen.integrations.generator import (
     GenerationSettings,
     LoadingSettings,
 )
-from multimodal_gen.runtime.generator.index import dtype_argument
 from multimodal_gen.runtime.server_args import LOADING_SETTINGS, SETTINGS, ServerArgs
 
 CALL = {"height": 32, "width": 48, "num_inference_steps": 2}
@@ -412,7 +411,7 @@ def test_a_gguf_file_is_the_pipeline_driven_by_hand(tiny_pipeline, tmp_path, wan
         config=str(folder),
         subfolder="transformer",
         quantization_config=GGUFQuantizationConfig(compute_dtype=torch.float32),
-        **{dtype_argument(): torch.float32},
+        dtype=torch.float32,
     )
     expected = by_hand(WanPipeline.from_pretrained(folder, transformer=transformer), **VIDEO)
     made = multimodal_gen.generate(
@@ -525,7 +524,7 @@ def test_eight_bits_are_the_pipeline_driven_by_hand(
     }
     pipe = diffusers.WanPipeline.from_pretrained(
         folder,
-        **{dtype_argument(): torch.float32},
+        dtype=torch.float32,
         quantization_config=diffusers.PipelineQuantizationConfig(quant_mapping=both),
     )
     expected = by_hand(pipe, **VIDEO)

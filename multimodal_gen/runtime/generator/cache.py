@@ -261,11 +261,6 @@ def _enable(
     config = cache.config(pipe, num_steps)
     if not hasattr(model, "enable_cache"):
         raise UsageError(f"{unfit}, which has none for any cache of diffusers")
-    if model.is_cache_enabled:
-        raise UsageError(
-            f"cache {cache.text} must be the only one, {name} has a "
-            f"{type(model._cache_config).__name__}; call its disable_cache() first"
-        )
     needs_timestep = any(field.name == _TIMESTEP for field in dataclasses.fields(config))
     if needs_timestep and not hasattr(type(pipe), "current_timestep"):
         raise UsageError(

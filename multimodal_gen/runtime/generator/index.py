@@ -113,14 +113,6 @@ def class_of(library: str, class_name: str) -> Any:
     return found if isinstance(found, type) else None
 
 
-def dtype_argument() -> str:
-    """Return what this diffusers calls the dtype argument of `from_pretrained`."""
-    import diffusers
-
-    # Releases that take `dtype` warn about the older name.
-    return "dtype" if hasattr(diffusers.utils, "_resolve_dtype") else "torch_dtype"
-
-
 def components_in(config: Mapping[str, Any], *, dotted: bool = False) -> dict[str, tuple[str, str]]:
     """Return library and class name by component, those left out not; `dotted`: private keys too.
 

@@ -15,7 +15,7 @@ import torch
 
 from multimodal_gen.errors import UsageError, first_line, short
 from multimodal_gen.files import require_writable
-from multimodal_gen.runtime.generator.index import PipelineIndex, class_of, dtype_argument
+from multimodal_gen.runtime.generator.index import PipelineIndex, class_of
 from multimodal_gen.runtime.generator.library_errors import described, told
 from multimodal_gen.runtime.generator.lora import add_loras, check_loras, read_loras
 from multimodal_gen.runtime.generator.progress import is_shown
@@ -125,7 +125,7 @@ def _read_weights(index: PipelineIndex, args: ServerArgs, device: torch.device) 
 
         given["quantization_config"] = PipelineQuantizationConfig(quant_mapping=own)
     return index.pipeline_class.from_pretrained(  # type: ignore[attr-defined]
-        index.model_path, **given, **{dtype_argument(): dtypes}
+        index.model_path, **given, dtype=dtypes
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 
 from multimodal_gen.errors import MissingDependencyError, UsageError, nearest, short
-from multimodal_gen.runtime.generator.index import PipelineIndex, class_of, dtype_argument
+from multimodal_gen.runtime.generator.index import PipelineIndex, class_of
 from multimodal_gen.runtime.generator.library_errors import described, told
 from multimodal_gen.settings import expanded
 
@@ -159,5 +159,5 @@ def load_gguf(index: PipelineIndex, name: str, file: str, dtype: torch.dtype) ->
             quantization_config=GGUFQuantizationConfig(compute_dtype=dtype),
             config=index.model_path,
             subfolder=name,
-            **{dtype_argument(): dtype},
+            dtype=dtype,
         )

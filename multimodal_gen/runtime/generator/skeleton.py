@@ -167,6 +167,6 @@ def _config_explained(
 
 def _transformers_config(cls: Any, model_path: str, name: str) -> Any:
     """Read the config by the model's own config class, which part-models need."""
-    if Path(model_path).is_dir():
+    if Path(model_path).is_dir():  # of which one that is not there would be made up
         return cls.config_class.from_pretrained(Path(model_path) / name)
     return cls.config_class.from_pretrained(model_path, subfolder=name)
