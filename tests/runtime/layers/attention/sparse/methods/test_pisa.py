@@ -1,6 +1,5 @@
 """What PISA has of its own, against its definition written down token by token."""
 
-
 from multimodal_gen.runtime.layers.attention.sparse.methods.pisa import PisaConfig
 from tests.helpers.methods import DEFINED
 
