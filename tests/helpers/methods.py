@@ -612,6 +612,39 @@ DEFINED: Mapping[str, Defined] = {
 """By its name, every method that keeps blocks of a fixed cut."""
 
 
+SMALL: Mapping[str, dict[str, Any]] = {
+    "sliding_tile_attn": {"window": [1, 1, 1], "tile_size": [1, 2, 3], "skip_time_steps": 0},
+    "video_sparse_attn": {"topk": 1},
+    "sla_attn": {"topk_ratio": 0.0, "BLKQ": 64},
+    "vmoba_attn": {
+        "temporal_layer": 0,
+        "spatial_chunk_size": [2, 3],
+        "st_chunk_size": [1, 2, 3],
+        "moba_select_mode": "topk",
+        "first_full_step": 0,
+        "spatial_topk": 2,
+        "st_topk": 2,
+    },
+    "sol_attn": {"dense_steps": None, "dense_layers": None, "tile_size": [1, 2, 2], "tau": 0.0},
+    "pisa_attn": {"density": 0.5, "dense_steps": None},
+    "cube_sparse_attn": {"topk_ratio": 0.3, "local_cube_size": [1, 2, 2]},
+    "nabla_attn": {"P": 0.5, "wT": 1, "wH": 1, "wW": 1, "tile_size": [1, 2, 2]},
+    "draft_attn": {"sparsity_ratio": 0.5, "pool_h": 2, "pool_w": 2},
+    "sparge_attn": {"topk": 0.5},
+    "static_sparse_attn": {"pattern": "lvsa", "window_size": 1, "key_frame_interval": 2},
+    "subblock_sparse_attn": {"sparsity": 0.5, "skip_first_steps": 0, "min_seq_len": 0},
+    "sparse_video_gen_2_attn": {
+        "svg2_num_q_centroids": 3,
+        "svg2_num_k_centroids": 6,
+        "svg2_top_p_kmeans": 0.2,
+        "svg2_kmeans_iter_init": 2,
+        "svg2_first_layers_fp": 0,
+        "svg2_first_times_fp": 0,
+    },
+}
+"""By its name, parameters with which a method leaves much out of tiny models, from step 0 on."""
+
+
 Pick = Callable[[int, int], int]
 
 

@@ -1,7 +1,6 @@
 """Gradients through stock models whose attention was taken over, with and without checkpointing."""
 
 import copy
-from types import MappingProxyType
 
 import pytest
 import torch
@@ -10,22 +9,12 @@ from multimodal_gen.errors import UnsupportedBackendError, UsageError
 from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from tests.helpers.denoisers import COMMON
+from tests.helpers.methods import SMALL
 
-METHODS = MappingProxyType(
-    {
-        "sliding_tile_attn": {"window": [1, 1, 3], "tile_size": [1, 2, 2], "skip_time_steps": 0},
-        "video_sparse_attn": {"sparsity": 0.7},
-        "sla_attn": {"topk_ratio": 0.2, "BLKQ": 64},
-        "vmoba_attn": {
-            "temporal_chunk_size": 1,
-            "spatial_layer": 0,
-            "st_layer": 0,
-            "first_full_step": 0,
-            "moba_select_mode": "topk",
-            "temporal_topk": 1,
-        },
-    }
-)
+METHODS = {
+    name: SMALL[name]
+    for name in ("sliding_tile_attn", "video_sparse_attn", "sla_attn", "vmoba_attn")
+}
 
 
 @pytest.fixture(scope="module")

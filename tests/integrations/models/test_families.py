@@ -14,42 +14,13 @@ from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.managers.forward_context import current_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from tests.helpers.denoisers import LINEAR, SPLIT, WHOLE
+from tests.helpers.methods import SMALL
 
 # Mochi asks for autocast to 32 bits.
 pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast:UserWarning")
 
 NEW = {**SPLIT, **WHOLE}
 TEXT_ALONE = [name for name in NEW if name.startswith(("qwen 2.1", "cosmos 3"))]
-METHODS = {
-    "video_sparse_attn": {"VSA_sparsity": 0.5},
-    "sliding_tile_attn": {"window": [1, 1, 1], "tile_size": [1, 2, 3], "skip_time_steps": 0},
-    "sla_attn": {"topk_ratio": 0.5},
-    "vmoba_attn": {
-        "temporal_layer": 0,
-        "spatial_chunk_size": [2, 3],
-        "st_chunk_size": [1, 2, 3],
-        "moba_select_mode": "topk",
-        "first_full_step": 0,
-        "spatial_topk": 2,
-        "st_topk": 2,
-    },
-    "sol_attn": {"dense_steps": None, "dense_layers": None},
-    "pisa_attn": {"density": 0.5, "dense_steps": None},
-    "cube_sparse_attn": {"topk_ratio": 0.3, "local_cube_size": [1, 2, 2]},
-    "nabla_attn": {"P": 0.5, "wT": 1, "wH": 1, "wW": 1, "tile_size": [1, 2, 2]},
-    "draft_attn": {"sparsity_ratio": 0.5, "pool_h": 2, "pool_w": 2},
-    "sparge_attn": {"topk": 0.5},
-    "static_sparse_attn": {"pattern": "lvsa", "window_size": 1, "key_frame_interval": 2},
-    "subblock_sparse_attn": {"sparsity": 0.5, "skip_first_steps": 0, "min_seq_len": 0},
-    "sparse_video_gen_2_attn": {
-        "svg2_num_q_centroids": 4,
-        "svg2_num_k_centroids": 8,
-        "svg2_top_p_kmeans": 0.5,
-        "svg2_kmeans_iter_init": 2,
-        "svg2_first_layers_fp": 0,
-        "svg2_first_times_fp": 0,
-    },
-}
 
 
 def call(model, inputs):
@@ -126,10 +97,10 @@ def test_a_sparse_method_that_leaves_nothing_out_gives_the_stock_output(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", METHODS)
+@pytest.mark.parametrize("backend", SMALL)
 @pytest.mark.parametrize("name", NEW)
 def test_every_sparse_method_runs(name, backend):
-    settings = {**METHODS[backend], "dense_above": 1.0}
+    settings = {**SMALL[backend], "dense_above": 1.0}
     stock, out, report = run(
         NEW[name], attention_backend=backend, attention_backend_config=settings, strict=True
     )

@@ -10,14 +10,15 @@ from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.runtime.distributed.groups import use_parallel_groups
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from tests.helpers.denoisers import COMMON
+from tests.helpers.methods import SMALL
 
 pytest.importorskip("diffusers")
 fully_shard = pytest.importorskip("torch.distributed.fsdp").__dict__.get("fully_shard")
 pytestmark = pytest.mark.skipif(fully_shard is None, reason="needs torch.distributed.fsdp2")
 
 METHODS = {
-    "sla_attn": {"topk_ratio": 0.2, "BLKQ": 64},
-    "video_sparse_attn": {"sparsity": 0.7},
+    "sla_attn": SMALL["sla_attn"],
+    "video_sparse_attn": SMALL["video_sparse_attn"],
     "torch_sdpa": None,
 }
 

@@ -7,32 +7,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from multimodal_gen.runtime.distributed.mesh import Mesh
+from tests.helpers.methods import SMALL
 from tests.integrations.parallel import pipelines
 
 TOLERANCE = 1e-4
-DENSE_PARTS_OFF = {"svg2_first_layers_fp": 0, "svg2_first_times_fp": 0}
-CONFIGS = {
-    "sliding_tile_attn": {"window": [1, 1, 1], "tile_size": [1, 2, 3], "skip_time_steps": 0},
-    "video_sparse_attn": {"topk": 1},
-    "vmoba_attn": {
-        "temporal_layer": 0,
-        "spatial_chunk_size": [2, 3],
-        "st_chunk_size": [1, 2, 3],
-        "moba_select_mode": "topk",
-        "first_full_step": 0,
-        "spatial_topk": 2,
-        "st_topk": 2,
-    },
-    "sparse_video_gen_2_attn": {
-        **DENSE_PARTS_OFF,
-        "svg2_kmeans_iter_init": 2,
-        "svg2_num_q_centroids": 3,
-        "svg2_num_k_centroids": 6,
-        "svg2_top_p_kmeans": 0.2,
-    },
-    "sla_attn": {"topk_ratio": 0.0, "BLKQ": 64},
-    "sol_attn": {"dense_steps": 0, "dense_layers": None, "tile_size": [1, 2, 2], "tau": 0.0},
-}
+METHODS = (
+    "sliding_tile_attn",
+    "video_sparse_attn",
+    "vmoba_attn",
+    "sparse_video_gen_2_attn",
+    "sla_attn",
+    "sol_attn",
+)
 
 
 @pytest.mark.slow_cases("flux", "qwen_image", "wan22")
@@ -88,7 +74,7 @@ def test_four_ranks_give_the_latents_of_one_process(
 @pytest.mark.parametrize(
     ("family", "backend"),
     [
-        *(("wan", backend) for backend in CONFIGS),
+        *(("wan", backend) for backend in METHODS),
         ("hunyuan_video", "video_sparse_attn"),
         ("flux", "sliding_tile_attn"),
         ("qwen_image", "vmoba_attn"),
@@ -98,7 +84,7 @@ def test_four_ranks_give_the_latents_of_one_process(
 )
 @pytest.mark.filterwarnings("ignore:.*proj_l")
 def test_a_sparse_method_on_some_heads_attends_as_on_all(two_ranks, tiny_pipeline, family, backend):
-    call = (tiny_pipeline(family), family, backend, CONFIGS[backend], 2)
+    call = (tiny_pipeline(family), family, backend, SMALL[backend], 2)
     for want, got, densities in two_ranks.run(Mesh(ulysses=2), pipelines.sparse, *call):
         assert (got - want).abs().max() <= TOLERANCE
         assert densities
@@ -117,7 +103,7 @@ def test_a_sparse_method_on_some_heads_attends_as_on_all(two_ranks, tiny_pipelin
 )
 @pytest.mark.filterwarnings("ignore:.*proj_l")
 def test_a_sparse_method_attends_in_a_ring_as_alone(two_ranks, tiny_pipeline, family, backend):
-    call = (tiny_pipeline(family), family, backend, CONFIGS[backend], 2)
+    call = (tiny_pipeline(family), family, backend, SMALL[backend], 2)
     for want, got, densities in two_ranks.run(Mesh(ring=2), pipelines.sparse, *call):
         assert (got - want).abs().max() <= TOLERANCE
         assert densities
@@ -145,7 +131,7 @@ def trained(tiny_pipeline, tmp_path):
 def test_gates_and_projections_of_a_checkpoint_count_on_every_rank(
     two_ranks, tiny_pipeline, trained, backend
 ):
-    config = CONFIGS[backend]
+    config = SMALL[backend]
     untrained = two_ranks.run(
         Mesh(ulysses=2), pipelines.sparse, tiny_pipeline("wan"), "wan", backend, config, 2
     )

@@ -22,7 +22,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
 )
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-from tests.helpers.methods import method
+from tests.helpers.methods import SMALL, method
 
 HEADS, SIZE, GRID, TEXT = 2, 32, (4, 8, 8), 5
 VIDEO = 4 * 8 * 8
@@ -31,18 +31,8 @@ VIDEO = 4 * 8 * 8
 METHODS = {
     each.backend: each
     for each in (
-        method("sla_attn", topk_ratio=0.25, BLKQ=64),
-        method("video_sparse_attn", sparsity=0.5),
-        method("sliding_tile_attn", window=[1, 1, 1], tile_size=[2, 4, 4], skip_time_steps=0),
-        method(
-            "vmoba_attn",
-            temporal_chunk_size=1,
-            temporal_topk=2,
-            moba_select_mode="topk",
-            spatial_layer=0,
-            st_layer=0,
-            first_full_step=0,
-        ),
+        method(name, **SMALL[name])
+        for name in ("sla_attn", "video_sparse_attn", "sliding_tile_attn", "vmoba_attn")
     )
 }
 

@@ -24,6 +24,7 @@ from multimodal_gen.runtime.layers.attention.selector import Rejected, Selection
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 from tests.helpers.inputs import make_qkv
+from tests.helpers.methods import SMALL
 
 FA, SDPA = AttentionBackendEnum.FA, AttentionBackendEnum.TORCH_SDPA
 CHOSEN = Selection(
@@ -153,17 +154,7 @@ def test_calls_of_a_layer_count_its_detours(report):
 def test_the_kernel_of_the_backward_pass_is_named(method):
     backend = AttentionBackendEnum(method)
     cls = find_backend(backend, PlatformEnum.CPU)
-    settings = {
-        "sliding_tile_attn": {"window": [1, 3, 3], "tile_size": [2, 2, 4], "skip_time_steps": 0},
-        "vmoba_attn": {
-            "temporal_chunk_size": 1,
-            "temporal_topk": 2,
-            "spatial_layer": 0,
-            "st_layer": 0,
-            "first_full_step": 0,
-        },
-    }
-    config = build_config(cls.config_cls, settings[method], backend=method)
+    config = build_config(cls.config_cls, SMALL[method], backend=method)
     asked = BackendPreference(source=Source.SETTINGS, backend=backend, config=config)
     layer = LocalAttention(2, 32, scope=SelectionScope(default=asked, strict=True))
     q, k, v = (x.requires_grad_() for x in make_qkv(1, 192, 2, 32, dtype=torch.float32))

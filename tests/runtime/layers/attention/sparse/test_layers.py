@@ -17,24 +17,20 @@ from multimodal_gen.runtime.layers.attention.sparse import tiles
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from tests.helpers.inputs import make_qkv
+from tests.helpers.methods import SMALL
 from tests.helpers.sparse import SparseMethod
 
 GRID = (4, 6, 8)
 GIVEN = {
-    "sliding_tile_attn": {"window": [1, 3, 1], "tile_size": [2, 2, 2], "skip_time_steps": 0},
-    "video_sparse_attn": {"sparsity": 0.7},
-    "vmoba_attn": {
-        "temporal_chunk_size": 2, "temporal_topk": 1, "spatial_chunk_size": [3, 4],
-        "spatial_topk": 1, "st_chunk_size": [2, 3, 4], "st_topk": 1,
-        "moba_select_mode": "topk", "first_full_step": 0,
-    },
-    "sla_attn": {"topk_ratio": 0.3},
-    "sage_sla_attn": {"topk_ratio": 0.3},
-    "sparse_video_gen_2_attn": {
-        "svg2_num_q_centroids": 4, "svg2_num_k_centroids": 8, "svg2_first_layers_fp": 0,
-        "svg2_first_times_fp": 0,
-    },
-}  # fmt: skip
+    name: SMALL[name]
+    for name in (
+        "sliding_tile_attn",
+        "video_sparse_attn",
+        "vmoba_attn",
+        "sla_attn",
+        "sparse_video_gen_2_attn",
+    )
+} | {"sage_sla_attn": SMALL["sla_attn"]}
 METHODS = {
     name: SparseMethod(backend=AttentionBackendEnum(name), given=given, heads=2)
     for name, given in GIVEN.items()
