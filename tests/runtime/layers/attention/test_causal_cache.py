@@ -70,6 +70,24 @@ def seen_by(number: int, past: list, window: int, sink: int):
     return [x for i, x in enumerate(past) if i < sink or i > number - window]
 
 
+def assert_sees(out: torch.Tensor, q: torch.Tensor, seen: list, atol: float = 1e-13) -> None:
+    """Raise AssertionError unless `out` is attention over keys and values of chunks."""
+    keys, values = (torch.cat(x, dim=1) for x in zip(*seen, strict=True))
+    want, _ = reference_attention(q, keys, values, scale=SCALE)
+    torch.testing.assert_close(out, want.to(out.dtype), rtol=0, atol=atol)
+
+
+def filled(cache: CausalCache, count: int) -> list:
+    """Write chunks into all layers, and return their keys and values."""
+    past = []
+    for number in range(count):
+        past.append(draw(TOKENS, seed=number)[1:])
+        for part in cache.layers:
+            part.append(*past[-1], start=number * TOKENS)
+        cache.commit()
+    return past
+
+
 def lengths_of(count: int, last: int) -> list[int]:
     return [*[TOKENS] * (count - 1), last]
 
@@ -97,9 +115,7 @@ def test_every_step_of_30_chunks_sees_the_past_that_the_model_says(layer, window
             q, k = rotate(q, start), rotate(k, start)
             out = layer(q, k, v, cache=cache.layers[0])
             seen = seen_by(number, [*past, (k, v)], window, sink)
-            keys, values = (torch.cat(x, dim=1) for x in zip(*seen, strict=True))
-            want, _ = reference_attention(q, keys, values, scale=SCALE)
-            torch.testing.assert_close(out, want, rtol=0, atol=1e-13)
+            assert_sees(out, q, seen)
         past.append((k, v))
         cache.commit()
         start += tokens
@@ -253,24 +269,18 @@ def test_what_a_graph_depends_on_is_the_same_for_all_chunks_of_a_full_cache(laye
 
 def test_recaching_writes_the_past_anew_oldest_first(layer):
     cache = CausalCache(size_of())
-    for number in range(7):
-        cache.layers[0].append(*draw(TOKENS, seed=number)[1:], start=number * TOKENS)
-        cache.commit()
+    filled(cache, 7)
     past = []
     for start, tokens in cache.recache():
         q, k, v = draw(tokens, seed=1000 + start)
         past.append((k, v))
         out = layer(q, k, v, cache=cache.layers[0])
-        keys, values = (torch.cat(x, dim=1) for x in zip(*past, strict=True))
-        want, _ = reference_attention(q, keys, values, scale=SCALE)
-        torch.testing.assert_close(out, want, rtol=0, atol=1e-6)
+        assert_sees(out, q, past, atol=1e-6)
     assert len(past) == 4
     q, k, v = draw(TOKENS, seed=8)
     cache.begin(7 * TOKENS, TOKENS)
     out = layer(q, k, v, cache=cache.layers[0])
-    keys, values = (torch.cat(x, dim=1) for x in zip(past[0], *past[2:], (k, v), strict=True))
-    want, _ = reference_attention(q, keys, values, scale=SCALE)
-    torch.testing.assert_close(out, want, rtol=0, atol=1e-13)
+    assert_sees(out, q, [past[0], *past[2:], (k, v)])
     cache.commit()
     assert [start for start, _ in cache.recache(sink=False)] == [TOKENS * n for n in (5, 6, 7)]
 
@@ -330,11 +340,7 @@ def test_what_was_written_while_a_graph_was_captured_counts_in_later_chunks(monk
 
 def test_a_kept_chunk_that_was_not_written_anew_is_rotated_where_it_is_seen_next(layer):
     cache = CausalCache(size_of(before_rope=True, sink=0), rotate=rotate, positions="window")
-    past = []
-    for number in range(4):
-        past.append(draw(TOKENS, seed=number)[1:])
-        cache.layers[0].append(*past[-1], start=number * TOKENS)
-        cache.commit()
+    past = filled(cache, 4)
     cache.begin(2 * TOKENS, TOKENS)  # its place among what it sees is another one
     cache.commit()
     cache.begin(3 * TOKENS, TOKENS)
@@ -348,9 +354,7 @@ def test_a_kept_chunk_that_was_not_written_anew_is_rotated_where_it_is_seen_next
 
 def test_whoever_writes_the_past_anew_may_commit_but_must_go_on(layer):
     cache = CausalCache(size_of(sink=0))
-    for number in range(3):
-        cache.layers[0].append(*draw(TOKENS, seed=number)[1:], start=number * TOKENS)
-        cache.commit()
+    filled(cache, 3)
     for start, tokens in cache.recache():
         cache.layers[0].append(*draw(tokens, seed=50 + start)[1:])
         cache.commit()
@@ -377,10 +381,7 @@ def interrupted(cache: CausalCache, writes: int) -> None:
 @pytest.mark.parametrize("writes", [0, 1, 2])
 def test_recaching_that_is_broken_off_can_be_done_once_more(layer, writes):
     cache, past = CausalCache(size_of(num_layers=2, sink=0)), []
-    for number in range(4):
-        for part in cache.layers:
-            part.append(*draw(TOKENS, seed=number)[1:], start=number * TOKENS)
-        cache.commit()
+    filled(cache, 4)
     with pytest.raises(KeyboardInterrupt):
         interrupted(cache, writes)
     assert not cache.is_running
@@ -404,10 +405,7 @@ def test_recaching_that_is_broken_off_can_be_done_once_more(layer, writes):
 
 def test_a_cache_whose_recaching_was_broken_off_can_be_reset_and_needs_whole_chunks():
     cache = CausalCache(size_of(num_layers=2, sink=0))
-    for number in range(4):
-        for part in cache.layers:
-            part.append(*draw(TOKENS, seed=number)[1:], start=number * TOKENS)
-        cache.commit()
+    filled(cache, 4)
     with pytest.raises(KeyboardInterrupt):
         interrupted(cache, 1)
     with pytest.raises(UsageError, match="all of the 2 layers must write the chunk at token 12"):
@@ -443,9 +441,7 @@ def test_a_discarded_chunk_is_not_seen_and_another_takes_its_place(layer):
     cache.discard()
     cache.begin(TOKENS, TOKENS)
     out = layer(*second, cache=layer_cache)
-    keys, values = (torch.cat(x, dim=1) for x in zip(first[1:], second[1:], strict=True))
-    want, _ = reference_attention(second[0], keys, values, scale=SCALE)
-    torch.testing.assert_close(out, want, rtol=0, atol=1e-13)
+    assert_sees(out, second[0], [first[1:], second[1:]])
     cache.commit()
     cache.reset(start=600)
     cache.begin(600, TOKENS)
@@ -489,9 +485,7 @@ def test_whatever_is_made_discarded_and_written_anew_is_what_is_seen(operations,
             for n, x in enumerate(made[:number])
             if (n < sink or n > newest - window) and (n < see[0] or n > number - see[1])
         ]
-        keys, values = (torch.cat(x, dim=1) for x in zip(*past, (k, v), strict=True))
-        want, _ = reference_attention(q, keys, values, scale=SCALE)
-        torch.testing.assert_close(out, want, rtol=0, atol=1e-13)
+        assert_sees(out, q, [*past, (k, v)])
         if what == "discard" and number == len(made):
             cache.discard()
             continue
