@@ -6,11 +6,13 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.integrations.models.adapter import ModelCall, image_grid, role_by_name
 from multimodal_gen.integrations.models.positions import raster_grid
 from multimodal_gen.integrations.models.registry import ADAPTERS, find_adapter
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.managers.forward_context import TextSpan
+from tests.helpers.denoisers import DENOISERS
 
 ENCODER = AttentionRole.ENCODER
 
@@ -31,82 +33,57 @@ def latents(*shape):
     return torch.empty(shape, device="meta")
 
 
-def text(length):
-    return latents(1, length, 8)
+FILM, PICTURE = (3, 3, 5), (1, 5, 9)
+# Grid of the latents, first row and number of rows of what is no part of it, and who is told so.
+TOLD = {
+    (FILM, None): (
+        *("wan", "wan vace", "wan animate", "skyreels v2", "anyflow", "ltx", "ltx 2", "cosmos"),
+        *("kandinsky 5", "kandinsky 6", "helios without a history", "allegro"),
+    ),
+    (FILM, (45, 7)): ("hunyuan", "mochi"),
+    (FILM, (45, 14)): ("hunyuan 1.5 with padding",),  # prompt, glyphs and image
+    (FILM, (45, 12)): ("motif video",),  # and image
+    (FILM, (0, 7)): ("cogvideox", "consisid"),
+    (FILM, (0, 11)): ("minimax h3", "easyanimate"),  # and sound; of two encoders
+    (FILM, (0, 41)): ("minimax h3 with keyframes",),
+    (FILM, (0, 25)): ("helios",),  # 15 + 6 + 4 of its history
+    (FILM, (0, 40)): ("framepack",),  # 30 + 6 + 4
+    (FILM, (0, 5)): ("cosmos 3",),
+    (PICTURE, (0, 7)): (
+        *("flux", "flux with reference tokens", "flux2", "flux2 with reference tokens"),
+        *("flux 3", "krea 2", "qwen", "qwen with two images"),
+    ),
+    (PICTURE, (45, 7)): ("sd3", "hunyuan image without glyphs"),
+    (PICTURE, (45, 11)): ("hunyuan image",),
+    ((1, 6, 6), (0, 9)): ("qwen 2.1",),
+    ((1, 6, 6), (0, 15)): ("qwen 2.1 with a picture",),  # of 8 tokens in the place of 2
+    ((1, 9, 5), (45, 51)): ("z image",),  # both padded to 32
+}
+
+
+@pytest.mark.filterwarnings("ignore:In CPU autocast:UserWarning")
+@pytest.mark.parametrize(
+    ("name", "grid", "text"), [(name, *told) for told, names in TOLD.items() for name in names]
+)
+def test_layers_are_told_the_grid_and_where_the_text_is(name, grid, text, calls):
+    model, inputs = DENOISERS[name].make()
+    with torch.no_grad(), apply(model):
+        model(**inputs)
+    (context,) = {
+        (call.context.latent_grid, call.context.text_span)
+        for call in calls
+        if call.site.role is AttentionRole.SELF
+    }
+    assert context == (grid, text and TextSpan(*text))
 
 
 @pytest.mark.parametrize(
     ("cls", "model_call", "grid"),
     [
         (
-            "WanTransformer3DModel",
-            call({"patch_size": (1, 2, 2)}, hidden_states=latents(1, 16, 21, 90, 160)),
-            (21, 45, 80),
-        ),
-        (
-            "WanVACETransformer3DModel",
-            call({"patch_size": (1, 2, 2)}, hidden_states=latents(2, 16, 5, 60, 104)),
-            (5, 30, 52),
-        ),
-        (
-            "HunyuanVideoTransformer3DModel",
-            call({"patch_size": 2, "patch_size_t": 1}, hidden_states=latents(1, 16, 33, 90, 160)),
-            (33, 45, 80),
-        ),
-        (
-            "HunyuanVideo15Transformer3DModel",
-            call({"patch_size": 1, "patch_size_t": 1}, hidden_states=latents(1, 65, 31, 30, 53)),
-            (31, 30, 53),
-        ),
-        (
-            "LTXVideoTransformer3DModel",
-            call(
-                {"patch_size": 1, "patch_size_t": 1},
-                hidden_states=latents(2, 13 * 16 * 24, 128),
-                num_frames=13,
-                height=16,
-                width=24,
-            ),
-            (13, 16, 24),
-        ),
-        (
-            "QwenImageTransformer2DModel",
-            call(hidden_states=latents(1, 6072, 64), img_shapes=[[(1, 66, 92)]]),
-            (1, 66, 92),
-        ),
-        (
             "QwenImageTransformer2DModel",
             call(hidden_states=latents(1, 6072, 64), img_shapes=[(1, 66, 92)]),
             (1, 66, 92),
-        ),
-        (
-            "QwenImage21Transformer2DModel",
-            call(img_shapes=[[(1, 32, 32), (1, 64, 48)]] * 2),
-            (1, 64, 48),
-        ),
-        (
-            "Kandinsky6Transformer3DModel",
-            call({"patch_size": (1, 2, 2)}, hidden_states=latents(1, 31, 64, 96, 33)),
-            (31, 32, 48),
-        ),
-        (
-            "WanAnimateTransformer3DModel",
-            call({"patch_size": (1, 2, 2)}, hidden_states=latents(1, 36, 21, 90, 160)),
-            (21, 45, 80),
-        ),
-        (
-            "AnyFlowTransformer3DModel",
-            call({"patch_size": (1, 2, 2)}, hidden_states=latents(1, 21, 16, 60, 104)),
-            (21, 30, 52),
-        ),
-        ("Cosmos3OmniTransformer", call(vision_token_shapes=[(48, 22, 40)]), (48, 22, 40)),
-        (
-            "CogVideoXTransformer3DModel",
-            call(
-                {"patch_size": 2, "patch_size_t": None},
-                hidden_states=latents(2, 13, 16, 60, 90),
-            ),
-            (13, 30, 45),
         ),
         (
             "CogVideoXTransformer3DModel",
@@ -153,17 +130,6 @@ def test_flux2_is_split_only_where_it_keeps_no_keys_of_reference_images(mode):
     keeps = call(**arguments, kv_cache_mode=mode)
     assert re.match(rf"kv_cache_mode must be None .* got '{mode}'", flux2.split.refuse(keeps))
     assert flux2.grid(keeps) is None
-
-
-def test_reference_images_come_behind_the_grid_of_the_image():
-    flux, flux2, qwen = (
-        adapter(f"{name}Transformer2DModel") for name in ("Flux", "Flux2", "QwenImage")
-    )
-    ids = torch.cat((flux_ids(4, 6), flux_ids(8, 8, 1)))
-    assert flux.grid(call(img_ids=ids)) == (1, 4, 6)
-    ids = torch.cat((flux2_ids(4, 6), flux2_ids(4, 6, reference=10)))
-    assert flux2.grid(call(img_ids=ids)) == (1, 4, 6)
-    assert qwen.grid(call(img_shapes=[[(1, 4, 6), (1, 8, 8)]])) == (1, 4, 6)
 
 
 def test_flux_ids_are_read_once_while_they_live(monkeypatch):
@@ -218,43 +184,12 @@ def packed(*, text=5, pictures=0, sound=6):
     )
 
 
-@pytest.mark.parametrize(("pictures", "front"), [(0, 11), (2, 27)])
-def test_minimax_h3_has_everything_in_front_of_the_video(pictures, front):
-    h3 = adapter("MiniMaxH3Transformer3DModel")
-    model_call = packed(pictures=pictures)
-    assert h3.grid(model_call) == (3, 2, 4)
-    assert h3.text_span(model_call) == TextSpan(start=0, length=front)
-    assert h3.timestep(model_call).tolist() == pytest.approx([0.4])
-
-
 def test_minimax_h3_gets_no_guess_where_keyframes_and_video_are_not_told_apart():
     h3 = adapter("MiniMaxH3Transformer3DModel")
     assert h3.grid(packed(pictures=1, sound=0)) is None
     assert h3.grid(packed(sound=0)) == (3, 2, 4)
+    assert h3.timestep(packed()).tolist() == pytest.approx([0.4])
     assert h3.text_span(packed(pictures=1, sound=0)) is None
-
-
-def test_helios_has_its_history_in_front():
-    model_call = call(
-        {"patch_size": (1, 2, 2)},
-        hidden_states=latents(1, 16, 9, 48, 80),
-        **{
-            f"{kind}_history_{name}": latents(1, 16, frames, 48, 80)
-            for kind in ("latents", "indices_latents")
-            for name, frames in (("short", 2), ("mid", 2), ("long", 16))
-        },
-    )
-    helios = adapter("HeliosTransformer3DModel")
-    assert helios.grid(model_call) == (9, 24, 40)
-    history = 2 * 24 * 40 + 1 * 12 * 20 + 4 * 6 * 10
-    assert helios.text_span(model_call) == TextSpan(start=0, length=history)
-
-
-def test_qwen_image_21_counts_the_pictures_in_its_text():
-    shapes = [[(1, 32, 32), (1, 64, 48)]] * 2
-    model_call = call(img_shapes=shapes, encoder_hidden_states=text(300))
-    span = adapter("QwenImage21Transformer2DModel").text_span(model_call)
-    assert span == TextSpan(start=0, length=300 - 256 + 1024)
 
 
 @pytest.mark.parametrize(
@@ -288,35 +223,6 @@ def test_qwen_image_21_counts_the_pictures_in_its_text():
 )
 def test_a_call_that_does_not_tell_its_grid_gets_no_guess(cls, model_call):
     assert adapter(cls).grid(model_call) is None
-
-
-def test_the_text_is_where_each_family_puts_it():
-    hunyuan = {"patch_size": 2, "patch_size_t": 1}
-    video = latents(1, 16, 3, 8, 12)
-    spans = {
-        "WanTransformer3DModel": None,
-        "FluxTransformer2DModel": TextSpan(start=0, length=512),
-        "Flux2Transformer2DModel": TextSpan(start=0, length=512),
-        "QwenImageTransformer2DModel": TextSpan(start=0, length=512),
-        "CogVideoXTransformer3DModel": TextSpan(start=0, length=512),
-        "LTXVideoTransformer3DModel": None,
-        "HunyuanVideoTransformer3DModel": TextSpan(start=72, length=512),
-    }
-    for cls, span in spans.items():
-        model_call = call(hunyuan, hidden_states=video, encoder_hidden_states=text(512))
-        assert adapter(cls).text_span(model_call) == span
-
-
-def test_hunyuan_video_15_counts_image_glyph_and_prompt_tokens():
-    model_call = call(
-        {"patch_size": 2, "patch_size_t": 1},
-        hidden_states=latents(1, 16, 3, 8, 12),
-        encoder_hidden_states=text(1000),
-        encoder_hidden_states_2=text(256),
-        image_embeds=text(729),
-    )
-    span = adapter("HunyuanVideo15Transformer3DModel").text_span(model_call)
-    assert span == TextSpan(start=72, length=1985)
 
 
 @pytest.mark.parametrize("image", [0.0, 1.0])
