@@ -36,6 +36,14 @@ if TYPE_CHECKING:
 
 _ASKING = (block_sparse, cluster_attention, kmeans, quantized_attention)
 ALL_FEATURES = frozenset(Feature)
+H100 = engine.Request(
+    platform="cuda",
+    capability=(9, 0),
+    dtype=torch.bfloat16,
+    head_size=128,
+    q_size=128,
+    kv_size=128,
+)
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 

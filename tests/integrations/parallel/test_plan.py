@@ -50,6 +50,14 @@ def trace(model):
     }
 
 
+def check_refused(model, mesh, error, message):
+    """Raise AssertionError unless a model cannot be taken over, and is left as it was."""
+    before = trace(model)
+    with use_parallel_groups(groups_of(mesh)), pytest.raises(error, match=message):
+        apply(model)
+    assert trace(model) == before
+
+
 @pytest.mark.parametrize("name", ["wan", "hunyuan with a first frame", "qwen", "ltx", "cogvideox"])
 @pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(cfg=2), BOTH], ids=str)
 def test_remove_leaves_a_model_as_it_was(name, mesh):
@@ -65,18 +73,12 @@ def test_remove_leaves_a_model_as_it_was(name, mesh):
 @pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(cfg=2)], ids=str)
 def test_a_failure_half_way_leaves_nothing(mesh, monkeypatch):
     model, _ = DENOISERS["wan"].make()
-    before = trace(model)
 
     def fail(*args, **kwargs):
         raise RuntimeError("no hooks left")
 
     monkeypatch.setattr(type(model), "register_forward_hook", fail)
-    with (
-        use_parallel_groups(groups_of(mesh)),
-        pytest.raises(RuntimeError, match="no hooks left"),
-    ):
-        apply(model)
-    assert trace(model) == before
+    check_refused(model, mesh, RuntimeError, "no hooks left")
 
 
 def test_a_copy_of_an_attached_model_computes_all_of_it():
@@ -111,15 +113,8 @@ def test_without_ranks_nothing_of_it_is_installed():
 
 def test_a_layer_has_to_have_a_head_for_every_rank():
     model, _ = DENOISERS["wan"].make()
-    before = trace(model)
-    with (
-        use_parallel_groups(groups_of(Mesh(ulysses=4))),
-        pytest.raises(
-            UsageError, match=r"head for each of the 4 ranks .*--ulysses-degree 3 or les"
-        ),
-    ):
-        apply(model)
-    assert trace(model) == before
+    wanted = r"head for each of the 4 ranks .*--ulysses-degree 3 or les"
+    check_refused(model, Mesh(ulysses=4), UsageError, wanted)
 
 
 def test_a_pipeline_that_has_one_branch_only_is_refused_before_its_denoiser_changes():
@@ -143,15 +138,8 @@ def test_a_model_without_a_plan_is_refused_with_those_that_have_one():
         cross_attention_dim=16,
         caption_channels=12,
     )
-    before = trace(model)
-    with (
-        use_parallel_groups(groups_of(Mesh(ulysses=2))),
-        pytest.raises(
-            UsageError, match=r"PixArtTransformer2DModel has no plan for it; run it on one GPU.*Wan"
-        ),
-    ):
-        apply(model)
-    assert trace(model) == before
+    wanted = r"PixArtTransformer2DModel has no plan for it; run it on one GPU.*Wan"
+    check_refused(model, Mesh(ulysses=2), UsageError, wanted)
 
 
 def test_a_plan_that_does_not_fit_the_model_names_what_is_missing():

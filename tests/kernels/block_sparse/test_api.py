@@ -15,20 +15,12 @@ from multimodal_gen.kernels.block_sparse.api import (
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.engine import BLOCK_SPARSE, Request, SelectedKernel, choose
 from tests.helpers.block_plans import PlanShape, random_plan
-from tests.helpers.fakes import machine_with
+from tests.helpers.fakes import H100, machine_with
 from tests.helpers.inputs import make_qkv
 
 PLAN = BlockPlan.dense(Blocks.regular(20, 16), Blocks.regular(30, 16), "cpu")
 Q, K, V = make_qkv(2, 20, 4, 8, num_keys=30, num_kv_heads=2)
 HOPPER = {"triton": "3.6.0", "flash-attn-4": "4.0.0"}
-H100 = Request(
-    platform="cuda",
-    capability=(9, 0),
-    dtype=torch.bfloat16,
-    head_size=128,
-    q_size=128,
-    kv_size=128,
-)
 
 
 @pytest.mark.parametrize(

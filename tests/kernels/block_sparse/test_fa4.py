@@ -17,19 +17,10 @@ from multimodal_gen.kernels.block_sparse.fa4 import TileLists, make_lists
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.engine import BLOCK_SPARSE, Request, fa4_keys
 from tests.helpers.block_plans import PlanShape, dense_mask, random_plan
-from tests.helpers.fakes import machine_with
+from tests.helpers.fakes import H100, machine_with
 from tests.helpers.inputs import make_qkv
 from tests.helpers.reference import reference_attention
 from tests.helpers.tolerance import assert_within_error_budget
-
-H100 = Request(
-    platform="cuda",
-    capability=(9, 0),
-    dtype=torch.bfloat16,
-    head_size=128,
-    q_size=128,
-    kv_size=128,
-)
 
 
 class BlockSparseTensorsTorch(NamedTuple):

@@ -21,7 +21,6 @@ from multimodal_gen.kernels.engine import (
     QUANTIZED,
     TRITON_WITH_GLUON,
     Operation,
-    Request,
     choose,
 )
 from multimodal_gen.kernels.launch import self_check as checks
@@ -46,17 +45,17 @@ from multimodal_gen.runtime.layers.attention.selector import (
 from multimodal_gen.runtime.layers.attention.sparse.methods.sol import SolConfig
 from multimodal_gen.runtime.layers.attention.sparse.methods.vsa import VideoSparseConfig
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
-from tests.helpers.fakes import FakeDevice, machine_with, simulated_environment
+from tests.helpers.fakes import H100, FakeDevice, machine_with, simulated_environment
 
 UNTRIED = "3.10.0"
-H100 = Request(
-    platform="cuda",
-    capability=(9, 0),
-    dtype=torch.bfloat16,
+ASKED = H100._replace(device=0)
+GEOMETRY = LayerGeometry(
+    num_heads=24,
     head_size=128,
-    q_size=128,
-    kv_size=128,
-    device=0,
+    num_kv_heads=24,
+    softmax_scale=1.0,
+    causal=False,
+    site=LayerSite(),
 )
 Check = Callable[[torch.device], str | None]
 SayWhat = Callable[[str | Exception | None], list[torch.device]]
@@ -154,7 +153,7 @@ def test_a_release_that_was_tried_is_not_checked(
 ) -> None:
     monkeypatch.delattr(gluon_check, check)
     with machine_with({"triton": version}):
-        assert choose(operation, "auto", H100) == "gluon"
+        assert choose(operation, "auto", ASKED) == "gluon"
         assert self_checks() == ()
 
 
@@ -183,7 +182,7 @@ def test_an_untried_release_runs_once_its_check_passes_on_each_device(
     asked = let_checks_say(None)
     for dtype in (torch.bfloat16, torch.float16):
         for device in (0, 1, None):
-            request = H100._replace(dtype=dtype, device=device)
+            request = ASKED._replace(dtype=dtype, device=device)
             assert choose(BLOCK_SPARSE, "auto", request) == "gluon"
     assert [device.index for device in asked] == [0, 1]
     assert list(map(str, self_checks())) == [
@@ -221,7 +220,7 @@ def test_where_the_check_fails_the_triton_kernels_run_with_one_warning(
     with caplog.at_level(logging.WARNING):
         for device in (0, 1):
             for size in (64, 128):
-                request = H100._replace(head_size=size, device=device)
+                request = ASKED._replace(head_size=size, device=device)
                 assert choose(BLOCK_SPARSE, "auto", request) == "triton"
     assert len(asked) == 2
     (message,) = caplog.messages
@@ -232,8 +231,8 @@ def test_where_the_check_fails_the_triton_kernels_run_with_one_warning(
     with pytest.raises(
         UnsupportedBackendError, match=f"failed its self-check with triton .*{said}"
     ):
-        choose(BLOCK_SPARSE, "gluon", H100)
-    assert choose(QUANTIZED, "auto", H100) == "triton"
+        choose(BLOCK_SPARSE, "gluon", ASKED)
+    assert choose(QUANTIZED, "auto", ASKED) == "triton"
     assert len(self_checks()) == 3
     of_others = message.replace("(block_sparse)", "(quantized)")
     assert caplog.messages == [message, of_others]
@@ -247,7 +246,7 @@ def test_what_differs_from_gpu_to_gpu_is_told_once(
         monkeypatch.setattr(gluon_check, name, lambda on, off=off: f"error {off + on.index / 100}")
     for device in range(3):
         for operation in (BLOCK_SPARSE, QUANTIZED):
-            assert choose(operation, "auto", H100._replace(device=device)) == "triton"
+            assert choose(operation, "auto", ASKED._replace(device=device)) == "triton"
     assert [message.rpartition(": ")[2] for message in caplog.messages] == [
         "error 0.3",
         "error 0.5",
@@ -269,10 +268,10 @@ def test_a_check_without_memory_is_repeated(let_checks_say: SayWhat, error: Exce
         match=r"^the self-check of kernel gluon \(block_sparse\) must have .* on GPU 0, found none "
         rf"\({re.escape(str(error))}\); free memory and call again$",
     ):
-        choose(BLOCK_SPARSE, "auto", H100)
+        choose(BLOCK_SPARSE, "auto", ASKED)
     assert self_checks() == ()
     let_checks_say(None)
-    assert choose(BLOCK_SPARSE, "auto", H100) == "gluon"
+    assert choose(BLOCK_SPARSE, "auto", ASKED) == "gluon"
 
 
 @pytest.mark.parametrize("fault", [None, "gradients are wrong"])
@@ -285,7 +284,7 @@ def test_gradients_have_a_check_of_their_own(
     q = torch.zeros(1, 64, 2, 64)
 
     def chosen(k: torch.Tensor = q) -> str:
-        return gradient_kernel("gluon", q, k, plan, H100._replace(backward=True), fixed=True)
+        return gradient_kernel("gluon", q, k, plan, ASKED._replace(backward=True), fixed=True)
 
     for _ in range(2):
         assert chosen() == ("gluon" if fault is None else "triton")
@@ -303,8 +302,8 @@ def test_gradients_are_warned_of_beside_the_kernel_itself(
     monkeypatch.setattr(gluon_check, "gradients", lambda device: "no such layout")
     q = torch.zeros(1, 64, 2, 64)
     plan = BlockPlan.dense(Blocks.regular(64, 64), Blocks.regular(64, 64), "cpu")
-    assert choose(BLOCK_SPARSE, "auto", H100) == "triton"
-    asked = H100._replace(backward=True)
+    assert choose(BLOCK_SPARSE, "auto", ASKED) == "triton"
+    asked = ASKED._replace(backward=True)
     assert gradient_kernel("gluon", q, q, plan, asked, fixed=False) == "triton"
     forward, backward = caplog.messages
     assert forward.endswith(": no such layout")
@@ -315,7 +314,7 @@ def test_gradients_are_warned_of_beside_the_kernel_itself(
 def test_what_a_kernel_cannot_serve_anyway_is_not_checked(let_checks_say: SayWhat) -> None:
     asked = let_checks_say(None)
     for changes in ({"capability": (8, 0)}, {"causal": True}, {"platform": "rocm"}):
-        assert choose(BLOCK_SPARSE, "auto", H100._replace(**changes)) == "triton"
+        assert choose(BLOCK_SPARSE, "auto", ASKED._replace(**changes)) == "triton"
     assert asked == []
 
 
@@ -330,7 +329,7 @@ def test_a_check_runs_without_the_modes_of_its_caller(
         lambda _: seen.append((torch.is_inference_mode_enabled(), torch.zeros(1).device.type)),
     )
     with torch.inference_mode(), torch.device("meta"):
-        assert choose(BLOCK_SPARSE, "auto", H100) == "gluon"
+        assert choose(BLOCK_SPARSE, "auto", ASKED) == "gluon"
     assert seen == [(False, "cpu")]
 
 
@@ -340,11 +339,11 @@ def test_a_check_that_chooses_a_kernel_is_at_fault_and_does_not_wait_for_itself(
 ) -> None:
     let_checks_say(None)
     monkeypatch.setattr(checks, "_LOCK", Impatient())
-    monkeypatch.setattr(gluon_check, "block_sparse", lambda _: choose(operation, "gluon", H100))
-    assert choose(BLOCK_SPARSE, "auto", H100) == "triton"
+    monkeypatch.setattr(gluon_check, "block_sparse", lambda _: choose(operation, "gluon", ASKED))
+    assert choose(BLOCK_SPARSE, "auto", ASKED) == "triton"
     (found,) = self_checks()
     assert "gluon_check:block_sparse chose a kernel that needs" in str(found)
-    assert choose(QUANTIZED, "auto", H100) == "gluon"
+    assert choose(QUANTIZED, "auto", ASKED) == "gluon"
 
 
 def test_nothing_is_checked_while_a_graph_is_captured(
@@ -353,9 +352,9 @@ def test_nothing_is_checked_while_a_graph_is_captured(
     asked = let_checks_say(None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(UsageError, match="must be checked before a CUDA graph is captured"):
-        choose(BLOCK_SPARSE, "auto", H100)
+        choose(BLOCK_SPARSE, "auto", ASKED)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert choose(BLOCK_SPARSE, "auto", H100) == "gluon"
+    assert choose(BLOCK_SPARSE, "auto", ASKED) == "gluon"
     assert len(asked) == 1
 
 
@@ -452,17 +451,8 @@ def test_a_layer_is_bound_to_what_the_check_leaves(
     let_checks_say: SayWhat, fault: str | None, variant: str
 ) -> None:
     asked = let_checks_say(fault)
-    site = LayerSite()
-    geometry = LayerGeometry(
-        num_heads=24,
-        head_size=128,
-        num_kv_heads=24,
-        softmax_scale=1.0,
-        causal=False,
-        site=site,
-    )
     schedule = ((None, asking_for("video_sparse_attn")),)
-    (entry,) = bind_schedule(schedule, Demand(request=on_an_h100(), geometry=geometry, strict=True))
+    (entry,) = bind_schedule(schedule, Demand(request=on_an_h100(), geometry=GEOMETRY, strict=True))
     assert entry.primary.impl.variant == variant
     ((ran,), _) = entry.entries()
     assert ran.selection.variant == variant
@@ -476,16 +466,8 @@ def test_a_kernel_that_fails_its_check_is_refused_when_its_layer_is_planned(
     let_checks_say("all wrong")
     schedule = ((None, asking_for("video_sparse_attn", VideoSparseConfig(kernel="gluon"))),)
     request = on_an_h100()
-    geometry = LayerGeometry(
-        num_heads=24,
-        head_size=128,
-        num_kv_heads=24,
-        softmax_scale=1.0,
-        causal=False,
-        site=LayerSite(),
-    )
     with pytest.raises(UnsupportedBackendError, match="failed its self-check"):
-        plannable_dtype(schedule, Demand(request=request, geometry=geometry, strict=False))
+        plannable_dtype(schedule, Demand(request=request, geometry=GEOMETRY, strict=False))
 
 
 @pytest.mark.parametrize("name", [str(name) for name in AttentionBackendEnum])

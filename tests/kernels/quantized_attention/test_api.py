@@ -8,13 +8,13 @@ import torch
 
 from multimodal_gen.errors import UnsupportedBackendError, UsageError
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
-from multimodal_gen.kernels.engine import QUANTIZED, Request, choose
+from multimodal_gen.kernels.engine import QUANTIZED, choose
 from multimodal_gen.kernels.quantized_attention import api
 from multimodal_gen.kernels.quantized_attention.api import kernel_for, quantized_attention
 from multimodal_gen.kernels.quantized_attention.packed import in_slots, slots_of
 from multimodal_gen.kernels.quantized_attention.tuning import gluon_tile, triton_tile
 from tests.helpers.block_plans import PlanShape, random_plan
-from tests.helpers.fakes import machine_with
+from tests.helpers.fakes import H100, machine_with
 from tests.helpers.inputs import make_qkv
 
 
@@ -118,16 +118,6 @@ def test_key_blocks_of_their_own_for_heads_that_share_keys_are_refused() -> None
     q, k, v = make_qkv(1, plan.q.total, 4, 64, num_keys=plan.kv.total, num_kv_heads=2)
     with pytest.raises(UsageError, match="`plan` must cut keys alike for the query heads"):
         quantized_attention(q, k, v, plan)
-
-
-H100 = Request(
-    platform="cuda",
-    capability=(9, 0),
-    dtype=torch.bfloat16,
-    head_size=128,
-    q_size=128,
-    kv_size=128,
-)
 
 
 @pytest.fixture

@@ -21,7 +21,8 @@ from multimodal_gen.kernels.quantized_attention.reference import (
     key_mean_reference,
     quantise_reference,
 )
-from tests.helpers.block_plans import FORMS, PlanShape, random_plan
+from tests.helpers.block_plans import PlanShape, random_plan
+from tests.helpers.drawn import plan_shapes
 from tests.helpers.inputs import QKV, make_qkv
 
 triton = pytest.importorskip("triton")
@@ -29,17 +30,7 @@ pytestmark = pytest.mark.skipif(
     not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1; see test_children.py"
 )
 
-SHAPES = st.builds(
-    PlanShape,
-    batch=st.sampled_from([1, 2]),
-    num_q=st.integers(1, 2),
-    num_kv=st.integers(1, 4),
-    q_size=st.sampled_from([16, 64, 128]),
-    kv_size=st.sampled_from([16, 64, 90, 128]),
-    q_form=st.sampled_from(FORMS),
-    kv_form=st.sampled_from(FORMS),
-    keep=st.sampled_from([0.0, 0.3, 1.0]),
-)
+SHAPES = plan_shapes(num_kv=4, q_size=(16, 64, 128), kv_size=(16, 64, 90, 128))
 
 
 def inputs(
