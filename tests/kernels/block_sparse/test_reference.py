@@ -6,12 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
-from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from tests.helpers.block_plans import PlanShape, dense_mask, random_plan
 from tests.helpers.drawn import plan_shapes
 from tests.helpers.inputs import QKV, make_qkv
 from tests.helpers.reference import reference_attention
 from tests.helpers.tolerance import assert_within_error_budget
+from tests.kernels.block_sparse.contract import Contract
 
 SHAPES = plan_shapes(
     batch=(1, 3),
@@ -91,44 +92,5 @@ def test_gradients_without_lse_are_exact_to_float64() -> None:
     )
 
 
-@pytest.mark.parametrize("deviation", [1.0, 8.0, 30.0, 60.0])
-def test_any_spread_of_the_logits_is_finite_and_right(deviation: float) -> None:
-    plan = random_plan(PlanShape(num_kv=6, keep=0.6), seed=11)
-    q, k, v = inputs_for(plan, dtype=torch.float64)
-    spread = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, 2)).std()
-    scale = deviation / float(spread)
-    out = block_sparse_attention(q.float(), k.float(), v.float(), plan, scale=scale)
-    exact, _ = reference_attention(q, k, v, scale=scale, mask=dense_mask(plan, 3, 4))
-    assert out.isfinite().all()
-    torch.testing.assert_close(out.double(), exact, rtol=1e-3, atol=1e-3)
-
-
-def test_constant_rows_average_the_values() -> None:
-    plan = BlockPlan.dense(Blocks.regular(20, 16), Blocks.regular(50, 16), "cpu")
-    q, k, v = inputs_for(plan, dtype=torch.float32)
-    out = block_sparse_attention(torch.zeros_like(q), k, v, plan)
-    mean = v.mean(1, keepdim=True).repeat_interleave(2, 2).expand_as(out)
-    torch.testing.assert_close(out, mean)
-
-
-def test_one_huge_key_takes_all_the_weight() -> None:
-    plan = BlockPlan.dense(Blocks.regular(20, 16), Blocks.regular(50, 16), "cpu")
-    q, k, v = inputs_for(plan, dtype=torch.float32)
-    q, k = q.abs() + 1.0, k.clone()
-    k[:, 33] = 1e4
-    out = block_sparse_attention(q, k, v, plan)
-    torch.testing.assert_close(out, v[:, 33:34].repeat_interleave(2, 2).expand_as(out))
-
-
-def test_padding_may_hold_anything() -> None:
-    lengths = torch.tensor([16, 3, 0], dtype=torch.int32)
-    blocks = Blocks.padded(lengths, 16)
-    plan = BlockPlan.dense(blocks, blocks, "cpu")
-    q, k, v = inputs_for(plan, dtype=torch.float32)
-    clean = block_sparse_attention(q, k, v, plan)
-    padding = (torch.arange(16) >= lengths.view(3, 1)).flatten()
-    dirty = [t.clone() for t in (q, k, v)]
-    for tensor in dirty:
-        tensor[:, padding] = torch.nan
-    assert torch.equal(block_sparse_attention(*dirty, plan), clean)
-    assert not clean[:, padding].any()
+class TestReference(Contract):
+    kernel = "reference"

@@ -15,12 +15,11 @@ from multimodal_gen.kernels.block_sparse.skip import Skip
 from tests.helpers.block_plans import FORMS, PlanShape, dense_mask, random_plan
 from tests.helpers.drawn import plan_shapes
 from tests.helpers.inputs import make_qkv
-from tests.helpers.reference import reference_attention
 from tests.helpers.skipping import peaked_inputs
 from tests.helpers.tolerance import (
     assert_gradients_within_error_budget,
-    assert_within_error_budget,
 )
+from tests.kernels.block_sparse.contract import Contract, check
 from tests.kernels.cases import with_slow
 
 triton = pytest.importorskip("triton")
@@ -38,19 +37,8 @@ SHAPES = plan_shapes(
 )
 
 
-def check(plan: BlockPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
-    """Assert that out and lse of the Triton provider stay within their budgets."""
-    batch, _, heads, _ = q.shape
-    mask = dense_mask(plan, batch, heads)
-    out, lse = block_sparse_attention(q, k, v, plan, scale=scale, return_lse=True, kernel="triton")
-    assert_within_error_budget(out, q, k, v, scale=scale, mask=mask)
-    _, exact = reference_attention(q, k, v, scale=scale, mask=mask)
-    blind = ~mask.any(-1)
-    assert (lse[blind] == -torch.inf).all()
-    largest = scale * q.double().norm(dim=-1).max() * k.double().norm(dim=-1).max()
-    # sqrt(D) roundings of the largest score.
-    budget = 4 * torch.finfo(torch.float32).eps * q.shape[3] ** 0.5 * (1.0 + largest)
-    assert ((lse.double() - exact)[~blind].abs() <= budget).all()
+class TestTriton(Contract):
+    kernel = "triton"
 
 
 @given(
@@ -74,7 +62,7 @@ def test_it_is_dense_attention_under_the_plans_mask(
         dtype=dtype,
         seed=seed,
     )
-    check(plan, q, k, v, 32**-0.5)
+    check("triton", plan, q, k, v, 32**-0.5)
 
 
 @pytest.mark.slow_cases(
@@ -87,7 +75,7 @@ def test_every_head_size_is_right(head_size: int, q_size: int) -> None:
     q, k, v = make_qkv(
         1, plan.q.total, 2, head_size, num_keys=plan.kv.total, dtype=torch.float16, seed=head_size
     )
-    check(plan, q, k, v, head_size**-0.5)
+    check("triton", plan, q, k, v, head_size**-0.5)
 
 
 def test_many_blocks_per_row_are_cut_into_steps_across_chunks() -> None:
@@ -95,7 +83,7 @@ def test_many_blocks_per_row_are_cut_into_steps_across_chunks() -> None:
     plan = random_plan(shape, seed=4)
     assert int(plan.counts.max()) > 256
     q, k, v = make_qkv(1, plan.q.total, 1, 32, num_keys=plan.kv.total, dtype=torch.float16)
-    check(plan, q, k, v, 32**-0.5)
+    check("triton", plan, q, k, v, 32**-0.5)
 
 
 @pytest.mark.slow_cases("384")
@@ -104,76 +92,7 @@ def test_large_blocks_are_cut_and_only_the_last_has_a_tail(kv_size: int) -> None
     q_blocks, kv_blocks = Blocks.regular(300, 192), Blocks.regular(2 * kv_size + 100, kv_size)
     plan = BlockPlan.dense(q_blocks, kv_blocks, "cpu")
     q, k, v = make_qkv(2, 300, 2, 64, num_keys=kv_blocks.total, dtype=torch.bfloat16)
-    check(plan, q, k, v, 64**-0.5)
-
-
-@pytest.mark.slow_cases("dtype0-30.0", "dtype0-60.0", "dtype0-8.0", "dtype1-30.0", "dtype1-8.0")
-@pytest.mark.parametrize("deviation", [1.0, 8.0, 30.0, 60.0])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_any_spread_of_the_logits_is_finite_and_right(deviation: float, dtype: torch.dtype) -> None:
-    plan = random_plan(PlanShape(num_kv=5, keep=0.7), seed=11)
-    q, k, v = make_qkv(1, plan.q.total, 2, 64, num_keys=plan.kv.total, dtype=dtype)
-    spread = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()).std()
-    check(plan, q, k, v, deviation / float(spread))
-
-
-def test_constant_rows_average_the_values() -> None:
-    plan = BlockPlan.dense(Blocks.regular(70, 64), Blocks.regular(150, 64), "cpu")
-    q, k, v = make_qkv(1, 70, 2, 32, num_keys=150, dtype=torch.float16)
-    check(plan, torch.zeros_like(q), k, v, 1.0)
-
-
-def test_one_huge_key_takes_all_the_weight() -> None:
-    plan = BlockPlan.dense(Blocks.regular(70, 64), Blocks.regular(150, 64), "cpu")
-    q, k, v = make_qkv(1, 70, 2, 32, num_keys=150, dtype=torch.float16)
-    q, k = q.abs() + 1.0, k.clone()
-    k[:, 33] = 1e3
-    check(plan, q, k, v, 1.0)
-
-
-def test_strided_inputs_are_read_in_place() -> None:
-    plan = random_plan(PlanShape(num_kv=4), seed=3)
-    packed = torch.randn(2, plan.kv.total, 3, 2, 32).half()
-    q = torch.randn(2, 2, 32, plan.q.total).half().permute(0, 3, 1, 2)
-    _, k, v = packed.unbind(2)
-    assert not q.is_contiguous()
-    assert not k.is_contiguous()
-    check(plan, q, k, v, 32**-0.5)
-
-
-def test_a_given_order_changes_nothing() -> None:
-    plan = random_plan(PlanShape(heads=2, num_q=3, num_kv=4), seed=3)
-    q, k, v = make_qkv(2, plan.q.total, 2, 32, num_keys=plan.kv.total, dtype=torch.float16)
-    out = block_sparse_attention(q, k, v, plan, kernel="triton")
-    assert torch.equal(out, block_sparse_attention(q, k, v, plan.longest_first(), kernel="triton"))
-
-
-def test_padding_of_keys_may_hold_anything_and_that_of_queries_becomes_zero() -> None:
-    lengths = torch.tensor([64, 3, 0], dtype=torch.int32)
-    blocks = Blocks.padded(lengths, 64)
-    plan = BlockPlan.dense(blocks, blocks, "cpu")
-    q, k, v = make_qkv(1, 192, 2, 32, dtype=torch.float16)
-    padding = (torch.arange(64) >= lengths.view(3, 1)).flatten()
-    dirty = [t.clone() for t in (q, k, v)]
-    for tensor in dirty:
-        tensor[:, padding] = torch.nan
-    out = block_sparse_attention(*dirty, plan, kernel="triton")
-    assert torch.equal(out, block_sparse_attention(q, k, v, plan, kernel="triton"))
-    assert not out[:, padding].any()
-
-
-def test_rows_in_no_query_block_are_zero() -> None:
-    q_blocks = Blocks.ragged(
-        torch.tensor([70, 5]).int(), torch.tensor([20, 30]).int(), total=100, size=64
-    )
-    plan = BlockPlan.dense(q_blocks, Blocks.regular(64, 64), "cpu")
-    q, k, v = make_qkv(1, 100, 1, 32, num_keys=64, dtype=torch.float16)
-    out, lse = block_sparse_attention(q, k, v, plan, return_lse=True, kernel="triton")
-    outside = torch.ones(100, dtype=torch.bool)
-    outside[5:35] = outside[70:90] = False
-    assert not out[:, outside].any()
-    assert (lse[..., outside] == -torch.inf).all()
-    assert lse[..., ~outside].isfinite().all()
+    check("triton", plan, q, k, v, 64**-0.5)
 
 
 def test_steps_cover_exactly_the_listed_keys_and_partial_ones_come_last() -> None:
@@ -209,18 +128,6 @@ def test_neighbouring_blocks_are_merged_into_whole_steps() -> None:
     assert steps.num_tail.item() == 1
     assert steps.starts[0, 0, 0, -1].item() == 128
     assert steps.tail_lengths[0, 0, 0, 0].item() == 22
-
-
-@pytest.mark.slow_cases("130-200-128", "130-200-64", "200-130-128")
-@pytest.mark.parametrize(
-    ("queries", "keys", "size"),
-    [(200, 200, 64), (130, 200, 64), (130, 200, 128), (200, 130, 128), (1, 70, 64)],
-)
-def test_causality_is_aligned_to_the_last_query_and_key(queries: int, keys: int, size: int) -> None:
-    q_blocks, kv_blocks = Blocks.regular(queries, size), Blocks.regular(keys, size)
-    plan = BlockPlan.dense(q_blocks, kv_blocks, "cpu", causal=True)
-    q, k, v = make_qkv(2, queries, 4, 64, num_keys=keys, num_kv_heads=2, dtype=torch.bfloat16)
-    check(plan, q, k, v, 0.125)
 
 
 def check_gradients(plan: BlockPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -372,7 +279,7 @@ def test_lists_that_change_in_place_are_cut_into_the_steps_there_are() -> None:
         counts.fill_(len(seen))
         lengths[seen[-1]] = last
         refresh_plan(plan)
-        check(plan, *qkv, scale=0.2)
+        check("triton", plan, *qkv, scale=0.2)
         steps |= {known.starts.data_ptr() for key, known in plan.cache.items() if key[0] == "steps"}
         lengths.fill_(tokens)
     assert len(steps) == 1

@@ -400,24 +400,6 @@ def test_an_arbitrary_mapping_builds_or_is_refused_and_nothing_else(config_cls, 
     assert build_config(config_cls, config_as_dict(config), backend="any_attn") == config
 
 
-RANGES = st.lists(
-    st.tuples(st.integers(0, 200), st.integers(0, 50) | st.none()), min_size=1, max_size=5
-)
-
-
-@settings(max_examples=100, deadline=None)
-@given(RANGES)
-def test_a_selector_reads_back_from_its_text(pairs):
-    selector = IndexSelector(
-        tuple((first, None if more is None else first + more) for first, more in pairs)
-    )
-    again = IndexSelector.parse(str(selector))
-    assert again == selector
-    for index in range(260):
-        inside = any(f <= index and (m is None or index <= f + m) for f, m in pairs)
-        assert (index in again) == inside
-
-
 @pytest.mark.parametrize("value", [-1, -5, [0, -5]])
 def test_a_negative_number_is_no_index_and_no_range(value):
     with pytest.raises(ConfigError, match=r"dense_steps. of video_sparse_attn must be indices"):
