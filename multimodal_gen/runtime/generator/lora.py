@@ -38,21 +38,23 @@ class Lora:
     """One adapter.
 
     Attributes:
-        path: a file, a folder that holds one, or a hub id.
+        path: as it was given: a file, a folder that holds one, or a hub id.
+        file: the file, or None for a hub id.
         scale: what its weights are multiplied by; finite.
         target: the component that it is added to, or "both"; None for diffusers' choice.
     """
 
     path: str
-    scale: float = 1.0
-    target: str | None = None
+    file: Path | None
+    scale: float
+    target: str | None
 
 
 def read_loras(texts: Sequence[str]) -> tuple[Lora, ...]:
     """Return the adapters that `FILE[:SCALE][@COMPONENT]` texts name.
 
     Raises:
-        UsageError: a scale is beyond all floats.
+        UsageError: a scale is beyond all floats; there is no such file, or a folder has several.
     """
     return tuple(map(_read, texts))
 
@@ -66,11 +68,25 @@ def _read(text: str) -> Lora:
         rest, scale = match["path"], float(match["scale"])
     if not math.isfinite(scale):
         raise UsageError(f"--lora-path must have a finite scale, got {short(text)}")
-    return Lora(path=rest, scale=scale, target=target)
+    return Lora(path=rest, file=_file_of(rest), scale=scale, target=target)
 
 
 def _exists(path: str) -> bool:
     return expanded(path, "--lora-path").exists()
+
+
+def _file_of(path: str) -> Path | None:
+    """Return the file of an adapter, or None for a hub id."""
+    file = expanded(path, "--lora-path")
+    if file.is_dir():
+        return _only_file(file)
+    if file.is_file():
+        return file
+    if file.exists() or not HUB_ID.fullmatch(path) or path.lower().endswith(_WEIGHTS):
+        raise UsageError(
+            f"--lora-path must be an existing file or folder, or a hub id, got {short(path)}"
+        )
+    return None
 
 
 def check_loras(pipeline_class: type, components: Collection[str], loras: Sequence[Lora]) -> None:
@@ -82,8 +98,7 @@ def check_loras(pipeline_class: type, components: Collection[str], loras: Sequen
         loras: the adapters.
 
     Raises:
-        UsageError: the pipeline takes none, there is no such file or component, or a folder has
-            several.
+        UsageError: the pipeline takes none, or there is no such component.
         MissingDependencyError: peft is not installed.
     """
     if not loras:
@@ -104,18 +119,6 @@ def check_loras(pipeline_class: type, components: Collection[str], loras: Sequen
             raise UsageError(
                 f"--lora-path must name a component of {pipeline_class.__name__} that takes a LoRA "
                 f"behind the @, {' or '.join(choices)}, got {short(lora.target)} for "
-                f"{short(lora.path)}"
-            )
-        file = expanded(lora.path, "--lora-path")
-        if file.is_dir():
-            _only_file(file)
-        elif file.is_file():
-            continue
-        elif (
-            file.exists() or not HUB_ID.fullmatch(lora.path) or lora.path.lower().endswith(_WEIGHTS)
-        ):
-            raise UsageError(
-                f"--lora-path must be an existing file or folder, or a hub id, got "
                 f"{short(lora.path)}"
             )
 
@@ -169,14 +172,13 @@ def add_loras(pipe: Any, loras: Sequence[Lora]) -> None:
     """
     names = [_name(number) for number in range(1, len(loras) + 1)]
     for name, lora in zip(names, loras, strict=True):
-        file = _local_file(lora)
         with (
             told(partial(_failure, pipe, lora)),
             warnings.catch_warnings(),
             without("diffusers.loaders.peft", lambda text: "was unsuccessful" in text),
         ):
             warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several are meant
-            given = None if file is None else _tensors(file)
+            given = None if lora.file is None else _tensors(lora.file)
             held = pipe.lora_state_dict(lora.path if given is None else dict(given))
             held = held[0] if isinstance(held, tuple) else held
             _check_kept(pipe, lora, given or {}, held)
@@ -187,18 +189,10 @@ def add_loras(pipe: Any, loras: Sequence[Lora]) -> None:
             for target in _experts_of(pipe) if lora.target == "both" else (lora.target,):
                 if target == "transformer_2":
                     options["load_into_transformer_2"] = True
-                pipe.load_lora_weights(str(file or lora.path), adapter_name=name, **options)
+                pipe.load_lora_weights(str(lora.file or lora.path), adapter_name=name, **options)
                 _check_placed(pipe, lora, name, held, target)
     if loras:
         pipe.set_adapters(names, [lora.scale for lora in loras])
-
-
-def _local_file(lora: Lora) -> Path | None:
-    """Return the file of an adapter, or None for a hub id."""
-    file = expanded(lora.path, "--lora-path")
-    if file.is_dir():
-        return _only_file(file)
-    return file if file.exists() else None
 
 
 def _only_file(folder: Path) -> Path:

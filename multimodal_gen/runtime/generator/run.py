@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from multimodal_gen.errors import MissingDependencyError, UsageError, short
-from multimodal_gen.files import MalformedError, Staging, is_taken, read_small_file, require_file
+from multimodal_gen.files import MalformedError, Staging, read_small_file, require_file
 from multimodal_gen.runtime.attention_report import AttentionReport
 from multimodal_gen.runtime.distributed.groups import is_main_rank, parallel_groups
 from multimodal_gen.runtime.distributed.mesh import Mesh
@@ -527,22 +527,15 @@ def _save(
         try:
             with ending_signals_raise():
                 return write(names)
-        except FileExistsError:
-            taken = next(filter(is_taken, also), None)
-            if taken is not None and not target.overwrite:
-                raise UsageError(
-                    f"--record-attention must not exist yet, got {str(taken)!r}, which another "
-                    f"program wrote meanwhile; run again with another name, or --overwrite"
-                ) from None
-            if streamed is not None or target.overwrite or not names.taken:
-                raise
-            if target.is_file:
-                raise UsageError(
-                    f"--output-path must not exist yet, got {str(target.path)!r}, which another "
-                    f"program wrote meanwhile; run again with another name, a folder, or "
-                    f"--overwrite"
-                ) from None
-            # Another run took the name in the folder while this one encoded.
+        except FileExistsError as error:
+            taken = Path(error.filename2 or error.filename)
+            if not (taken in also or target.is_file or target.overwrite or streamed):
+                continue  # Another run took the name in the folder while this one encoded.
+            flag = "--record-attention" if taken in also else "--output-path"
+            raise UsageError(
+                f"{flag} must not exist yet, got {str(taken)!r}, which another program wrote "
+                f"meanwhile; run again with another name, or --overwrite"
+            ) from None
         except OSError as error:
             raise UsageError(
                 f"the output could not be written to {target.path}: {error}"
