@@ -561,18 +561,14 @@ class ServerArgs:
 
     def _check_stream(self) -> None:
         """Refuse what a video that is written while it is made cannot be."""
-        shared = ("num_gpus", "sp_degree", "ulysses_degree", "ring_degree")
+        shared = ("num_gpus", "sp_degree", "ulysses_degree", "ring_degree", "cfg_parallel")
         for name in ("num_outputs", *shared):
             value = getattr(self, name)
-            if self.stream and value not in (None, 1):
+            if self.stream and value not in (None, 1, False):
                 raise ConfigError(
-                    f"{as_flag(name)} must be 1 with --stream, which writes one video from one "
-                    f"GPU, got {value}"
+                    f"{as_flag(name)} must be {'left out' if value is True else 1} with --stream, "
+                    f"which writes one video from one GPU, got {value}"
                 )
-        if self.stream and self.cfg_parallel:
-            raise ConfigError(
-                "--cfg-parallel must be left out with --stream, which writes one video from one GPU"
-            )
 
     def _parse_our_name(self) -> None:
         try:

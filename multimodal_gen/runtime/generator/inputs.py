@@ -2,7 +2,7 @@
 
 Every flag for a file stands for the argument that the pipeline has for it; `--pipeline-arg` gives
 any other by its own name. All of them are checked against the pipeline's signature, and the files
-looked into, before weights are loaded.
+read, before weights are loaded.
 """
 
 import types
@@ -56,7 +56,7 @@ _MOST = (1 << 31) - 1
 
 
 def check_inputs(index: PipelineIndex, args: ServerArgs, flags: Mapping[str, str]) -> None:
-    """Check files and further arguments against the pipeline's signature, and look into the files.
+    """Check files and further arguments against the pipeline's signature; `read_inputs` reads them.
 
     Args:
         index: the pipeline.
@@ -64,17 +64,12 @@ def check_inputs(index: PipelineIndex, args: ServerArgs, flags: Mapping[str, str
         flags: flags by the arguments they stand for, which `--pipeline-arg` must leave alone.
 
     Raises:
-        UsageError: the pipeline takes no such argument, its value has the wrong type, or a file is
-            not what it takes.
-        MissingDependencyError: what reads videos is not installed.
+        UsageError: the pipeline takes no such argument, or its value has the wrong type.
     """
     for setting in INPUTS:
         files = _files(args, setting)
         if files and _parameter(index, setting) is None:
             raise _takes_none(index, setting, files)
-        for file in files:
-            _check_file(as_flag(setting), file)
-            _check_kind(setting, file)
     _check_number(index, args)
     for name, value in _further(args).items():
         _check_argument(index, name, value, flags)
@@ -106,7 +101,8 @@ def read_inputs(index: PipelineIndex, args: ServerArgs) -> dict[str, Any]:
     """Return the arguments that files and `--pipeline-arg` give, ready for the call.
 
     Raises:
-        UsageError: a file cannot be read.
+        UsageError: a file cannot be read, or is not what the pipeline takes.
+        MissingDependencyError: what reads videos is not installed.
     """
     found: dict[str, Any] = {}
     for setting in INPUTS:
@@ -116,7 +112,7 @@ def read_inputs(index: PipelineIndex, args: ServerArgs) -> dict[str, Any]:
             found[name] = media if len(media) > 1 or name in _LISTS else media[0]
     for name, value in _further(args).items():
         file = _file_of(value)
-        found[name] = _thawed(value) if file is None else _read("--pipeline-arg", file)
+        found[name] = _thawed(value) if file is None else _read(f"--pipeline-arg {name}", file)
     return found
 
 
@@ -172,10 +168,7 @@ def _check_argument(
             f"--pipeline-arg must name an argument of {index.name}, got {short(name)}"
             f"{nearest(name, valid) or '; it takes ' + ', '.join(valid)}"
         )
-    file = _file_of(value)
-    if file is not None:
-        _check_file(f"--pipeline-arg {name}", file)
-    elif parameter is not None:
+    if parameter is not None and _file_of(value) is None:
         _check_type(index, parameter, value)
         _check_range(index, parameter, value)
 
@@ -232,67 +225,50 @@ def _is_video(file: Path) -> bool:
     return file.suffix.lower() in _VIDEOS
 
 
-def _check_file(name: str, file: Path) -> None:
-    """Refuse what is no regular file, or not what its name says."""
+def _is_gif(file: Path) -> bool:
+    return file.suffix.lower() == ".gif"
+
+
+def _read(name: str, file: Path) -> Any:
+    """Return an image, or a list of images; masks and arguments by their own names may be either.
+
+    Raises:
+        UsageError: this is no regular file, or not what it is called or needed as.
+    """
     path = expanded(file, name)
     if not path.is_file():
         problem = "this is no regular file" if path.exists() else "there is no such file"
         raise UsageError(_unreadable(name, file, problem))
     with told(partial(_unreadable, name, file)):  # decoders fail in every way there is
-        _look_into(path)
-
-
-def _check_kind(setting: str, file: Path) -> None:
-    """Refuse a video where an image is needed, and the other way round; masks may be either."""
-    video, needed = _is_video(file), setting == "video_path"
-    if setting == "mask_path" or video == needed:
-        return
-    if needed:
+        found = _decoded(path)
+    if not isinstance(found, list):
+        if name != "--video-path":
+            return found
         raise UsageError(
-            f"{as_flag(setting)} must be a video ({', '.join(_VIDEOS)}), got the image "
-            f"{short(str(file))}"
+            f"{name} must be a video ({', '.join(_VIDEOS)}), got the image {short(str(file))}"
         )
-    if file.suffix.lower() != ".gif" or _moves(file):
-        raise UsageError(f"{as_flag(setting)} must be an image, got the video {short(str(file))}")
+    if name not in _OF_IMAGES:
+        return found
+    if _is_gif(file) and len(found) == 1:
+        return found[0]
+    raise UsageError(f"{name} must be an image, got the video {short(str(file))}")
 
 
-def _moves(file: Path) -> bool:
-    """Return whether an image has several frames."""
-    from PIL import Image
-
-    with Image.open(file.expanduser()) as image:
-        return getattr(image, "n_frames", 1) > 1
-
-
-def _look_into(file: Path) -> None:
-    """Look whether a file is what its name says, without decoding it."""
-    from PIL import Image
-
-    if not _is_video(file) or file.suffix.lower() == ".gif":
-        with Image.open(file) as image:
-            image.verify()
-        return
-    require_encoder("reading a video")
-    import imageio_ffmpeg
-
-    frames, _ = imageio_ffmpeg.count_frames_and_secs(str(file))
-    if not frames:
-        raise ValueError("it has no frames")
-
-
-def _read(name: str, file: Path) -> Any:
-    """Return an image, or a list of images, as diffusers reads them."""
+def _decoded(path: Path) -> Any:
+    """Return what a file holds, as diffusers reads it."""
     from diffusers.utils import load_image, load_video
     from PIL import Image, ImageSequence
 
-    path = str(file.expanduser())
-    with told(partial(_unreadable, name, file)):
-        if _is_video(file) and file.suffix.lower() != ".gif":
-            return load_video(path)
-        with Image.open(path) as image:
-            if _is_video(file) and name not in _OF_IMAGES:
-                return [frame.convert("RGB") for frame in ImageSequence.Iterator(image)]
-            return load_image(image)
+    if _is_video(path) and not _is_gif(path):
+        require_encoder("reading a video")
+        frames = load_video(str(path))
+        if not frames:
+            raise ValueError("it has no frames")
+        return frames
+    with Image.open(path) as image:
+        if _is_gif(path):
+            return [frame.convert("RGB") for frame in ImageSequence.Iterator(image)]
+        return load_image(image)
 
 
 def _unreadable(name: str, file: Path, problem: Exception | str) -> str:

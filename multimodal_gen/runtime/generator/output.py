@@ -77,16 +77,18 @@ class OutputTarget:
     Attributes:
         path: the media file, or the folder to choose a name in.
         is_file: whether `path` is the file.
-        stem: file name to start from in a folder, without a suffix.
-        kind: what is written.
+        folder: the folder that files are written to.
+        stem: file name to start from, without a suffix.
+        suffix: of the media.
         overwrite: replace existing files.
         latents: whether latents are written too.
     """
 
     path: Path
     is_file: bool
+    folder: Path
     stem: str
-    kind: Kind
+    suffix: str
     overwrite: bool = False
     latents: bool = False
 
@@ -116,15 +118,16 @@ class OutputTarget:
             )
         folder = path.parent if is_file else path
         require_writable(folder)
-        name = path.stem if is_file else re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-.")
         return cls(
-            path=path, is_file=is_file, stem=name, kind=kind, overwrite=overwrite, latents=latents
+            path=path,
+            is_file=is_file,
+            folder=folder,
+            stem=path.stem if is_file else re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-."),
+            # A file is called what the user called it, .PNG included.
+            suffix=path.suffix if is_file else suffix,
+            overwrite=overwrite,
+            latents=latents,
         )
-
-    @property
-    def folder(self) -> Path:
-        """The folder that files are written to."""
-        return self.path.parent if self.is_file else self.path
 
     def names(self, count: int = 1) -> OutputNames:
         """Return the names for `count` results as things stand on disk now.
@@ -133,35 +136,27 @@ class OutputTarget:
             UsageError: the target is a file that exists, and `overwrite` is off; a name is longer
                 than the file system allows, or is that of a folder.
         """
-        names = self._free(count)
+        stems = itertools.chain([self.stem], (f"{self.stem}-{n}" for n in itertools.count(2)))
+        found = (self._names(stem, count) for stem in stems)
+        names = next(each for each in found if self.is_file or self.overwrite or not each.taken)
+        if names.taken and not self.overwrite:
+            raise UsageError(
+                f"--output-path must not exist yet, got {str(self.path)!r} with "
+                f"{', '.join(file.name for file in names.taken)} there; choose another name, "
+                f"a folder, or pass --overwrite"
+            )
         _require_short(names)
         folders = [file for file in names.all if file.is_dir()]
         if folders:
             raise UsageError(f"--output-path must not need the name of a folder, got {folders[0]}")
         return names
 
-    def _free(self, count: int) -> OutputNames:
-        if self.is_file:
-            names = self._names(self.path.parent, self.stem, count)
-            if names.taken and not self.overwrite:
-                raise UsageError(
-                    f"--output-path must not exist yet, got {str(self.path)!r} with "
-                    f"{', '.join(file.name for file in names.taken)} there; choose another name, "
-                    f"a folder, or pass --overwrite"
-                )
-            return names
-        stems = itertools.chain([self.stem], (f"{self.stem}-{n}" for n in itertools.count(2)))
-        candidates = (self._names(self.path, stem, count) for stem in stems)
-        return next(names for names in candidates if self.overwrite or not names.taken)
-
-    def _names(self, folder: Path, stem: str, count: int) -> OutputNames:
-        # A file is called what the user called it, .PNG included.
-        suffix = self.path.suffix if self.is_file else media_suffix(self.kind)
+    def _names(self, stem: str, count: int) -> OutputNames:
         stems = [stem] if count == 1 else [f"{stem}_{n}" for n in range(1, count + 1)]
         return OutputNames(
-            media=tuple(folder / f"{name}{suffix}" for name in stems),
-            record=folder / f"{stem}.json",
-            latents=folder / f"{stem}.safetensors" if self.latents else None,
+            media=tuple(self.folder / f"{name}{self.suffix}" for name in stems),
+            record=self.folder / f"{stem}.json",
+            latents=self.folder / f"{stem}.safetensors" if self.latents else None,
         )
 
 

@@ -31,7 +31,7 @@ from multimodal_gen.runtime.generator.denoise import (
     produced,
 )
 from multimodal_gen.runtime.generator.index import PipelineIndex
-from multimodal_gen.runtime.generator.inputs import as_typed
+from multimodal_gen.runtime.generator.inputs import as_typed, read_inputs
 from multimodal_gen.runtime.generator.library_errors import (
     not_told,
     out_of_memory_explained,
@@ -164,6 +164,7 @@ def prepare(
     for args in asked:
         try:
             settled.append(_checked(index, args))
+            read_inputs(index, args)
             if bare is not None:
                 check_sizes(bare, args)
             if is_main_rank():

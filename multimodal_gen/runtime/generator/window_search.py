@@ -14,6 +14,7 @@ from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.files import require_writable
 from multimodal_gen.runtime.generator.denoise import Timings, denoise
 from multimodal_gen.runtime.generator.index import PipelineIndex
+from multimodal_gen.runtime.generator.inputs import read_inputs
 from multimodal_gen.runtime.generator.library_errors import out_of_memory_explained
 from multimodal_gen.runtime.generator.load import load_pipeline, pick_device, pick_dtype
 from multimodal_gen.runtime.generator.run import Handle
@@ -102,6 +103,7 @@ class WindowSearch:
         device = pick_device(args.device)
         index = PipelineIndex.read(args.model_path, args.pipeline_class_name)
         check_arguments(index, args)
+        read_inputs(index, args)
         with out_of_memory_explained():
             pipe = load_pipeline(index, args, device)
             handle = attach(pipe)
