@@ -135,6 +135,28 @@ def text_as_mapping(text: str) -> dict[object, object]:
     return found
 
 
+def mapping_of(value: object, name: str, form: str) -> Mapping[Any, object]:
+    """Return a mapping, or what a text spells as one, with keys and values as they were written.
+
+    Args:
+        value: a mapping, or text: a JSON object or `k=v,k=v`, and empty for nothing.
+        name: the flag or argument it came from, for messages.
+        form: what pairs look like, for messages.
+
+    Raises:
+        ConfigError: it is something else, or has a key twice.
+    """
+    if isinstance(value, Mapping):
+        return value
+    expected = f"{name} must be {form} pairs, a JSON object or a mapping"
+    if not isinstance(value, str):
+        raise ConfigError(f"{expected}, got {short(value)}")
+    try:
+        return text_as_mapping(value)
+    except MalformedError as error:
+        raise ConfigError(f"{expected}, got {short(value)}: {error}") from None
+
+
 class _Pairs:
     """Reads `k=v,k=v`; commas inside quotes, lists and mappings do not split."""
 
@@ -167,9 +189,10 @@ class _Pairs:
     def _value(self, ends: str, depth: int) -> object:
         self._blank()
         if self._next("["):
-            return self._list(depth + 1)
+            return self._items("list", "]", lambda start: self._value(",]", depth + 1), depth)
         if self._next("{"):
-            return self._mapping(depth + 1)
+            pairs = self._items("mapping", "}", lambda start: self._entry(start, depth + 1), depth)
+            return as_mapping(pairs)
         if self._next("\"'"):
             return self._quoted()
         text = self._until(ends).strip()
@@ -177,49 +200,35 @@ class _Pairs:
             raise MalformedError(f"there is no value at the end of {short(self.text[: self.at])}")
         return read_scalar(text)
 
-    def _list(self, depth: int) -> object:
-        if depth > _MAX_DEPTH:
-            raise MalformedError(f"lists must nest at most {_MAX_DEPTH} levels deep")
-        start = self.at
+    def _items(self, kind: str, close: str, read: Callable[[int], Any], depth: int) -> list[Any]:
+        """Return what `read` finds between commas, given where the list or mapping starts."""
+        if depth == _MAX_DEPTH:
+            raise MalformedError(f"{kind}s must nest at most {_MAX_DEPTH} levels deep")
+        start, items = self.at, list[Any]()
         self.at += 1
-        items: list[object] = []
         self._blank()
-        while not self._next("]"):
-            items.append(self._value(",]", depth))
-            self._blank()
-            if self._next(","):
-                self.at += 1
-            elif not self._next("]"):
-                raise MalformedError(f"the list {short(self.text[start:])} has no end")
-        self.at += 1
-        return items
-
-    def _mapping(self, depth: int) -> object:
-        """Read `{0: 0.5, 0.4: 0.9}`; keys are numbers or text."""
-        if depth > _MAX_DEPTH:
-            raise MalformedError(f"mappings must nest at most {_MAX_DEPTH} levels deep")
-        start = self.at
-        self.at += 1
-        pairs: list[tuple[object, object]] = []
-        self._blank()
-        while not self._next("}"):
-            key = self._value(":,}", depth)
-            self._blank()
-            if not self._next(":"):
-                raise MalformedError(
-                    f"the mapping {short(self.text[start:])} has {short(key)} without a value; "
-                    f"write {{key: value, key: value}}"
-                )
-            self.at += 1
-            pairs.append((key, self._value(",}", depth)))
+        while not self._next(close):
+            items.append(read(start))
             self._blank()
             if self._next(","):
                 self.at += 1
                 self._blank()
-            elif not self._next("}"):
-                raise MalformedError(f"the mapping {short(self.text[start:])} has no end")
+            elif not self._next(close):
+                raise MalformedError(f"the {kind} {short(self.text[start:])} has no end")
         self.at += 1
-        return as_mapping(pairs)
+        return items
+
+    def _entry(self, start: int, depth: int) -> tuple[object, object]:
+        """Read one of `{0: 0.5, 0.4: 0.9}`; keys are numbers or text."""
+        key = self._value(":,}", depth)
+        self._blank()
+        if not self._next(":"):
+            raise MalformedError(
+                f"the mapping {short(self.text[start:])} has {short(key)} without a value; "
+                f"write {{key: value, key: value}}"
+            )
+        self.at += 1
+        return key, self._value(",}", depth)
 
     def _quoted(self) -> str:
         start, quote = self.at, self.text[self.at]
@@ -845,26 +854,13 @@ def as_pairs(setting: Setting, value: object) -> dict[str, object]:
     """
     found: dict[str, object] = {}
     for part in value if isinstance(value, (list, tuple)) else (value,):
-        for key, item in _pairs_of(setting, part).items():
+        for key, item in mapping_of(part, setting.flag, "name=value").items():
             if not isinstance(key, str) or not key.strip():
                 raise setting.wrong("pairs of a name and a value", part)
             if key in found:
                 raise ConfigError(f"{setting.flag} must give {short(key)} once, got it twice")
             found[key] = item
     return found
-
-
-def _pairs_of(setting: Setting, value: object) -> Mapping[Any, object]:
-    if isinstance(value, Mapping):
-        return value
-    if not isinstance(value, str):
-        raise setting.wrong("a mapping, a JSON object or name=value", value)
-    try:
-        return text_as_mapping(value)
-    except MalformedError as error:
-        raise ConfigError(
-            f"{setting.flag} must be name=value or a JSON object, got {short(value)}: {error}"
-        ) from None
 
 
 class FrozenMapping(Mapping[str, object]):

@@ -16,8 +16,8 @@ from typing import Any
 
 from multimodal_gen.errors import ConfigError, short
 from multimodal_gen.files import MalformedError
-from multimodal_gen.runtime.backend_names import component_mapping
-from multimodal_gen.settings import as_mapping, read_value
+from multimodal_gen.runtime.backend_names import COMPONENT_PAIRS
+from multimodal_gen.settings import as_mapping, mapping_of, read_value
 
 _CONFIG = "--attention-config"
 _COMPONENTS = "--component-attention-backends"
@@ -165,7 +165,7 @@ def _fold_components(uses: list[_Use]) -> str:
     pairs: list[tuple[object, object]] = []
     for use in uses:
         if use.path is None:
-            pairs += component_mapping(use.value, name=use.typed).items()
+            pairs += mapping_of(use.value, use.typed, COMPONENT_PAIRS).items()
         elif use.path:
             pairs.append((use.path, use.value))
         else:

@@ -11,11 +11,13 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 from multimodal_gen.errors import ConfigError, nearest, short
-from multimodal_gen.files import MalformedError
-from multimodal_gen.settings import as_flag, text_as_mapping
+from multimodal_gen.settings import as_flag, mapping_of
 
 ROLES = ("self", "cross", "encoder")
 """What a layer attends to, as it is written in keys and flags."""
+
+COMPONENT_PAIRS = "component=backend"
+"""What pairs that name backends of components look like, for messages."""
 
 _PLUGIN_GROUP = "multimodal_gen.attention_backends"
 
@@ -219,7 +221,7 @@ def parse_component_backends(
         ConfigError: malformed text, a bad or repeated key, an unknown role or backend.
     """
     found: _ComponentBackends = {}
-    for key, backend in component_mapping(value, name=name).items():
+    for key, backend in mapping_of({} if value is None else value, name, COMPONENT_PAIRS).items():
         component = parse_component_key(key, name=name)
         if component in found:
             raise ConfigError(f"{name} must name {short(component)} once, got it twice")
@@ -229,30 +231,6 @@ def parse_component_backends(
             )
         found[component] = parse_attention_backend(backend, name=f"{name}: {component}")
     return found
-
-
-def component_mapping(value: object, *, name: str) -> Mapping[object, object]:
-    """Return what `value` says of components, with keys and values as they were written.
-
-    Args:
-        value: a mapping, a JSON object or `a=x,b=y`; None and empty text say nothing.
-        name: the flag or argument it came from, for messages.
-
-    Raises:
-        ConfigError: malformed text, or a repeated key.
-    """
-    if value is None:
-        return {}
-    if isinstance(value, Mapping):
-        return value
-    if not isinstance(value, str):
-        raise ConfigError(f"{name} must be a mapping, a JSON object or a=x,b=y, got {short(value)}")
-    try:
-        return text_as_mapping(value)
-    except MalformedError as error:
-        raise ConfigError(
-            f"{name} must be component=backend pairs, a JSON object or a mapping; {error}"
-        ) from None
 
 
 def parse_component_key(key: object, *, name: str, roles: bool = True) -> str:

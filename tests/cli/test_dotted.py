@@ -149,7 +149,7 @@ def test_the_folded_configuration_is_one_that_selection_reads():
         ([f"{COMPONENTS}.", "fa"], "must have a component's name after the dot"),
         (
             [COMPONENTS, "vae", f"{COMPONENTS}.a", "fa"],
-            "must be component=backend .*; 'vae' is not a",
+            "must be component=backend .*: 'vae' is not a",
         ),
         ([COMPONENTS, "{", f"{COMPONENTS}.a", "fa"], "must be component=backend .* near '{': Exp"),
         ([f"{COMPONENTS}.a", "fa", f"{COMPONENTS}.a", "fa"], "once; 'a' must be given once, got"),
