@@ -5,10 +5,9 @@ It takes a clip, uint8 [T, H, W, 3], T being 1 for an image, and the prompt, and
 good.
 """
 
-import importlib.util
 import inspect
 import math
-import sys
+import runpy
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,23 +106,17 @@ def _function_of(text: str, name: str) -> object:
     path = Path(file).expanduser()
     if not path.is_file():
         raise ConfigError(f"{name} must name a file that is there, got {short(text)}")
-    spec = importlib.util.spec_from_file_location(f"_score_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module.__name__] = module  # dataclasses look their module up
     try:
-        spec.loader.exec_module(module)
+        found = runpy.run_path(str(path), run_name=f"_score_{path.stem}")
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"{name} must name a file that can be imported, got {short(text)}, which raises "
             f"{type(error).__name__}: {first_line(error)}"
         ) from error
-    found = getattr(module, function, None)
-    if not callable(found):
-        known = [key for key, value in vars(module).items() if callable(value)]
+    if not callable(found.get(function)):
+        known = [key for key, value in found.items() if callable(value)]
         raise ConfigError(
             f"{name} must name a function of {str(path)!r}, got {function!r}"
             f"{nearest(function, known)}"
         )
-    return found
+    return found[function]
