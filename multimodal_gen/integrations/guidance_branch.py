@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from multimodal_gen.integrations.hooks import own_method, replace_method
+from multimodal_gen.runtime.managers.forward_context import set_for_block
 
 # The name of the running call; per thread, like the context of attention layers.
 _BRANCH: ContextVar[str | None] = ContextVar("multimodal_gen_branch", default=None)
@@ -29,11 +30,7 @@ def note_branch_names(model: nn.Module, undo: ExitStack) -> None:
 
     @contextmanager
     def cache_context(name: str, **kwargs: Any) -> Iterator[None]:
-        token = _BRANCH.set(name)
-        try:
-            with own_method(model, "cache_context")(name, **kwargs):
-                yield
-        finally:
-            _BRANCH.reset(token)
+        with set_for_block(_BRANCH, name), own_method(model, "cache_context")(name, **kwargs):
+            yield
 
     replace_method(model, "cache_context", cache_context, undo)

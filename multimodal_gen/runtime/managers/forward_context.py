@@ -6,7 +6,7 @@ and nested calls do not see each other's.
 
 import itertools
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -218,14 +218,9 @@ def set_for_block(variable: ContextVar[T], value: T) -> Iterator[None]:
         variable.reset(token)
 
 
-@contextmanager
-def use_forward_context(context: ForwardContext | None) -> Iterator[None]:
+def use_forward_context(context: ForwardContext | None) -> AbstractContextManager[None]:
     """Make `context` the current one inside the `with` block."""
-    token = _CONTEXT.set(context)
-    try:
-        yield
-    finally:
-        _CONTEXT.reset(token)
+    return set_for_block(_CONTEXT, context)
 
 
 def replace_forward_context(context: ForwardContext | None) -> None:

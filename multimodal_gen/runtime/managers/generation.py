@@ -6,10 +6,11 @@ The generator says so around the call of the pipeline; other callers of a pipeli
         pipe(prompt="a fox", width=832, height=480)
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
+
+from multimodal_gen.runtime.managers.forward_context import set_for_block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,14 +31,9 @@ class Generation:
 _GENERATION: ContextVar[Generation | None] = ContextVar("multimodal_gen_generation", default=None)
 
 
-@contextmanager
-def describe_generation(generation: Generation) -> Iterator[None]:
+def describe_generation(generation: Generation) -> AbstractContextManager[None]:
     """Say what is generated inside the `with` block."""
-    token = _GENERATION.set(generation)
-    try:
-        yield
-    finally:
-        _GENERATION.reset(token)
+    return set_for_block(_GENERATION, generation)
 
 
 def current_generation() -> Generation | None:
