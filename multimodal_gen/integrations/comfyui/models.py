@@ -6,7 +6,7 @@ T, H, W are the frames, rows and columns of the latent after patching.
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from multimodal_gen.integrations.components import whole_number
-from multimodal_gen.integrations.models.adapter import Grid
+from multimodal_gen.integrations.models.adapter import Arguments, Grid
 from multimodal_gen.integrations.module_attention import AttentionParams
 from multimodal_gen.runtime.layers.attention.request import AttentionRole, LayerSite
 
@@ -50,16 +50,14 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """One call of a denoiser.
+class Call(Arguments):
+    """One call of a denoiser; the arguments are those of `**kwargs` too.
 
     Attributes:
         model: the denoiser.
-        arguments: arguments of its forward by name, those of `**kwargs` included.
     """
 
     model: Any
-    arguments: Mapping[str, Any]
 
     def latent(self, dims: int) -> torch.Tensor | None:
         """Return the latent, the first one of those that a model gets, or None for other shapes."""
@@ -68,19 +66,9 @@ class Call:
             x = x[0]
         return x if isinstance(x, torch.Tensor) and x.dim() == dims else None
 
-    def tensor(self, name: str) -> torch.Tensor | None:
-        """Return an argument, or None where it is absent or no tensor."""
-        value = self.arguments.get(name)
-        return value if isinstance(value, torch.Tensor) else None
-
     def tensors(self, name: str) -> tuple[torch.Tensor, ...]:
         """Return the tensors of an argument that is a list of them, or nothing."""
         return tuple(x for x in self.arguments.get(name) or () if isinstance(x, torch.Tensor))
-
-    def length(self, *names: str) -> int:
-        """Return the summed sizes of axis 1 of tensor arguments; absent ones count 0."""
-        found = (self.tensor(name) for name in names)
-        return sum(x.shape[1] for x in found if x is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,16 +117,17 @@ def _wan(call: Call) -> Rows | None:
     )
 
 
-def _flux(call: Call) -> Rows | None:
-    """Flux and FLUX.2: text, the image, reference images."""
-    x, patch = call.latent(4), (call.model.patch_size,) * 2
-    if x is None:
-        return None
-    return Rows(
-        grid=_patched(x, patch),
-        front=call.length("context"),
-        behind=_count(call.tensors("ref_latents"), patch),
-    )
+def _between_text_and_references(dims: int) -> Callable[[Call], Rows | None]:
+    """Flux, FLUX.2 and Qwen-Image: text, the image or its layers, reference images."""
+
+    def rows(call: Call) -> Rows | None:
+        x, patch = call.latent(dims), [1] * (dims - 4) + [call.model.patch_size] * 2
+        if x is None:
+            return None
+        behind = _count(call.tensors("ref_latents"), patch)
+        return Rows(grid=_patched(x, patch), front=call.length("context"), behind=behind)
+
+    return rows
 
 
 def _hunyuan(call: Call) -> Rows | None:
@@ -153,18 +142,6 @@ def _hunyuan(call: Call) -> Rows | None:
         text += call.length("txt_byt5")
     front = text + (0 if reference is None else _count((reference,), patch))
     return Rows(grid=_patched(x, patch), front=front)
-
-
-def _qwen_image(call: Call) -> Rows | None:
-    """Qwen-Image: text, the image or its layers, reference images."""
-    x, patch = call.latent(5), (1, call.model.patch_size, call.model.patch_size)
-    if x is None:
-        return None
-    return Rows(
-        grid=_patched(x, patch),
-        front=call.length("context"),
-        behind=_count(call.tensors("ref_latents"), patch),
-    )
 
 
 def _ltx(call: Call) -> Rows | None:
@@ -184,10 +161,6 @@ def _minimax_h3(call: Call) -> Rows | None:
     """MiniMax-H3: text, conditions and audio in one sequence, the video last."""
     x = call.latent(5)
     return None if x is None else Rows(grid=_patched(x, call.model.patch_size), front=None)
-
-
-def _unknown(call: Call) -> None:
-    del call
 
 
 _SELF, _CROSS, _ENCODER = AttentionRole.SELF, AttentionRole.CROSS, AttentionRole.ENCODER
@@ -221,12 +194,12 @@ FAMILIES = (
     Family(
         classes=("Flux",),
         modules=((r"(double|single)_blocks\.\d+", _SELF),),
-        rows=_flux,
+        rows=_between_text_and_references(dims=4),
     ),
     Family(
         classes=("QwenImageTransformer2DModel",),
         modules=((r"transformer_blocks\.\d+\.attn", _SELF),),
-        rows=_qwen_image,
+        rows=_between_text_and_references(dims=5),
     ),
     Family(
         classes=("MiniMaxH3Model",),
@@ -245,7 +218,7 @@ UNKNOWN = Family(
         (r"(.*\.)?(attn2|cross_attn|cross_attention)", _CROSS),
         (r"(.*\.)?(attn1?|self_attn|self_attention|attention)", _SELF),
     ),
-    rows=_unknown,
+    rows=lambda call: None,
 )
 """What is assumed of all other models: attention modules have the names they have in most."""
 

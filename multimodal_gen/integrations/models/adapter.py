@@ -25,23 +25,37 @@ _Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelCall:
-    """One call of a model's forward.
+class Arguments:
+    """What a model is called with.
 
     Attributes:
-        config: the model's configuration.
         arguments: arguments by name, positional ones included.
-        memo: values derived from an argument's contents, kept as long as that tensor lives.
     """
 
-    config: Any
     arguments: Mapping[str, Any]
-    memo: WeakTensorKeyDictionary
 
     def tensor(self, name: str) -> torch.Tensor | None:
         """Return an argument, or None where it is absent or no tensor."""
         value = self.arguments.get(name)
         return value if isinstance(value, torch.Tensor) else None
+
+    def length(self, *names: str) -> int:
+        """Return the summed sizes of axis 1 of tensor arguments; absent ones count 0."""
+        tensors = (self.tensor(name) for name in names)
+        return sum(tensor.shape[1] for tensor in tensors if tensor is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCall(Arguments):
+    """One call of a model's forward.
+
+    Attributes:
+        config: the model's configuration.
+        memo: values derived from an argument's contents, kept as long as that tensor lives.
+    """
+
+    config: Any
+    memo: WeakTensorKeyDictionary
 
     def once(self, tensor: torch.Tensor, read: Callable[[], _Found]) -> _Found:
         """Return what `read` finds in an argument, looked at again only once it was written to."""
@@ -50,11 +64,6 @@ class ModelCall:
             self.memo[tensor] = version, read()
         found: _Found = self.memo[tensor][1]
         return found
-
-    def length(self, *names: str) -> int:
-        """Return the summed sizes of axis 1 of tensor arguments; absent ones count 0."""
-        tensors = (self.tensor(name) for name in names)
-        return sum(tensor.shape[1] for tensor in tensors if tensor is not None)
 
 
 def role_by_name(name: str, module: nn.Module) -> AttentionRole:
@@ -68,10 +77,6 @@ def role_by_name(name: str, module: nn.Module) -> AttentionRole:
     if getattr(module, "is_cross_attention", False) or last == "attn2" or "cross" in last:
         return AttentionRole.CROSS
     return AttentionRole.SELF
-
-
-def _unknown(call: ModelCall) -> None:
-    del call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,9 +107,9 @@ class ModelAdapter:
 
     classes: tuple[str, ...]
     role_of: Callable[[str, nn.Module], AttentionRole] = role_by_name
-    grid: Callable[[ModelCall], Grid | None] = _unknown
-    text_span: Callable[[ModelCall], TextSpan | None] = _unknown
-    padding: Callable[[ModelCall], KeyPadding | None] = _unknown
+    grid: Callable[[ModelCall], Grid | None] = lambda call: None
+    text_span: Callable[[ModelCall], TextSpan | None] = lambda call: None
+    padding: Callable[[ModelCall], KeyPadding | None] = lambda call: None
     timestep: Callable[[ModelCall], torch.Tensor | None] | None = None
     timestep_scale: float = 1.0
     batches_guidance: bool = False
