@@ -19,6 +19,7 @@ from types import MappingProxyType
 import torch
 
 from multimodal_gen.errors import UsageError, first_line
+from multimodal_gen.runtime.generator.attention_check import exact_rows, sample_rows
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.auto_table import (
     AutoTable,
@@ -32,6 +33,7 @@ from multimodal_gen.runtime.layers.attention.backends.registry import (
     environment_for,
     find_backend,
 )
+from multimodal_gen.runtime.layers.attention.call import AttentionCall
 from multimodal_gen.runtime.layers.attention.request import (
     AttentionRequest,
     AttentionRole,
@@ -167,16 +169,6 @@ class ShapeTimes:
     left_out: tuple[LeftOut, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Inputs:
-    """Tensors of a call: [B, Sq, H, D], [B, Sk, Hkv, D] twice, and bool [B, Sk] or None."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    mask: torch.Tensor | None
-
-
 def shapes_for(device: torch.device) -> tuple[CallShape, ...]:
     """Return the shapes of `SHAPES` that a device can be measured at in reasonable time."""
     if device.type != "cpu":
@@ -212,23 +204,23 @@ def measure(
     found = {}
     with torch.inference_mode():
         try:
-            inputs = _draw(shape, dtype, device)
-            rows, expected = _reference(shape, inputs)
+            call = _draw(shape, dtype, device)
+            rows, expected = _reference(shape, call)
         except RuntimeError as failure:  # of memory, mostly
             reason = f"no inputs: {first_line(failure)}"
-            nobody = tuple(LeftOut(backend=str(backend), reason=reason) for backend in chosen)
-            return ShapeTimes(shape=shape, dtype=dtype, times=(), left_out=nobody)
+            none_ran = tuple(LeftOut(backend=str(backend), reason=reason) for backend in chosen)
+            return ShapeTimes(shape=shape, dtype=dtype, times=(), left_out=none_ran)
         for backend in chosen:
             layer = _contender(backend, shape, dtype, environment)
             error: float | str = ""
             if isinstance(layer, LocalAttention):
                 quantised = find_backend(backend, environment.platform).never_unasked
-                error = _check(layer, inputs, rows, expected, quantised="rounds" in quantised)
+                error = _check(layer, call, rows, expected, quantised="rounds" in quantised)
                 if isinstance(error, float):
                     found[backend] = layer, error
                     continue
             left_out.append(LeftOut(backend=str(backend), reason=str(error or layer)))
-        runs = {name: _run(layer, inputs) for name, (layer, _) in found.items()}
+        runs = {name: _run(layer, call) for name, (layer, _) in found.items()}
         samples = _timed(runs, device, rounds)
     times = [
         _result(layer, error, samples[name], environment) for name, (layer, error) in found.items()
@@ -303,7 +295,7 @@ def _dense_ones(
     return tuple(dict.fromkeys(backends))
 
 
-def _draw(shape: CallShape, dtype: torch.dtype, device: torch.device) -> _Inputs:
+def _draw(shape: CallShape, dtype: torch.dtype, device: torch.device) -> AttentionCall:
     """Return normal inputs; of a masked shape, every sample lacks up to a quarter of its keys."""
     generator = torch.Generator(device).manual_seed(0)
     sizes = (shape.queries, shape.heads), (shape.keys, shape.kv_heads), (shape.keys, shape.kv_heads)
@@ -320,29 +312,18 @@ def _draw(shape: CallShape, dtype: torch.dtype, device: torch.device) -> _Inputs
     if shape.masked:
         missing = torch.arange(1, shape.batch + 1, device=device) * shape.keys // (4 * shape.batch)
         mask = torch.arange(shape.keys, device=device) < (shape.keys - missing)[:, None]
-    return _Inputs(query=query, key=key, value=value, mask=mask)
+    return AttentionCall(query, key, value, mask)
 
 
-def _reference(shape: CallShape, inputs: _Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+def _reference(shape: CallShape, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     """Return some rows, [R], and attention of these queries in float64, [B, R, H, D].
 
     Rows are among the first three quarters, which no mask covers.
     """
-    query, key, value = inputs.query, inputs.key, inputs.value
-    generator = torch.Generator("cpu").manual_seed(0)
-    rows = torch.randint(0, max(3 * shape.queries // 4, 1), (_SAMPLED_ROWS,), generator=generator)
-    rows = rows.to(query.device)
-    group = shape.heads // shape.kv_heads
-    out = torch.empty_like(query[:, rows], dtype=torch.float64)
-    for b in range(shape.batch):
-        for h in range(shape.kv_heads):  # one at a time: of long sequences, all take too much
-            heads = slice(h * group, (h + 1) * group)
-            scores = query[b, rows, heads].double() @ key[b, :, h].double().T
-            if inputs.mask is not None:
-                scores = scores.masked_fill(~inputs.mask[b], float("-inf"))
-            weights = (scores * shape.head_size**-0.5).softmax(-1)
-            out[b, :, heads] = weights @ value[b, :, h].double()
-    return rows, out
+    unmasked = max(3 * shape.queries // 4, 1)
+    rows = sample_rows(unmasked, 0, _SAMPLED_ROWS, device=call.query.device)
+    layer = LocalAttention(shape.heads, shape.head_size, shape.kv_heads)
+    return rows, exact_rows(layer, call, rows, (call.value,))[0]
 
 
 def _contender(
@@ -376,7 +357,7 @@ def _contender(
 
 def _check(
     layer: LocalAttention,
-    inputs: _Inputs,
+    call: AttentionCall,
     rows: torch.Tensor,
     expected: torch.Tensor,
     *,
@@ -384,7 +365,7 @@ def _check(
 ) -> float | str:
     """Return the relative error of a layer, or why it must not be timed."""
     try:
-        out = _run(layer, inputs)()
+        out = _run(layer, call)()
     except Exception as failure:  # other people's kernels may fail in any way
         return f"failed: {first_line(failure)}"
     report = layer.report()
@@ -396,8 +377,8 @@ def _check(
     return error if error < bound else f"is wrong: its relative error is {error:.2e}"
 
 
-def _run(layer: LocalAttention, inputs: _Inputs) -> Callable[[], torch.Tensor]:
-    return partial(layer, inputs.query, inputs.key, inputs.value, inputs.mask)
+def _run(layer: LocalAttention, call: AttentionCall) -> Callable[[], torch.Tensor]:
+    return partial(layer, *call[:4])
 
 
 def _timed(
