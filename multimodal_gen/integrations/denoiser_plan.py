@@ -31,7 +31,7 @@ from multimodal_gen.integrations.trained_layers import (
     GATE,
     PROJECTION,
     SpareGate,
-    attach_gate,
+    attach_child,
     attach_projection,
     find_gates,
     find_projections,
@@ -40,7 +40,6 @@ from multimodal_gen.integrations.trained_layers import (
 )
 from multimodal_gen.runtime.described_tokens import DescribedTokens
 from multimodal_gen.runtime.distributed.groups import ParallelGroups
-from multimodal_gen.runtime.distributed.timing import TimeTaken
 from multimodal_gen.runtime.layers.attention.report import LayerReport
 from multimodal_gen.runtime.layers.attention.request import AttentionRole, LayerSite
 from multimodal_gen.runtime.layers.attention.scope import SelectionScope
@@ -69,6 +68,11 @@ class DenoiserPlan:
         described: what the user says of its tokens, for a model without an adapter.
         train: whether it will be trained: trained parts that it lacks are made.
 
+    Attributes:
+        model: the model.
+        failures: why attention modules are left alone, one reason per module.
+        parallel: how it runs on several ranks.
+
     Raises:
         UsageError: the model is attached already, under diffusers' context parallelism, or
             scheduled by denoising steps that it does not tell; or ranks share its tokens, which
@@ -91,25 +95,25 @@ class DenoiserPlan:
         self._described = described if adapter is None else None
         if self._described is not None:
             adapter = adapter_of(self._described)
-        self._component = component
+        self._component, self.model = component, component.model
         self._known = adapter is not None
         self._adapter = adapter or ModelAdapter(classes=())
         self._scope, self._dropped = (scope, False) if adapter else without_sparse(scope)
-        self._failures: list[str] = []
+        self.failures: list[str] = []
         self._installed = False
         self._tracker = tracker
         self._patched = list(self._plan())
         # Processors that were set since, and cannot be taken over, by name of their module.
         self._left: dict[str, object] = {}
         heads = [m.layer.num_heads for m in self._patched if is_split(m.layer.site.role)]
-        self._parallel = ParallelPlan(component, adapter, heads, groups, pipeline)
+        self.parallel = ParallelPlan(component, adapter, heads, groups, pipeline)
         self._hooks = DenoiserHooks(
             component.model,
             self._adapter,
             component.name,
             tracker,
             pipeline,
-            self._parallel.splitter,
+            self.parallel.splitter,
         )
         self._hooks.layers = tuple(patched.name for patched in self._patched)
         self._refuse_steps()
@@ -122,11 +126,6 @@ class DenoiserPlan:
         self._new_parts = self._make_trainable(gated, projected) if train else 0
 
     @property
-    def model(self) -> nn.Module:
-        """The model."""
-        return self._component.model
-
-    @property
     def layers(self) -> tuple[ModuleAttention, ...]:
         """The layers, in the order of the model's modules."""
         return tuple(patched.layer for patched in self._patched)
@@ -137,16 +136,6 @@ class DenoiserPlan:
             yield replace(patched.layer.report(), not_run=self._hooks.not_run(patched.name))
 
     @property
-    def failures(self) -> tuple[str, ...]:
-        """Why attention modules are left alone, one reason per module."""
-        return tuple(self._failures)
-
-    @property
-    def unsplit_reason(self) -> str | None:
-        """Why all tokens stay on every rank although ranks share sequences, or None."""
-        return self._parallel.unsplit_reason
-
-    @property
     def is_described(self) -> bool:
         """Whether it goes by what the user says of its tokens."""
         return self._described is not None
@@ -154,24 +143,15 @@ class DenoiserPlan:
     @property
     def title(self) -> str:
         """Its name in the pipeline, and its class."""
-        return f"{self._component.name} ({type(self._component.model).__name__})"
-
-    @property
-    def is_split(self) -> bool:
-        """Whether its tokens are split over ranks."""
-        return self._parallel.splitter is not None
-
-    def times(self) -> TimeTaken | None:
-        """Return what exchanges around the denoiser took, where there are several ranks."""
-        return self._parallel.times()
+        return f"{self._component.name} ({type(self.model).__name__})"
 
     def notes(self) -> Iterator[str]:
         """Yield what a reader of the report should know."""
-        name, cls = self._component.name, type(self._component.model).__name__
+        name, cls = self._component.name, type(self.model).__name__
         yield from self._without_adapter()
         if self._patched and not self._hooks.tells_steps:
             yield f"{name}: {cls} does not tell its denoising step, every call counts as step 0"
-        yield from self._parallel.notes()
+        yield from self.parallel.notes()
         yield from (f"{name}: {sentence}" for sentence in self._hooks.caches)
         if self._lost:
             yield self._lost
@@ -190,7 +170,7 @@ class DenoiserPlan:
                 f"{name}: {len(self._projections)} layers project the linear branch as the "
                 f"checkpoint does"
             )
-        for reason, count in Counter(self._failures).items():
+        for reason, count in Counter(self.failures).items():
             yield f"{name}: {count} modules left alone, {reason}"
         if self._installed:
             yield from self._changed()
@@ -213,7 +193,7 @@ class DenoiserPlan:
     def _without_adapter(self) -> Iterator[str]:
         """Say what is known of the tokens of a model without an adapter."""
         if self._described is not None:
-            start = f"{self._component.name}: {type(self._component.model).__name__} has no adapter"
+            start = f"{self._component.name}: {type(self.model).__name__} has no adapter"
             yield f"{start}, its tokens are as given: {self._described}"
         elif not self._known and self._patched:
             yield self.unknown_grid
@@ -223,7 +203,7 @@ class DenoiserPlan:
         """What it means that the latent grid of a model without an adapter is unknown."""
         dense = ", so what asked for a sparse backend runs dense" if self._dropped else ""
         return (
-            f"{self._component.name}: {type(self._component.model).__name__} has no adapter, its "
+            f"{self._component.name}: {type(self.model).__name__} has no adapter, its "
             f"latent grid is unknown{dense}"
         )
 
@@ -234,7 +214,7 @@ class DenoiserPlan:
 
     def install(self, undo: ExitStack) -> None:
         """Carry the plan out; `undo` takes the steps that take it back."""
-        model = self._component.model
+        model = self.model
         for index, patched in enumerate(self._patched):
             _register_like_stock(patched)
             patched.module.processor = patched.replacement
@@ -242,7 +222,7 @@ class DenoiserPlan:
             if patched.name in self._gates:
                 gate = self._gates[patched.name]
                 used = patched.layer.takes_gate
-                attach_gate(patched.module, gate if used else SpareGate(gate), undo)
+                attach_child(patched.module, GATE, gate if used else SpareGate(gate), undo)
             if patched.name in self._projections:
                 projection = self._projections[patched.name]
                 attach_projection(patched.module, projection, undo)
@@ -256,12 +236,12 @@ class DenoiserPlan:
         undo.callback(self._tracker.when_ended.remove, self._end_request)
         undo.callback(self._hooks.end_context)
         undo.callback(forget_checkpoints, model)
-        self._parallel.install_outside(undo)
+        self.parallel.install_outside(undo)
         again = model.register_forward_pre_hook(untraced_hook(self._take_over_again))
         undo.callback(again.remove)
         before = model.register_forward_pre_hook(self._hooks.before, with_kwargs=True)
         undo.callback(before.remove)
-        self._parallel.install(undo)
+        self.parallel.install(undo)
         after = model.register_forward_hook(self._hooks.after, always_call=True)
         undo.callback(after.remove)
         note_branch_names(model, undo)
@@ -318,7 +298,7 @@ class DenoiserPlan:
         return replace(again, layer=patched.layer)
 
     def _end_request(self, request_id: str) -> None:
-        self._parallel.end_request()
+        self.parallel.end_request()
         for patched in self._patched:
             patched.layer.end_request(request_id)
 
@@ -339,7 +319,7 @@ class DenoiserPlan:
         """
         for patched in self._patched:
             patched.layer.layer.require_backward()
-        model = self._component.model
+        model = self.model
         gates = {n: new_gate(m, compute_dtype(m, model)) for n, m in gated.items()}
         projections = {n: new_projection(size) for n, size in projected.items()}
         new = len((gates.keys() - self._gates) | (projections.keys() - self._projections))
@@ -353,7 +333,7 @@ class DenoiserPlan:
         """Say which trained parts a checkpoint may have that cannot be read again, if any."""
         if not (gated or projected):
             return ""
-        files = find_checkpoint(self._component.model)
+        files = find_checkpoint(self.model)
         if files.folder is not None:
             return ""
         parts = " and ".join(
@@ -362,7 +342,7 @@ class DenoiserPlan:
         start = (
             f"{self._component.name}: trained layers that its checkpoint may have ({parts}) are "
         )
-        if next(self._component.model.parameters()).is_meta:
+        if next(self.model.parameters()).is_meta:
             return f"{start}looked for when it is loaded"
         lost = f"{start}not used, its files are unknown: {files.reason}"
         if files.source:
@@ -382,14 +362,14 @@ class DenoiserPlan:
             if rule.when is not None and any(rule.matches(x.layer.site) for x in self._patched):
                 raise UsageError(
                     f"rules[{index}] must have no steps, got {rule.when} for "
-                    f"{self._component.name}: calls of {type(self._component.model).__name__} "
+                    f"{self._component.name}: calls of {type(self.model).__name__} "
                     f"have no timestep, and there is no scheduler with a step_index; drop steps, "
                     f"or name another component"
                 )
 
     def _plan(self) -> Iterator[_PatchedModule]:
         found = []
-        for path, module in self._component.model.named_modules():
+        for path, module in self.model.named_modules():
             processor = getattr(module, "processor", None)
             if callable(processor):
                 name = path.replace("_orig_mod.", "")
@@ -408,7 +388,7 @@ class DenoiserPlan:
             try:
                 patched = self._patch(site, module, processor)
             except CannotPatchError as error:
-                self._failures.append(str(error))
+                self.failures.append(str(error))
                 continue
             indices[role] += 1
             yield patched
@@ -423,12 +403,12 @@ class DenoiserPlan:
             raise CannotPatchError(f"{type(module).__name__} does not say its number of heads")
         if self._adapter.repeats_keys:
             params = params._replace(num_kv_heads=params.num_heads)
-        dtype = compute_dtype(module, self._component.model)
+        dtype = compute_dtype(module, self.model)
         # A forward or a processor of the user's own may mean something else by its mask.
         masks_padding = (
             stock
             and cls.__name__ in self._adapter.masks_padding
-            and _is_diffusers(type(self._component.model).forward)
+            and _is_diffusers(type(self.model).forward)
         )
         layer = ModuleAttention(site, params, dtype, self._scope, masks_padding=masks_padding)
         return _PatchedModule(

@@ -98,7 +98,9 @@ class AttentionHandle:
                     )
                 )
             ),
-            gathering=sum_of(p.times() for p in self._plans if isinstance(p, DenoiserPlan)),
+            gathering=sum_of(
+                p.parallel.times() for p in self._plans if isinstance(p, DenoiserPlan)
+            ),
         )
 
     def sizes(self) -> tuple[tuple[LayerSite, int, int, int], ...]:
@@ -328,6 +330,7 @@ def _require_grid(denoisers: list[DenoiserPlan], scope: SelectionScope) -> None:
 
 def _require_split(denoisers: list[DenoiserPlan]) -> None:
     groups = parallel_groups()
-    reasons = [plan.unsplit_reason for plan in denoisers if plan.unsplit_reason is not None]
-    if groups is not None and reasons and not any(plan.is_split for plan in denoisers):
+    plans = [plan.parallel for plan in denoisers]
+    reasons = [plan.unsplit_reason for plan in plans if plan.unsplit_reason is not None]
+    if groups is not None and reasons and not any(plan.splitter for plan in plans):
         raise none_can_be_split(reasons, groups)

@@ -26,59 +26,8 @@ from multimodal_gen.integrations.checkpoint_files import find_checkpoint, weight
 from multimodal_gen.integrations.components import compute_dtype
 
 
-class StoredLayers:
-    """The linear layers of one name in a folder of safetensors files.
-
-    Args:
-        files: the file of every parameter, by its key.
-    """
-
-    def __init__(self, files: Mapping[str, Path]) -> None:
-        self._files = files
-
-    def __contains__(self, prefix: object) -> bool:
-        return f"{prefix}.weight" in self._files
-
-    def prefixes(self) -> tuple[str, ...]:
-        """Return what the keys of each layer begin with."""
-        return tuple(k.removesuffix(".weight") for k in self._files if k.endswith(".weight"))
-
-    def read(
-        self, prefix: str, dtype: torch.dtype, shape: tuple[int | None, ...], meaning: str
-    ) -> nn.Linear:
-        """Return a layer, on the CPU and without gradients.
-
-        Args:
-            prefix: what its keys begin with.
-            dtype: dtype of the result.
-            shape: that its weight must have.
-            meaning: why, for messages.
-
-        Raises:
-            UsageError: it has another shape.
-        """
-        from safetensors import safe_open
-
-        tensors = {}
-        for part in ("weight", "bias"):
-            key = f"{prefix}.{part}"
-            if key in self._files:
-                with safe_open(self._files[key], framework="pt") as file:
-                    tensors[part] = file.get_tensor(key).to(dtype)
-        found = tuple(tensors["weight"].shape)
-        if found != shape:
-            raise UsageError(
-                f"{prefix}.weight in {self._files[f'{prefix}.weight']} must be {list(shape)}, "
-                f"{meaning}, got {list(found)}; the file belongs to another model"
-            )
-        outputs, inputs = found
-        layer = nn.Linear(inputs, outputs, bias="bias" in tensors, device="meta")
-        layer.load_state_dict(tensors, assign=True)
-        return layer.requires_grad_(False)
-
-
-def stored_layers(folder: Path, name: str) -> StoredLayers:
-    """Find the layers called `name`; only the heads of the files are read."""
+def stored_parameters(folder: Path, name: str) -> dict[str, Path]:
+    """Return the file of every parameter of layers called `name`; only heads of files are read."""
     from safetensors import safe_open
 
     found: dict[str, Path] = {}
@@ -87,7 +36,46 @@ def stored_layers(folder: Path, name: str) -> StoredLayers:
             for key in file.keys():  # noqa: SIM118 - not a mapping
                 if f".{key.rpartition('.')[0]}".endswith(f".{name}"):
                     found.setdefault(key, path)
-    return StoredLayers(found)
+    return found
+
+
+def read_linear(
+    files: Mapping[str, Path],
+    prefix: str,
+    dtype: torch.dtype,
+    shape: tuple[int | None, ...],
+    meaning: str,
+) -> nn.Linear:
+    """Return a stored linear layer, on the CPU and without gradients.
+
+    Args:
+        files: the file of every parameter, by its key.
+        prefix: what its keys begin with.
+        dtype: dtype of the result.
+        shape: that its weight must have.
+        meaning: why, for messages.
+
+    Raises:
+        UsageError: it has another shape.
+    """
+    from safetensors import safe_open
+
+    tensors = {}
+    for part in ("weight", "bias"):
+        key = f"{prefix}.{part}"
+        if key in files:
+            with safe_open(files[key], framework="pt") as file:
+                tensors[part] = file.get_tensor(key).to(dtype)
+    found = tuple(tensors["weight"].shape)
+    if found != shape:
+        raise UsageError(
+            f"{prefix}.weight in {files[f'{prefix}.weight']} must be {list(shape)}, "
+            f"{meaning}, got {list(found)}; the file belongs to another model"
+        )
+    outputs, inputs = found
+    layer = nn.Linear(inputs, outputs, bias="bias" in tensors, device="meta")
+    layer.load_state_dict(tensors, assign=True)
+    return layer.requires_grad_(False)
 
 
 def offload_hook(module: nn.Module) -> Any:
@@ -181,23 +169,18 @@ def find_gates(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, 
     folder = find_checkpoint(model).folder
     if folder is None or not modules:
         return {}
-    stored = stored_layers(folder, GATE)
+    files = stored_parameters(folder, GATE)
     gates = {}
     for name, module in modules.items():
         # In the block, as the method's own models have it, or beside the other projections.
         owners = (name, name.rpartition(".")[0])
-        prefix = next((f"{o}.{GATE}" for o in owners if f"{o}.{GATE}" in stored), None)
+        prefix = next((f"{o}.{GATE}" for o in owners if f"{o}.{GATE}.weight" in files), None)
         if prefix is not None:
             query = getattr(module, "to_q", None)
             shape = tuple(getattr(query, size, None) for size in ("out_features", "in_features"))
             dtype = compute_dtype(module, model)
-            gates[name] = stored.read(prefix, dtype, shape, "as the query's projection")
+            gates[name] = read_linear(files, prefix, dtype, shape, "as the query's projection")
     return gates
-
-
-def attach_gate(module: nn.Module, gate: nn.Module, undo: ExitStack) -> None:
-    """Make `gate` part of an attention module, on its device; `undo` takes the way back."""
-    attach_child(module, GATE, gate, undo)
 
 
 def new_gate(module: nn.Module, dtype: torch.dtype) -> nn.Linear:
@@ -250,14 +233,15 @@ def find_projections(model: nn.Module, sizes: Mapping[str, int]) -> dict[str, nn
     folder = find_checkpoint(model).folder
     if folder is None or not sizes:
         return {}
-    stored = stored_layers(folder, PROJECTION)
+    files = stored_parameters(folder, PROJECTION)
     found: dict[str, nn.Linear] = {}
-    for prefix in stored.prefixes():
+    for key in files:
+        prefix, _, part = key.rpartition(".")
         name = _owner(prefix, sizes)
-        if name is None:
+        if name is None or part != "weight":
             continue
         shape, meaning = (sizes[name],) * 2, "channels of a head to channels of a head"
-        projection = stored.read(prefix, torch.float32, shape, meaning)
+        projection = read_linear(files, prefix, torch.float32, shape, meaning)
         # Zero is what training starts from: then there is nothing to add.
         if any(bool(p.any()) for p in projection.parameters()):
             found[name] = projection

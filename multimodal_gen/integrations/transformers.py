@@ -53,30 +53,28 @@ class EncoderPlan:
         component: the encoder.
         scope: what the user configured.
 
+    Attributes:
+        model: the model.
+
     Raises:
         UsageError: the encoder is attached already.
         UnsupportedBackendError: a requested backend cannot serve one of its layers.
     """
 
     def __init__(self, component: Component, scope: SelectionScope) -> None:
-        self._component = component
+        self._component, self.model = component, component.model
         self._skipped: list[str] = []
         self._modules: list[tuple[nn.Module, ModuleAttention]] = []
-        config = getattr(component.model, "config", None)
+        config = getattr(self.model, "config", None)
         if getattr(config, "output_attentions", False):
             self._skipped.append("it returns attention weights, which kernels do not give")
             return
-        if any(_changes_scores(module) for module in component.model.modules()):
+        if any(_changes_scores(module) for module in self.model.modules()):
             self._skipped.append("it caps its scores or adds sinks to them, which kernels do not")
             return
-        for path, module in component.model.named_modules():
+        for path, module in self.model.named_modules():
             if _uses_interface(module):
                 self._add(path, module, scope)
-
-    @property
-    def model(self) -> nn.Module:
-        """The model."""
-        return self._component.model
 
     @property
     def layers(self) -> tuple[ModuleAttention, ...]:
@@ -89,7 +87,7 @@ class EncoderPlan:
 
     def notes(self) -> Iterator[str]:
         """Yield what a reader of the report should know."""
-        name, cls = self._component.name, type(self._component.model).__name__
+        name, cls = self._component.name, type(self.model).__name__
         for reason in dict.fromkeys(self._skipped):
             yield f"{name}: {cls} left alone, {reason}"
 
@@ -101,7 +99,7 @@ class EncoderPlan:
         for module, layer in self._modules:
             setattr(module, _LAYER, layer)
             undo.callback(delattr, module, _LAYER)
-        for config in _configs(self._component.model):
+        for config in _configs(self.model):
             undo.callback(setattr, config, _IMPLEMENTATION, getattr(config, _IMPLEMENTATION))
             setattr(config, _IMPLEMENTATION, _Name.in_place_of(getattr(config, _IMPLEMENTATION)))
 
@@ -122,7 +120,7 @@ class EncoderPlan:
             role=AttentionRole.ENCODER,
             layer=len(self._modules),
         )
-        dtype = compute_dtype(module, self._component.model)
+        dtype = compute_dtype(module, self.model)
         # Causality may come in the mask instead, or, as in CLIP's text model, with the call.
         unusual = params._replace(causal=not params.causal)
         also = (unusual,) if hasattr(module, "is_causal") else ()
