@@ -10,6 +10,7 @@ Importing this module imports neither torch nor diffusers.
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -32,6 +33,9 @@ from multimodal_gen.settings import Setting, as_flag, as_pairs, declared, frozen
 
 QUANTIZATIONS = ("bnb-nf4", "bnb-int8", "torchao-int8", "torchao-fp8", "torchao-fp8-dynamic")
 """Ways to quantise the weights of a component while they are loaded; files in GGUF are another."""
+
+
+_ranks = partial(Setting, loading=True, metavar="N", ge=1, le=65536)
 
 
 def _prompt(setting: Setting, text: object) -> str:
@@ -259,45 +263,25 @@ class ServerArgs:
     ] = False
     num_gpus: Annotated[
         int | None,
-        Setting(
-            loading=True,
-            metavar="N",
-            ge=1,
-            le=65536,
+        _ranks(
             help="GPUs that share the work; starts a process for each on this host. Default: what "
-            "the degrees multiply to. Under torchrun: the ranks it started.",
+            "the degrees multiply to. Under torchrun: the ranks it started."
         ),
     ] = None
     sp_degree: Annotated[
         int | None,
-        Setting(
-            loading=True,
-            metavar="N",
-            ge=1,
-            le=65536,
+        _ranks(
             help="GPUs that share one sequence: Ulysses times ring. Default: --num-gpus, or half "
-            "of them with --cfg-parallel.",
+            "of them with --cfg-parallel."
         ),
     ] = None
     ulysses_degree: Annotated[
         int | None,
-        Setting(
-            loading=True,
-            metavar="N",
-            ge=1,
-            le=65536,
-            help="GPUs the heads are split over. Default: as many as share a sequence and fit.",
-        ),
+        _ranks(help="GPUs the heads are split over. Default: as many as share a sequence and fit."),
     ] = None
     ring_degree: Annotated[
         int | None,
-        Setting(
-            loading=True,
-            metavar="N",
-            ge=1,
-            le=65536,
-            help="GPUs in a ring over keys. Default: what the Ulysses degree leaves.",
-        ),
+        _ranks(help="GPUs in a ring over keys. Default: what the Ulysses degree leaves."),
     ] = None
     cfg_parallel: Annotated[
         bool,
