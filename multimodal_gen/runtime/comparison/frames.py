@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.runtime.comparison.paired import MOST_DB
+from multimodal_gen.runtime.comparison.paired import MOST_DB, mean_and_deviation
 from multimodal_gen.runtime.comparison.perceptual import measure_perceptual
 from multimodal_gen.runtime.comparison.record import FrameMetrics
 from multimodal_gen.runtime.generator.output import require_encoder
@@ -106,11 +106,7 @@ def mean_and_spread(figures: Sequence[float]) -> tuple[float, float]:
     """
     if all(map(math.isinf, figures)):
         return figures[0], 0.0
-    finite = [MOST_DB if figure == math.inf else figure for figure in figures]
-    mean = math.fsum(finite) / len(finite)
-    if len(finite) == 1:
-        return mean, 0.0
-    return mean, math.sqrt(math.fsum((each - mean) ** 2 for each in finite) / (len(finite) - 1))
+    return mean_and_deviation([MOST_DB if each == math.inf else each for each in figures])
 
 
 def find_ffmpeg() -> str:

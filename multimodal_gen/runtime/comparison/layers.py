@@ -28,7 +28,6 @@ that have one get the gate of the reference's own input.
 Shapes: B batch, S tokens, R sampled rows, H query heads, Hkv key heads, D head size.
 """
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,6 +38,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from multimodal_gen.errors import UsageError, first_line, is_out_of_memory
+from multimodal_gen.runtime.comparison.paired import mean_and_deviation
 from multimodal_gen.runtime.comparison.record import (
     LayerErrors,
     LayerSpread,
@@ -251,7 +251,11 @@ def _mean_of(found: Sequence[LayerErrors]) -> LayerErrors:
 
 
 def _spread_of(found: Sequence[LayerErrors]) -> LayerSpread | None:
-    return None if len(found) == 1 else LayerSpread(**_by_head(found, _deviation))
+    return (
+        None
+        if len(found) == 1
+        else LayerSpread(**_by_head(found, lambda figures: mean_and_deviation(figures)[1]))
+    )
 
 
 def _by_head(
@@ -276,12 +280,6 @@ def _source_of(found: Sequence[LayerErrors]) -> _Source | None:
     sources = {each.kept_mass_source for each in found}
     ways: tuple[_Source, ...] = ("estimate", "plan", "dense")
     return next((way for way in ways if way in sources), None)
-
-
-def _deviation(figures: Sequence[float]) -> float:
-    """Return the standard deviation, n - 1; 0 of one figure."""
-    mean = sum(figures) / len(figures)
-    return math.sqrt(sum((x - mean) ** 2 for x in figures) / max(len(figures) - 1, 1))
 
 
 class WarmUp:

@@ -82,13 +82,18 @@ def estimate(figures: Sequence[float]) -> Estimate | None:
     """Return the mean of figures with its interval; None without any."""
     if not figures:
         return None
-    count = len(figures)
-    mean = math.fsum(figures) / count
+    count, (mean, deviation) = len(figures), mean_and_deviation(figures)
     if count == 1:
         return Estimate(count=1, mean=mean)
-    variance = math.fsum((each - mean) ** 2 for each in figures) / (count - 1)
-    half = student(count - 1) * math.sqrt(variance / count)
+    half = student(count - 1) * deviation / math.sqrt(count)
     return Estimate(count=count, mean=mean, low=mean - half, high=mean + half)
+
+
+def mean_and_deviation(figures: Sequence[float]) -> tuple[float, float]:
+    """Return the mean of figures and their standard deviation (n - 1; 0 of one)."""
+    mean = math.fsum(figures) / len(figures)
+    squares = math.fsum((each - mean) ** 2 for each in figures)
+    return mean, math.sqrt(squares / max(len(figures) - 1, 1))
 
 
 @cache

@@ -385,7 +385,15 @@ class Comparison:
         meter = Meter(self._device)
         is_reference = configuration is self._plan.reference
         scope = self._reference_scope(replayed) if is_reference else configuration.scope
-        replay = self._replay(replayed, meter, (prompt, seed)) if replayed else None
+        replay = None
+        if replayed:
+            replay = Replay(
+                self._plan.reference.name,
+                {each.name: each.scope for each in replayed if each is not self._plan.reference},
+                self._plan.replayed_steps,
+                meter.excluded,
+                pictures=(prompt, seed) == self._plan.clips[0],
+            )
         steps = LatentSteps(None if is_reference else self._truth((prompt, seed)))
         run, report = self._made(configuration, scope, (prompt, seed), meter, steps, replay)
         keep = partial(
@@ -431,18 +439,6 @@ class Comparison:
         """Return the reference's latents, which may still be on their way to the disk."""
         kept = self._latents.get(clip)
         return self._results.reference_latents(*clip) if kept is None else kept
-
-    def _replay(
-        self, replayed: Sequence[Configuration], meter: Meter, clip: tuple[int, int]
-    ) -> Replay:
-        reference = self._plan.reference
-        return Replay(
-            reference.name,
-            {each.name: each.scope for each in replayed if each is not reference},
-            self._plan.replayed_steps,
-            meter.excluded,
-            pictures=clip == self._plan.clips[0],
-        )
 
     def _finish(
         self, configuration: Configuration, clip: tuple[int, int], keep: Callable[[], Generation]

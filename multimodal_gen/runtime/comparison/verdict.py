@@ -160,27 +160,26 @@ class NoiseComparison:
 
 def judged(report: Report) -> Report:
     """Return the report with what is paired by clip, and the verdict of all but the reference."""
-    report = replace(
-        report,
-        reference=replace(report.reference, speed=own_noise(report.reference)),
-        floor=tuple(_paired(run, report) for run in report.floor),
-        candidates=tuple(_paired(run, report) for run in report.candidates),
-    )
-    if defects := defects_of(report.reference):
-        reason = f"The reference, {report.reference.name}, is broken: {' '.join(defects)}"
-        verdict = Verdict(word="unknown", reasons=(reason,))
-        floor, candidates = (
-            tuple(replace(run, verdict=verdict) for run in runs)
-            for runs in (report.floor, report.candidates)
-        )
-        notes = (*report.notes, reason)
-        return replace(report, floor=floor, candidates=candidates, notes=notes)
+    reference = replace(report.reference, speed=own_noise(report.reference))
+    floor = [_paired(run, report) for run in report.floor]
+    candidates = [_paired(run, report) for run in report.candidates]
+    notes = report.notes
+    if defects := defects_of(reference):
+        reason = f"The reference, {reference.name}, is broken: {' '.join(defects)}"
+        verdicts = [Verdict(word="unknown", reasons=(reason,))] * (len(floor) + len(candidates))
+        notes = (*notes, reason)
+    else:
+        verdicts = [*map(_of_floor, floor), *(judge(run, floor) for run in candidates)]
+    runs = [
+        replace(run, verdict=verdict)
+        for run, verdict in zip((*floor, *candidates), verdicts, strict=True)
+    ]
     return replace(
         report,
-        floor=tuple(replace(run, verdict=_of_floor(run)) for run in report.floor),
-        candidates=tuple(
-            replace(run, verdict=judge(run, report.floor)) for run in report.candidates
-        ),
+        reference=reference,
+        floor=tuple(runs[: len(floor)]),
+        candidates=tuple(runs[len(floor) :]),
+        notes=notes,
     )
 
 
