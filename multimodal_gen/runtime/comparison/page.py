@@ -145,21 +145,12 @@ def _context(report: Report) -> dict[str, Any]:
     measures = [m for m in MEASURES if any(e.measure is m for run in found.values() for e in run)]
     scored = [SCORE] if report.score is not None else []
     trade_offs = [
-        (Markup(svg), f"Each run's time per clip against its {measure.label}, mean over clips; "
-         f"bars are the spread.")
+        (Markup(svg), measure.label)
         for measure in (*MEASURES, SCORE)
         if measure.name in _SEARCHED and (svg := time_against_quality(series, measure))
-    ]  # fmt: skip
-    steps = [
-        (Markup(svg), caption)
-        for draw, caption in (
-            (latents_over_steps, "How far the run itself has gone from the reference, mean over "
-             "clips."),
-            (error_over_steps, "How much attention alone is off at a step, mean over layers and "
-             "heads."),
-        )
-        if (svg := draw(series))
-    ]  # fmt: skip
+    ]
+    drawn = {"latents": latents_over_steps(series), "errors": error_over_steps(series)}
+    steps = {name: Markup(svg) for name, svg in drawn.items() if svg}
     maps = _maps(heat_maps(series, report.floor), colours)
     mapped = {group["name"] for group in maps}
     masks = [
@@ -291,20 +282,10 @@ def _row(
     elif was_dense(run):
         kind = _DENSE
     by_measure = {each.measure.name: each for each in found}
-    return {
-        "name": run.name,
-        "kind": kind,
-        "colour": drawn.css,
-        "configuration": run.configuration,
-        "verdict": run.verdict.word if run.verdict else None,
-        "reasons": run.verdict.reasons if run.verdict else (),
-        "cells": [
-            *(_cell(by_measure.get(measure.name), kind) for measure in measures),
-            *([_score(run)] if report.score is not None else []),
-        ],
-        "costs": _costs(run),
-        "message": f"{run.status}: {run.message}" if run.message else run.status,
-    }
+    cells = [_cell(by_measure.get(measure.name), kind) for measure in measures]
+    cells += [_score(run)] if report.score is not None else []
+    speed = _speed(run).partition(" ")
+    return {"run": run, "kind": kind, "colour": drawn.css, "cells": cells, "speed": speed}
 
 
 def _cell(found: NoiseComparison | None, kind: str) -> dict[str, Any]:
@@ -327,28 +308,8 @@ def _score(run: Run) -> dict[str, Any]:
     return {"text": text, "small": small, "beyond": beyond}
 
 
-def _costs(run: Run) -> list[tuple[str, str]]:
-    cost = run.cost
-    if cost is None:
-        return []
-    ratio, _, interval = _speed(run).partition(" ")
-    return [
-        (_seconds(cost.generation_seconds), ""),
-        (f"{ratio} x" if run.speed else "-", interval),
-        (_seconds(cost.step_seconds), ""),
-        (_seconds(cost.warm_up_seconds), ""),
-        ("-" if cost.peak_memory is None else f"{cost.peak_memory / 2**30:.2f} GiB", ""),
-        (f"{cost.density:.1%}", ""),
-        (f"{cost.attention_share:.0%}", ""),
-    ]
-
-
 def _speed(run: Run) -> str:
     return "-" if run.speed is None else speed_text(run.speed)
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
 def _maps(found: Sequence[HeatMap], colours: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -356,7 +317,6 @@ def _maps(found: Sequence[HeatMap], colours: Mapping[str, str]) -> list[dict[str
 
     groups: dict[str, list[dict[str, Any]]] = {}
     for each in found:
-        other = "heads" if each.across == "step" else "steps"
         data = {
             "box": [round(share, 4) for share in each.box],
             "across": each.across,
@@ -368,8 +328,8 @@ def _maps(found: Sequence[HeatMap], colours: Mapping[str, str]) -> list[dict[str
             {
                 "svg": Markup(each.svg),
                 "data": json.dumps(data),
-                "caption": f"{each.component}, by layer and {each.across}, mean over {other}."
-                + (" Empty cells have no finite error." if None in sum(each.values, ()) else ""),
+                "drawn": each,
+                "has_gaps": None in sum(each.values, ()),
             }
         )
     return [{"name": run, "colour": colours[run], "maps": maps} for run, maps in groups.items()]
@@ -416,14 +376,11 @@ def _mask(picture: MaskPicture) -> dict[str, Any]:
     kept, exact = (np.array(each, dtype=float) for each in (picture.kept, picture.exact))
     share = float((kept > 0).mean())
     mass = float(exact[kept > 0].sum() / exact.sum()) if exact.sum() else 0.0
-    t, y, x = picture.query
     strips = [("the run", "What is kept", kept), ("exact attention", "Exact attention", exact)]
     return {
-        "where": f"{picture.component}, layer {picture.layer}, head {picture.head}, step "
-        f"{picture.step}",
-        "text": f"The query is at frame {t}, row {y}, column {x} of the latent grid. {share:.0%} "
-        f"of the cells are kept; they hold {mass:.0%} of exact attention's weight on the grid.",
-        "ratio": f"{picture.grid[2]} / {picture.grid[1]}",
+        "picture": picture,
+        "share": share,
+        "mass": mass,
         "strips": [
             {"label": label, "title": title, "frames": list(_mask_frames(picture, weights))}
             for label, title, weights in strips
