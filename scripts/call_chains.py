@@ -259,9 +259,9 @@ def show(name: str, chain: Chain, *, tree: bool) -> None:
     )
     for entry in chain.entries if tree else chain.stack:
         print(f"  {'  ' * entry.depth}{entry.name}  {entry.file}")
-    beside = [file for file in chain.files if file not in {entry.file for entry in chain.stack}]
-    if beside:
-        print(f"  also: {', '.join(beside)}")
+    others = [file for file in chain.files if file not in {entry.file for entry in chain.stack}]
+    if others:
+        print(f"  also: {', '.join(others)}")
 
 
 def excess(name: str, chain: Chain) -> list[str]:

@@ -153,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, names = parser.parse_known_args(arguments)
     source = find_source(options.source)
     if source is None:
-        print("error: there are no tests of diffusers beside it; name a checkout by --source")
+        print("error: the installed diffusers has no tests; name a checkout by --source")
         return 2
     plugin = AppliedEverywhere()
     if not options.stock:

@@ -6,7 +6,7 @@ The folder is a project of kernel-builder without a compile step (`build.toml`, 
 has its builds already (`build/torch-cuda`, `build/torch-rocm`, `build/torch-cpu`): what the Hub
 wants of a repository of the type `kernel`, and what `kernels.get_local_kernel` loads. The code is
 that of `multimodal_gen/kernels`, whose imports become relative, because a kernel has to load from
-any path and beside other versions of itself. torch and its triton are all that it needs.
+any path and together with other versions of itself. torch and its triton are all that it needs.
 """
 
 import argparse

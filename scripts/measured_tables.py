@@ -16,9 +16,9 @@ that names GPU, versions and commits:
       - {title: speed-up, cell: "{over:.1f}x", over: {contender: fa3 dense}}
     -->
 
-Beside `title`, rows and columns may have `file`, and values of its columns. Together with `where`
-they must name one row of the file; of several, `pick` takes one (0 the first, -1 the last). A cell
-is a format string over the row's values; `{median_s}`, `{median_us}` and `{percent}`, of the
+In addition to `title`, rows and columns may have `file`, and values of its columns. Together with
+`where` they must name one row of the file; of several, `pick` takes one (0 the first, -1 the last).
+A cell is a format string over the row's values; `{median_s}`, `{median_us}` and `{percent}`, of the
 density, are there too. `{over}` is the time of the row that `over` leads to over the cell's time,
 and `{share}` its inverse. `without` leaves columns of a row empty; `titled` heads the first one.
 """

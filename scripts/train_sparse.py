@@ -7,8 +7,9 @@
 synthetic set shows that everything works. A sparsity such as `sparsity={0: 0.5, 0.3: 0.9}` changes
 over the steps of training. The loss is that of flow matching, or with `--target
 dense` the distance from what the model gave with dense attention before. OUT becomes a pipeline's
-folder, which `sglang generate --model-path OUT --attention-backend ...` reads alone; beside it stay
-`loss.csv` and, with matplotlib, `loss.png`. `--resume` goes on from the last state that was saved.
+folder, which `sglang generate --model-path OUT --attention-backend ...` reads alone;
+`loss.csv` and, with matplotlib, `loss.png` stay next to it. `--resume` goes on from the last state
+that was saved.
 """
 
 import argparse
@@ -171,7 +172,7 @@ def noised(batch: Any, shift: float, device: torch.device, dtype: torch.dtype) -
 
 
 def trainable(model: torch.nn.Module, weights: str) -> list[torch.nn.Parameter]:
-    """Return what is trained: new parts alone, with a LoRA beside them, or everything."""
+    """Return what is trained: new parts alone, with a LoRA, or everything."""
     if weights == "lora":
         from peft import LoraConfig
 

@@ -62,7 +62,7 @@ _Output = Annotated[
 ]
 _Reference = Annotated[
     str,
-    Setting(metavar="CONFIG", help="Dense backend the others are put beside."),
+    Setting(metavar="CONFIG", help="Dense backend the others are compared with."),
 ]
 _Floor = Annotated[
     str | None,

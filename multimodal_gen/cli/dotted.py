@@ -94,7 +94,7 @@ def _fold_config(uses: list[_Use]) -> str:
     if plain and len(uses) > 1:
         other = next(use for use in uses if use is not plain[0])
         raise ConfigError(
-            f"{plain[0].typed} must be given once and without dotted flags beside it, got "
+            f"{plain[0].typed} must be given once and without dotted flags, got "
             f"{other.typed} too; remove one"
         )
     if plain:

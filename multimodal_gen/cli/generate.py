@@ -51,7 +51,7 @@ class _Interrupted(KeyboardInterrupt):
 def generate(settings: Settings) -> None:
     """Generate images or videos with a diffusers pipeline.
 
-    Writes a PNG or an MP4, with a JSON file beside it: versions, arguments, timings, and the
+    Writes a PNG or an MP4, with a JSON file next to it: versions, arguments, timings, and the
     backend of every attention layer with the reason for it. Nothing is overwritten unless asked
     for, and an interrupted run leaves no half-written file; with --stream it leaves the video as
     far as it is made.
@@ -64,9 +64,9 @@ def generate(settings: Settings) -> None:
             return
         status = _start(asked)
         if sys.stdout is not None:  # it is None where it was closed
-            sys.stdout.flush()  # that nobody reads a pipe shows only now
+            sys.stdout.flush()  # that a pipe is closed shows only now
     except BrokenPipeError:
-        typer.echo("nobody reads the output any more; files that are written stay", err=True)
+        typer.echo("the output is not read any more; files that are written stay", err=True)
         raise
     except _Interrupted as interrupt:
         typer.echo(f"interrupted; {interrupt}", err=True)

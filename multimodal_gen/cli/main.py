@@ -89,7 +89,7 @@ def _root(
 
 
 def _set_log_level(level: str) -> None:
-    """Say more of what this package does, or nothing but errors, whoever has something to say."""
+    """Say more of what this package does, or nothing but errors, from other packages too."""
     if level == "error":
         logging.disable(logging.WARNING)
         warnings.simplefilter("ignore")
@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         Exit status: 0; 2 when the user asked for something that cannot be done (one line on
-        stderr); 130 after Ctrl-C; 1 when a rank of several was lost, or nobody reads the output any
+        stderr); 130 after Ctrl-C; 1 when a rank of several was lost, or the output is not read any
         more. Any other exception is a defect and keeps its traceback.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)

@@ -73,7 +73,7 @@ def compare(
         guidance_scale: see `sglang generate --help`.
         true_cfg_scale: the same.
         fps: frames per second of a video.
-        say: takes a line about progress. Default: nobody does.
+        say: takes a line about progress. Default: it is not shown.
 
     Returns:
         The report, which is also written to the folder.

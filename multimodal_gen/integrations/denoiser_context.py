@@ -23,7 +23,7 @@ from multimodal_gen.runtime.managers.forward_context import (
 )
 
 WithText: TypeAlias = bool | Literal["front", "behind"]
-"""Where a tensor has text beside the tokens: True for wherever joint attention has it, or on one
+"""Where a tensor has text as well as tokens: True for wherever joint attention has it, or on one
 side alone."""
 
 
@@ -73,7 +73,7 @@ class TokenShare:
         """Tokens that all ranks hold in joint attention: in front, behind, keys in front."""
         return (0, self.back, self.front) if self.keys_alone else (self.front, self.back, 0)
 
-    def beside(self, num_rows: int, own: int, where: WithText) -> tuple[int, int]:
+    def text_rows(self, num_rows: int, own: int, where: WithText) -> tuple[int, int]:
         """Return how many rows of a tensor in front of and behind so many tokens are text.
 
         Args:

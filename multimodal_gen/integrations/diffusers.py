@@ -224,7 +224,7 @@ def apply(
     if scope is None:
         scope = scope_from(**settings, strict=strict)
     elif strict or any(value is not None for value in settings.values()):
-        raise UsageError("scope must be given alone, got further settings beside it")
+        raise UsageError("scope must be given alone, got further settings too")
     # A pipeline is told what it should know, whatever others were told before.
     scope = replace(scope, warnings=WarnOnce())
     described = describe_tokens(latent_grid, text_rows)
@@ -314,7 +314,7 @@ def _require_undescribed(denoisers: list[DenoiserPlan], described: DescribedToke
 def _require_grid(denoisers: list[DenoiserPlan], scope: SelectionScope) -> None:
     """Warn, or refuse under strict, where sparse attention was asked for and no denoiser has any.
 
-    A pipeline whose denoiser has some may have small models beside it that have none.
+    A pipeline whose denoiser has some may have small models, too, that have none.
     """
     taken = [plan for plan in denoisers if plan.layers]
     if not all(plan.lost_sparse for plan in taken):

@@ -319,7 +319,7 @@ def _patched(method: FunctionType, replacements: Mapping[str, Any], owner: str) 
 
 
 def _leaves_backend_open(method: FunctionType) -> bool:
-    """Return whether calls of a method name none or FlexAttention's, beside those with its own."""
+    """Return whether calls of a method name none or FlexAttention's, and others its own."""
     try:
         source = inspect.getsource(method)
     except OSError:

@@ -9,7 +9,7 @@ processes. It does nothing until a run asks for it:
 Both packages install a command `sglang`, and the one that was installed last is run. Install sglang
 last, or again; this package's is `multimodal-gen` too.
 
-Beside `backend` there may be its parameters, as `multimodal-gen attention describe NAME` lists
+With `backend` there may be its parameters, as `multimodal-gen attention describe NAME` lists
 them. Layers that sglang builds then run on that backend; what it needs of a layer that this
 one cannot do, such as packed sequences, keeps sglang's own. Calls whose tokens are not those of the
 latent grid alone run dense under sparse methods, with one warning.

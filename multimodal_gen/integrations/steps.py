@@ -22,8 +22,8 @@ class Step:
         index: denoising step, from 0.
         num_steps: number of steps, or None when there is no schedule to tell.
         request_id: identifies the generation.
-        sigmas: the scheduler's noise level of every step, or None where it has none, or nobody
-            asked for them.
+        sigmas: the scheduler's noise level of every step, or None where it has none, or they
+            were not asked for.
     """
 
     index: int

@@ -172,7 +172,7 @@ def find_gates(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, 
     files = stored_parameters(folder, GATE)
     gates = {}
     for name, module in modules.items():
-        # In the block, as the method's own models have it, or beside the other projections.
+        # In the block, as the method's own models have it, or with the other projections.
         owners = (name, name.rpartition(".")[0])
         prefix = next((f"{o}.{GATE}" for o in owners if f"{o}.{GATE}.weight" in files), None)
         if prefix is not None:

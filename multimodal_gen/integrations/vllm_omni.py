@@ -8,7 +8,7 @@ calls it for every self-attention:
       --diffusion-attention-config.per_role.self.extra.method video_sparse_attn \
       --diffusion-attention-config.per_role.self.extra.sparsity 0.8
 
-Beside `method` there are its parameters, as `sglang attention describe NAME` lists them. Which
+With `method` there are its parameters, as `sglang attention describe NAME` lists them. Which
 layer calls is not told, so parameters that name layers are refused, and defaults that do are left
 out with one warning. A call whose tokens are not those of the latent grid alone runs dense, with
 one warning.
@@ -41,7 +41,7 @@ from multimodal_gen.runtime.layers.attention.warn_once import PROCESS
 from multimodal_gen.runtime.managers.forward_context import ForwardContext, use_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, current_platform
 
-# What vllm-omni puts beside a method's own parameters.
+# What vllm-omni adds to a method's own parameters.
 _OF_THE_CALL = frozenset(
     {
         "attn_mask",

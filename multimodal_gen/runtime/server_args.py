@@ -399,7 +399,7 @@ class ServerArgs:
         bool,
         Setting(
             help="Also write the last latents, as the pipeline holds them, to a .safetensors file "
-            "beside the output."
+            "next to the output."
         ),
     ] = False
     record_attention: Annotated[

@@ -46,7 +46,7 @@ def run_by_turns(name: str, words: Sequence[str], options: argparse.Namespace) -
     Args:
         name: the benchmark; it writes a CSV file of its own name.
         words: the command line behind the name.
-        options: `against` and `turns`, beside what every benchmark takes.
+        options: `against` and `turns`, in addition to what every benchmark takes.
 
     Returns:
         The exit status: 1 where a row was slower in two turns or more, or a run failed.

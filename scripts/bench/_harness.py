@@ -11,7 +11,7 @@ Columns that several benchmarks add:
 - speedup_over_fa3: time of FlashAttention 3, dense on the same tensors, over this one;
 - error_to_dense: relative L2 distance of sampled rows from dense attention in float64;
 - extra_memory_share: peak memory beyond inputs and output, over inputs and output;
-- host_ms: time of the host beside that of the device.
+- host_ms: time of the host next to that of the device.
 """
 
 import argparse
@@ -261,7 +261,7 @@ def described(row: Row) -> str:
 def write_table(path: Path, rows: Sequence[Row]) -> None:
     """Append rows of the same columns to a CSV file, with a header when it is new.
 
-    Columns that the file has beside them stay empty.
+    Other columns of the file stay empty.
 
     Raises:
         SystemExit: the file lacks a column.

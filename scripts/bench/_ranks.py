@@ -47,7 +47,7 @@ class Contender:
     Attributes:
         name: its name in the rows.
         run: what is timed; its output is compared with that of the first contender, if it has one.
-        mesh: how GPUs share the sequence; those left over do the same beside it.
+        mesh: how GPUs share the sequence; those left over do the same.
         one_gpu: the contender that does the same on one GPU, or "".
         chunks: chunks of heads that Ulysses exchanges them in.
         sent: bytes each GPU sends.

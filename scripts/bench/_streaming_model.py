@@ -19,7 +19,7 @@ class Case(Attention):
 
     Attributes:
         grid: (frames, height, width) of a chunk, after patching.
-        window: chunks that one sees, itself included, beside the sink.
+        window: chunks that one sees, itself included, and the sink.
         sink: first chunks that are always seen.
         tile: (height, width) of the tiles in which chunks are kept.
         space: (height, width) of a window in space, in tiles.

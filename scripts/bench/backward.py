@@ -1,4 +1,4 @@
-"""Forward and backward of the engine, dense and over random lists, beside torch and others.
+"""Forward and backward of the engine, dense and over random lists, against torch and others.
 
 Peers that are not installed, flash-attn-4 and fastvideo-kernel, are left out with a word.
 

@@ -1,4 +1,4 @@
-"""The block-sparse engine: its kernels in other shapes, checked first and timed beside FA3.
+"""The block-sparse engine: its kernels in other shapes, checked first and timed against FA3.
 
 `engine.yaml` lists the shapes: `fast` has a fixed reference, `exact` the online softmax, which is
 `lazy` where it keeps its reference while it can.
@@ -230,12 +230,12 @@ def measure(pattern: str, kernel: str, names: list[str], bench: Bench) -> None:
         right, errors = bench.check(
             runs.items(), lambda name, run: sampled_error(run(), qkv, plan, scale), BOUND
         )
-        beside = fa3_run(qkv)
+        against = fa3_run(qkv)
     else:
         runs = {name: gradients(pattern, kernel, tile) for name, tile in tiles.items()}
         right, errors = bench.check(runs.items(), from_the_first(), BACKWARD_BOUND)
-        beside = {}
-    times = bench.time({**right, **beside}, block_ms=80.0)
+        against = {}
+    times = bench.time({**right, **against}, block_ms=80.0)
     fa3_rate = case.flop / statistics.median(times.get(FA3, [math.nan])) / 1e9
 
     def show(row: Row) -> str:

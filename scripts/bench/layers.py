@@ -1,4 +1,4 @@
-"""Whole layers of attention, dense and sparse, beside dense attention and other packages.
+"""Whole layers of attention, dense and sparse, compared with dense attention and other packages.
 
 `layers.yaml` says which: each of its benchmarks has a name of its own in `run.py` and a file of
 that name. Every layer is checked first: dense ones against float64 at sampled rows, sparse ones on
@@ -281,7 +281,7 @@ class Layers:
         if method.like:
             wanted = self.outputs.get(method.like)
             if wanted is None:
-                raise UnsupportedBackendError(f"needs {method.like} beside it")
+                raise UnsupportedBackendError(f"needs {method.like} to compare with")
             return relative_error(self.outputs[name], wanted)
         return kernel_error(method, self.small)
 
@@ -316,7 +316,7 @@ def kernel_error(method: Method, case: Case, *, backward: bool = False) -> float
         run = call_of(method, case, layer_of(method, case, kernel=kernel), qkv)
         outputs = gradients_of(run, qkv)() if backward else (run(),)
         found.append(torch.cat([x.detach().double() for x in outputs], dim=2))
-    lengths = found[1].norm(dim=-1)  # keys that nobody attends to have no gradient
+    lengths = found[1].norm(dim=-1)  # keys that no query attends to have no gradient
     distance = (found[0] - found[1]).norm(dim=-1) / lengths.clamp_min(0.01 * lengths.mean())
     return float(distance.quantile(0.9))
 

@@ -29,7 +29,7 @@ SMOKE = {
     **SPARSE_LAYERS,
     "sliding_tile_attn": {"window": [1, 3, 1], "tile_size": [2, 2, 2], "skip_time_steps": 0},
 }
-# What overlaps depends on how a kernel shares the GPU: these run beside `dense`, the choice.
+# What overlaps depends on how a kernel shares the GPU: these run with `dense`, the choice.
 DENSE_LAYERS = ("fa", "triton_attn")
 CASES = (
     "exchange",

@@ -105,7 +105,7 @@ class Stage:
 
 
 def gather(case: TiledCase) -> Stage:
-    """q, k and v into tile order, beside a copy of the same bytes."""
+    """q, k and v into tile order, and a copy of the same bytes."""
     q, order = case.qkv[0], case.order.order
     wanted, whole = q[:, order.long()], torch.stack(case.qkv)
     copied = torch.empty_like(whole)

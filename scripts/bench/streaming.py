@@ -273,7 +273,7 @@ def prepare(case: Case) -> tuple[Run, dict[str, LocalAttention]]:
     model.turns = [x.float() for x in model.turns]
     generator = torch.Generator(DEVICE).manual_seed(0)
     for parameter in model.parameters():
-        # Outputs of unit variance, so that what attention adds is not small beside the noise.
+        # Outputs of unit variance, so that what attention adds is not small next to the noise.
         parameter.data.normal_(std=parameter.shape[-1] ** -0.5, generator=generator)
     found, layers = contenders(case)
     drawn = {"device": DEVICE, "dtype": torch.bfloat16, "generator": generator}

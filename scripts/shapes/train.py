@@ -58,7 +58,7 @@ class Training:
 
     Args:
         modules: what is trained, by name.
-        path: the file of the state; the curve is a CSV file beside it.
+        path: the file of the state; the curve is a CSV file next to it.
         steps: steps in all.
         rate: the highest learning rate.
     """

@@ -140,7 +140,7 @@ def test_the_folded_configuration_is_one_that_selection_reads():
         (["-ac.a", "1", "-ac.a.b", "1"], "-ac.a.b must not go below 'a', which has a value"),
         (["-ac.rules.1.a", "1"], "--attention-config.rules must be numbered 0 to 0 without gaps"),
         (["-ac.rules.0.a", "1", "-ac.rules.2.a", "1"], "must be numbered 0 to 1 .* got 0, 2"),
-        (["-ac", "x", "-ac.a", "1"], "-ac must be given once and without dotted flags .* -ac.a"),
+        (["-ac", "x", "-ac.a", "1"], "-ac must be given once and without dotted flags, got -ac.a"),
         (["-ac", "x", CONFIG, "y"], "-ac must be given once .* got --attention-config too"),
         (["-ac.a", "[1"], r"-ac.a must be text or JSON, got '\[1'"),
         (["-ac.a", '{"b": 1, "b": 2}'], "-ac.a must be text or JSON, .*'b' must be given once"),

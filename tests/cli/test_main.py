@@ -317,7 +317,7 @@ def test_a_pipe_that_nobody_reads_is_said_by_generate(monkeypatch, sglang) -> No
     monkeypatch.setattr(main_module, "_drop_output", lambda: None)
     done = sglang("generate", "--model-path", "m", "--prompt", "a fox")
     assert done.code == 1
-    assert done.err == "nobody reads the output any more; files that are written stay\n"
+    assert done.err == "the output is not read any more; files that are written stay\n"
 
 
 @pytest.mark.parametrize(

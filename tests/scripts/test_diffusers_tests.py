@@ -49,7 +49,7 @@ def call(model):
 
 def test_without_tests_of_diffusers_it_says_so(script, tmp_path, capsys):
     assert script.main(["--source", str(tmp_path)]) == 2
-    assert "there are no tests of diffusers beside it" in capsys.readouterr().out
+    assert "the installed diffusers has no tests" in capsys.readouterr().out
 
 
 def test_models_are_attached_at_their_first_call_and_stay_so(script, plugin):

@@ -1,7 +1,7 @@
 """Does the attention of a MODEL of ComfyUI with this package's layers.
 
 ComfyUI hands every attention call of a model to one function that a node may put into its options.
-`take_over` puts a `Takeover` there, and two wrappers beside it: one around each sampling run, one
+`take_over` puts a `Takeover` there, and two wrappers with it: one around each sampling run, one
 around each call of the denoiser. The second writes down what the layers may know of the call, as
 `apply` does for models of diffusers. Nothing of the model itself is changed, but hooks that tell
 which attention module runs, while it runs.
@@ -240,7 +240,7 @@ class _Run:
             site: where the module sits.
             params: what the call looks like.
             dtype: of q, k and v.
-            exact: the model asks for a call without rounding; a layer beside the other one serves
+            exact: the model asks for a call without rounding; a second layer serves
                 it where that one rounds.
         """
         layer = self.layers.get((site.name, False))

@@ -10,7 +10,7 @@ ALLEGRO = ModelAdapter(
         refuse=must_be_none("attention_mask", "one of all tokens"),
         cuts=(
             Cut("transformer_blocks.0", "hidden_states", dims=3),
-            # The positions of tokens along each axis, beside tables that have all positions.
+            # The positions of tokens along each axis; the tables have all positions.
             Cut("transformer_blocks.*", "image_rotary_emb", index=1, dims=2),
         ),
     ),

@@ -1,7 +1,7 @@
 """Kandinsky 5 and 6: separate self and cross attention, and blocks of its own for the text.
 
 NABLA variants of 5 compute a mask for FlexAttention, which stays theirs. They order tokens by 8 x 8
-squares, so such calls have no grid. Kandinsky 6 makes sound beside the video, in a second stream
+squares, so such calls have no grid. Kandinsky 6 makes sound with the video, in a second stream
 that attends to itself in modules of the role `encoder`: its tokens lie on no grid.
 """
 

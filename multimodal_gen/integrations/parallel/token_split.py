@@ -223,7 +223,7 @@ class _Gather(_Hook):
                 "a denoiser must run under torch.no_grad() where its tokens are split over ranks: "
                 "its output carries no gradient"
             )
-        front, back = share.beside(output.shape[1], share.length, self.with_text)
+        front, back = share.text_rows(output.shape[1], share.length, self.with_text)
         _expect(output, 1, front + share.length + back, f"the output of {self.name}")
         # One rank's text is taken for all, where it belongs: each has rounded it by itself.
         last = len(share.lengths) - 1
@@ -330,7 +330,7 @@ def _keep(cut: Cut, share: TokenShare, x: torch.Tensor) -> torch.Tensor:
     if whole.shape[cut.dim] == 1:
         return x
     rows = whole.shape[cut.dim]
-    front, back = share.beside(rows, share.total, cut.with_text)
+    front, back = share.text_rows(rows, share.total, cut.with_text)
     if not cut.may_end_early:
         name = cut.argument or f"the output of {cut.module}"
         _expect(whole, cut.dim, front + share.total + back, name)

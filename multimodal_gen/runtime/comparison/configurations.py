@@ -112,7 +112,7 @@ class Plan:
             raise UsageError("a comparison must have at least one prompt and one seed, got none")
         if self.reference.cache is not None:
             raise UsageError(
-                f"--reference must have no cache, as others are put beside it, got "
+                f"--reference must have no cache, as others are compared with it, got "
                 f"{short(self.reference.text)}"
             )
         if _is_sparse(self.reference):

@@ -1,6 +1,6 @@
 """What one generation takes: its steps, its memory, its time in attention, and nothing else.
 
-What is done beside a generation, such as replaying its calls on other backends, is `excluded`: its
+What is no part of a generation, such as replaying its calls on other backends, is `excluded`: its
 time is taken from the step it fell into, and its memory does not count.
 """
 

@@ -102,7 +102,7 @@ def summarise(metrics: Sequence[FrameMetrics]) -> tuple[FrameMetrics, FrameMetri
 def mean_and_spread(figures: Sequence[float]) -> tuple[float, float]:
     """Return the mean of one metric over clips, and its standard deviation (n - 1; 0 for one).
 
-    Where all are infinite so is the mean; beside finite ones, infinite ones count as `MOST_DB`.
+    Where all are infinite so is the mean; among finite ones, infinite ones count as `MOST_DB`.
     """
     if all(map(math.isinf, figures)):
         return figures[0], 0.0

@@ -1,4 +1,4 @@
-"""What backends do to single attention calls: the reference's, replayed beside it while it runs.
+"""What backends do to single attention calls: the reference's, replayed while it runs.
 
 Of a few denoising steps, each self-attention call that the reference serves is given to the other
 backends too, whole, with the reference's q, k and v, and their outputs are dropped again: what is
@@ -102,7 +102,7 @@ class Replay:
         scopes: what the other runs ask for, by name.
         num_steps: how many denoising steps are replayed, spread evenly over the generation; None
             for one in ten, up to three.
-        excluded: encloses all that is done beside the generation.
+        excluded: encloses all that is no part of the generation.
         pictures: whether to draw where chosen heads look.
 
     Attributes:
@@ -405,7 +405,7 @@ def sampled_steps(num_steps: int | None, count: int | None) -> tuple[int, ...]:
     """Return at most `count` of `num_steps` denoising steps: the first, the last, and between.
 
     Args:
-        num_steps: denoising steps; None where nobody knows, for the first ones.
+        num_steps: denoising steps; None where unknown, for the first ones.
         count: how many to take; None for one in ten, up to three.
     """
     if count is None:

@@ -432,7 +432,7 @@ def _takes(report: Report, folder: Path, room: int) -> tuple[list[dict[str, Any]
         takes.pop()
     return takes, (
         f"The clips of {total - len(takes)} of {total} prompts and seeds are left out of this "
-        f"page, to keep it small; they are beside it."
+        f"page, to keep it small; they are in its folder."
     )
 
 

@@ -281,7 +281,7 @@ def _drawn(grid: HeatMap, limits: tuple[float, float]) -> HeatMap:
 
 @contextmanager
 def _figure(width: float, height: float) -> Iterator[tuple[Any, Any]]:
-    """Give a figure of inches of 72 pixels, in our style and nobody else's."""
+    """Give a figure of inches of 72 pixels, in our style, whatever matplotlib's settings are."""
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -133,7 +133,7 @@ def recommend(report: Report, limits: Limits) -> Recommendation:
     """
     reference = report.reference
     if broken := defects_of(reference):
-        text = f"The reference, {reference.name}, is broken, so nothing can be put beside it: "
+        text = f"The reference, {reference.name}, is broken, so nothing can be compared with it: "
         return Recommendation(run=None, nearest=None, reasons=(text + " ".join(broken),))
     finished = [run for run in report.runs[1:] if run.status == "done" and run.speed is not None]
     finished.sort(key=_speed, reverse=True)

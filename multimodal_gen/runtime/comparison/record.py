@@ -303,7 +303,7 @@ class Verdict:
     Attributes:
         word: in words; "failed" where it did not run to its end, "unknown" where there is nothing
             to judge by.
-        reasons: sentences with the figures and the noise beside them.
+        reasons: sentences with the figures and the noise.
     """
 
     word: Literal["within the noise of dense kernels", "visible", "broken", "failed", "unknown"]
@@ -386,7 +386,7 @@ class Report:
         seeds: of every prompt.
         score: the function that gave the scores, e.g. "score.py:score"; None without one.
         reference: the run that others are compared with.
-        floor: exact kernels beside it.
+        floor: other exact kernels.
         candidates: the backends asked for, in that order.
         seconds: of the whole comparison, loading apart; of its last part where it was resumed.
         peak_memory: bytes at most on the device meanwhile; None on the CPU.

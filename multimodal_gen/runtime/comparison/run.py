@@ -4,7 +4,7 @@
     clip          each prompt with each seed:
       reference     some of its calls are replayed (`layers.py`)
       others        exact kernels, whose difference means nothing, and the candidates; who starts
-                    changes from clip to clip, so that what drifts favours nobody
+                    changes from clip to clip, so that what drifts favours none
       reference     of some clips once more: what differs in time there means nothing
     metrics       clips against the reference's, verdicts, the report
 
@@ -83,7 +83,7 @@ from multimodal_gen.runtime.server_args import CALL_SETTINGS, ServerArgs
 _SETTINGS = (*CALL_SETTINGS, "fps")
 # What changes how long a generation takes, or its pixels, and is not in the model's identity.
 _LOADING = ("enable_torch_compile", "offload", "vae_tiling")
-_FLOORS = 2  # exact kernels beside the reference, where there are as many
+_FLOORS = 2  # exact kernels other than the reference, where there are as many
 _WARM_UP_STEPS = 2
 
 

@@ -11,7 +11,7 @@ failed
     It did not run to its end: clips that it lacks might be the ones that it does badly.
 unknown
     No clip was compared; the reference itself is broken; or something is beyond rounding and there
-    is no noise to put it beside. VMAF alone is not: it gives equal clips 97 to 100.
+    is no noise to compare it with. VMAF alone is not: it gives equal clips 97 to 100.
 within the noise of dense kernels
     Every measure's distance from the reference, as a mean over prompts and seeds, is at most
     `FACTOR` times that of exact kernels on the same prompts and seeds, plus `rounding`. With
@@ -60,7 +60,7 @@ class Measure:
         unit: of the figure, or "".
         digits: behind the decimal point, in print; None for two digits wherever they are.
         better: which figures are closer to the reference.
-        rounding: distance that is that of rounding: to 8 bits, which nobody can see, or, of
+        rounding: distance that is that of rounding: to 8 bits, which is invisible, or, of
             latents, of a run in float32.
         distance: from the reference, of a figure; 0 for equal clips, and more for farther ones.
     """
@@ -260,7 +260,7 @@ def _judge(run: Run, floor: Sequence[Run]) -> Verdict:
     if [each.measure.name for each in unjudged] == ["vmaf"] and len(found) > 1:
         unjudged = []
     if unjudged:
-        reason = "No other exact kernel ran, so there is no noise to put the figures beside."
+        reason = "No other exact kernel ran, so there is no noise to compare the figures with."
         return Verdict(word="unknown", reasons=(reason, *map(_sentence, unjudged)))
     word: Literal["within the noise of dense kernels"] = "within the noise of dense kernels"
     by_name = {each.measure.name: each for each in found}

@@ -185,7 +185,7 @@ class FailureStore:
             if error is not None:
                 with contextlib.suppress(RuntimeError):
                     self._record(error)
-        # Where the store is gone, the run is over too, and nobody is left to say why.
+        # Where the store is gone, the run is over too, and no rank can say why.
         if done.wait(_STUCK_S):
             return
         text: str | None = None

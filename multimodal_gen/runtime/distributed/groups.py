@@ -1,6 +1,6 @@
 """Process groups of a mesh: built once per process, on a torch.distributed world of any launcher.
 
-Data travels on groups of the world's own backend. Beside them, ranks that share a sequence have a
+Data travels on groups of the world's own backend. In addition, ranks that share a sequence have a
 gloo group for what they tell each other on the CPU, which never gets between two exchanges of data.
 Scripts that run under torchrun make one call, `init_parallel`.
 """

@@ -126,7 +126,7 @@ def _end(failures: FailureStore, error: Exception) -> NoReturn:
     """Report what ended the run, unless another rank of this host does, and end this process."""
     if isinstance(error, BrokenPipeError):
         get_error_handler().record_exception(error)
-        _exit(1)  # nobody reads what is printed any more
+        _exit(1)  # what is printed is not read any more
     report = failures.report(error)
     if report.text is not None:
         defect = not isinstance(error, MultimodalGenError) and not follows_from_another(error)

@@ -510,7 +510,7 @@ class Transfer:
     """Tensors that go to the next rank of a ring while ones from the previous rank come in.
 
     On a GPU they travel on a stream of their own, which starts when what is sent has been computed
-    and ends before what `wait` is followed by. Kernels launched between the two run beside it.
+    and ends before what `wait` is followed by. Kernels launched between the two overlap it.
     """
 
     def __init__(

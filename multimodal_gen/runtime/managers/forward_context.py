@@ -93,7 +93,7 @@ class ForwardContext:
         text_span: where text sits in joint sequences, or None when attention sees no text.
         cfg_branch: "cond", "uncond" or "both" (batched), or None when unknown.
         branch_key: tells the calls of one denoising step apart, so that what is kept of a call goes
-            to that of the next step with the same key; None where nobody tells.
+            to that of the next step with the same key; None where that is not known.
         component: pipeline component that runs, e.g. "transformer_2".
         request_id: identifies the generation, so that caches of two requests never mix; without
             one, nothing is carried from step to step.

@@ -106,7 +106,7 @@ def test_what_differs_by_rounding_only_needs_no_noise() -> None:
     verdict = judge(run(replace(close, psnr=59.9)), [])
     assert verdict.word == "unknown"
     assert verdict.reasons == (
-        "No other exact kernel ran, so there is no noise to put the figures beside.",
+        "No other exact kernel ran, so there is no noise to compare the figures with.",
         "PSNR 59.9 dB.",
     )
 
