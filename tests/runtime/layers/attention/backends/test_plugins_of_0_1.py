@@ -67,26 +67,21 @@ assert torch.allclose(scaled(q, k, v), 2 * want, atol=1e-5)
 """
 
 SPARSE_CHECK = """
-import torch
-
 from tests.helpers.sparse import SparseMethod, run_sparse, text_places
 from tests.helpers.tolerance import assert_within_error_budget
-from tests.runtime.layers.attention.sparse.test_example import GRID, NAME, SETTINGS, definition
+from tests.runtime.layers.attention.sparse.test_example import (
+    GRID, NAME, SETTINGS, defined, some_masked,
+)
 from your_package.near_first_attn import NearFirstBackend, NearFirstConfig
 
-backend = NearFirstBackend.backend
-method = SparseMethod(backend=backend, given=SETTINGS)
+method = SparseMethod(backend=NearFirstBackend.backend, given=SETTINGS)
 for text in text_places(GRID, 11).values():
-    qkv, layer = method.inputs(GRID, text=text), method.layer(strict=True, dense_steps="0")
-    keep = torch.ones(qkv.query.shape[:2], dtype=torch.bool)
-    keep[0, -4:] = keep[1, 20:50] = False
+    qkv = method.inputs(GRID, text=text, kv_heads=1)
+    layer = method.layer(strict=True, dense_steps="0", kv_heads=1)
     dense = run_sparse(layer, qkv, GRID, text=text, step=0)
     assert_within_error_budget(dense, *qkv, scale=method.scale)
-    for mask in (None, keep):
-        want = definition(qkv, text, mask)
-        want = want if mask is None else want & mask[:, None, :, None]
-        out = run_sparse(layer, qkv, GRID, text=text, step=1, attn_mask=mask)
-        assert_within_error_budget(out, *qkv, scale=method.scale, mask=want)
+    for mask in (None, some_masked(text)):
+        defined(method).check(text, qkv=qkv, token_mask=mask, layer=layer, step=1)
     entries = {str(entry.selection.backend): entry for entry in layer.report().entries}
     ((step, density),) = entries[NAME].densities
     assert step == 1 and 0.1 < density < 0.7, entries

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,20 +37,17 @@ from multimodal_gen.runtime.layers.attention.sparse.router import (
     Router,
     SparseLayer,
 )
-from multimodal_gen.runtime.managers.forward_context import set_forward_context
+from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from tests.helpers.denoisers import COMMON
 from tests.helpers.inputs import QKV
+from tests.helpers.methods import Blocks, Defined, tiles
 from tests.helpers.processes import own
 from tests.helpers.reference import reference_attention
 from tests.helpers.sparse import (
     SparseMethod,
-    assert_same_gradients,
-    joint_mask,
-    pair_mask,
     run_sparse,
     text_places,
     tokens_of_tiles,
-    video_tokens,
 )
 from tests.helpers.tail import pooled_attention
 from tests.helpers.tolerance import assert_within_error_budget
@@ -131,27 +130,40 @@ def cache_size(
     )
 
 
-def definition(qkv: QKV, text=None, token_mask=None, grid=GRID) -> torch.Tensor:
-    """Return the method's mask: the best tiles by their means, less what distance takes off."""
-    blocks = tokens_of_tiles(grid, TILE, text)
-    batch, tokens, heads, size = qkv.query.shape
+def near_first(
+    qkv: QKV, blocks: Blocks, _: Blocks, *, frames: int, token_mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Keep the best tiles by their means, less what distance takes off: bool [B, H, N, N]."""
+    batch, _, heads, size = qkv.query.shape
     chosen = torch.zeros(batch, heads, len(blocks), len(blocks), dtype=torch.bool)
-    times = [i // (len(blocks) // -(-grid[0] // TILE[0])) for i in range(len(blocks))]
-    for b in range(batch):
+    times = [i // (len(blocks) // -(-frames // TILE[0])) for i in range(len(blocks))]
+    for b, h in product(range(batch), range(heads)):
         real = [[t for t in block if token_mask is None or token_mask[b, t]] for block in blocks]
-        for h in range(heads):
-            query, key = (
-                [x[b, tokens, h].double().mean(0) for tokens in real] for x in (qkv.query, qkv.key)
-            )
-            for i, mean in enumerate(query):
-                scores = {
-                    j: float(mean @ key[j]) * size**-0.5 - DECAY * abs(times[i] - times[j])
-                    for j in range(len(blocks))
-                    if real[j]
-                }
-                chosen[b, h, i, sorted(scores, key=scores.__getitem__)[-TOPK:]] = True
-    mask = pair_mask(chosen, blocks, blocks, tokens, tokens)
-    return joint_mask(mask, video_tokens(grid, text), token_mask)
+        query, key = (
+            [x[b, tokens, h * x.shape[2] // heads].double().mean(0) for tokens in real]
+            for x in (qkv.query, qkv.key)
+        )
+        for i, mean in enumerate(query):
+            scores = {
+                j: float(mean @ key[j]) * size**-0.5 - DECAY * abs(times[i] - times[j])
+                for j in range(len(blocks))
+                if real[j]
+            }
+            chosen[b, h, i, sorted(scores, key=scores.__getitem__)[-TOPK:]] = True
+    return chosen
+
+
+def defined(method: SparseMethod, grid: tuple[int, int, int] = GRID) -> Defined:
+    """Return the method with its definition."""
+    choose = partial(near_first, frames=grid[0])
+    return Defined(method=method, cut=tiles(*TILE), choose=choose, grid=grid)
+
+
+def some_masked(text: TextSpan | None) -> torch.Tensor:
+    """Return tokens that count, bool [2, S]."""
+    token_mask = torch.ones(2, math.prod(GRID) + (text.length if text else 0), dtype=torch.bool)
+    token_mask[0, -4:] = token_mask[1, 20:50] = False
+    return token_mask
 
 
 def test_the_example_is_short() -> None:
@@ -241,10 +253,8 @@ def test_what_it_cannot_train_in_a_ring_is_refused(two_ranks, tmp_path) -> None:
 @pytest.mark.parametrize("where", TEXTS)
 def test_it_attends_to_the_mask_of_its_definition(method: SparseMethod, where: str) -> None:
     text = TEXTS[where]
-    qkv, attention = method.inputs(GRID, text=text), method.layer(strict=True)
-    out = run_sparse(attention, qkv, GRID, text=text)
-    mask = definition(qkv, text)
-    assert_within_error_budget(out, *qkv, scale=method.scale, mask=mask)
+    attention = method.layer(strict=True, kv_heads=1)
+    defined(method).check(text, layer=attention)
     (entry,) = attention.report().entries
     assert str(entry.selection.backend) == NAME
     assert 0.1 < dict(entry.densities)[0] < 0.7
@@ -255,51 +265,20 @@ def test_it_attends_to_the_mask_of_its_definition(method: SparseMethod, where: s
 
 def test_padding_has_no_influence_whatever_it_holds(method: SparseMethod) -> None:
     text = TEXTS["text last"]
-    qkv = method.inputs(GRID, text=text)
-    token_mask = torch.ones(qkv.query.shape[:2], dtype=torch.bool)
-    token_mask[0, -4:] = token_mask[1, 20:50] = False
-    dirty = QKV(*(x.masked_fill(~token_mask[..., None, None], torch.nan) for x in qkv))
-    out = run_sparse(method.layer(), dirty, GRID, text=text, attn_mask=token_mask)
-    mask = definition(qkv, text, token_mask) & token_mask[:, None, :, None]
-    assert_within_error_budget(out, *qkv, scale=method.scale, mask=mask)
+    defined(method).check(text, token_mask=some_masked(text))
 
 
 @pytest.mark.parametrize("where", TEXTS)
 def test_a_tail_counts_other_tiles_by_their_means(method: SparseMethod, where: str) -> None:
     text = TEXTS[where]
-    qkv, token_mask = method.inputs(GRID, text=text), None
-    if text is not None:
-        token_mask = torch.ones(qkv.query.shape[:2], dtype=torch.bool)
-        token_mask[1, 20:50] = False
-    out = run_sparse(method.layer(tail="pooled"), qkv, GRID, text=text, attn_mask=token_mask)
-    mask, tiles = definition(qkv, text, token_mask), tokens_of_tiles(GRID, TILE, text)
-    rows = video_tokens(GRID, text)
-    want = pooled_attention(*qkv, mask, tiles, scale=method.scale, rows=rows, token_mask=token_mask)
-    real = (
-        torch.ones_like(qkv.query[..., 0, 0], dtype=torch.bool)
-        if token_mask is None
-        else token_mask
-    )
-    torch.testing.assert_close(out[real].double(), want[real], rtol=1e-4, atol=1e-5)
+    token_mask = None if text is None else some_masked(text)
+    defined(method).check(text, token_mask=token_mask, tail="pooled")
 
 
 @pytest.mark.parametrize("tail", ["none", "pooled"])
 @pytest.mark.parametrize("where", ["no text", "text last"])
 def test_gradients_are_those_of_its_definition(method: SparseMethod, where: str, tail: str) -> None:
-    text = TEXTS[where]
-    qkv, attention = method.inputs(GRID, text=text), method.layer(strict=True, tail=tail)
-    tiles, rows = tokens_of_tiles(GRID, TILE, text), video_tokens(GRID, text)
-
-    def exact(*given: torch.Tensor) -> torch.Tensor:
-        mask = definition(qkv, text)
-        if tail == "none":
-            return reference_attention(*given, scale=method.scale, mask=mask)[0]
-        return pooled_attention(*given, mask, tiles, scale=method.scale, rows=rows)
-
-    def attend(*given: torch.Tensor) -> torch.Tensor:
-        return run_sparse(attention, QKV(*given), GRID, text=text)
-
-    assert_same_gradients(attend, exact, *qkv)
+    defined(method).check_gradients(TEXTS[where], tail=tail)
 
 
 def test_dense_steps_errors_and_parameters_come_with_the_base(method: SparseMethod) -> None:
@@ -402,10 +381,10 @@ def test_it_chooses_among_all_that_a_cache_shows(method: SparseMethod, tail: str
         first = max(0, own.stop - window * size.chunk_tokens)
         seen = QKV(*(x[:, first : own.stop] for x in video))
         grid = (seen.query.shape[1] // math.prod(chunk[1:]), *chunk[1:])
-        mask, tiles = definition(seen, grid=grid), tokens_of_tiles(grid, TILE)
+        mask, blocks = defined(method, grid).mask(seen), tokens_of_tiles(grid, TILE)
         want, _ = reference_attention(*seen, scale=method.scale, mask=mask)
         if tail == "pooled":
-            want = pooled_attention(*seen, mask, tiles, scale=method.scale)
+            want = pooled_attention(*seen, mask, blocks, scale=method.scale)
         want = want[:, -size.chunk_tokens :]
         torch.testing.assert_close(out.double(), want.double(), rtol=1e-4, atol=1e-5)
     assert attention.report().detours == ()
@@ -421,8 +400,9 @@ def asking(**settings: object) -> dict[str, object]:
     return {"attention_backend": NAME, "attention_backend_config": given, "strict": True}
 
 
-@pytest.mark.usefixtures("method")
-def test_apply_runs_it_in_every_self_attention_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_apply_runs_it_in_every_self_attention_of_a_model(
+    method: SparseMethod, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls, forward = [], SparseMethodImpl.forward
 
     def noted(self, query, key, value, *rest, **more):
@@ -437,7 +417,7 @@ def test_apply_runs_it_in_every_self_attention_of_a_model(monkeypatch: pytest.Mo
         report = handle.report()
     assert len(calls) == len(model.blocks)
     for out, qkv, scale in calls:
-        mask = definition(qkv, grid=(3, 3, 5))
+        mask = defined(method, (3, 3, 5)).mask(qkv)
         assert_within_error_budget(out, *qkv, scale=scale, mask=mask)
     ran = {layer.name: e for layer in report.layers for e in layer.entries if e.calls}
     ours = [e for name, e in ran.items() if "attn1" in name]
