@@ -80,6 +80,26 @@ def step_strategy(tmp_path, *steps, layers=1) -> str:
     return str(path)
 
 
+def check(attention, *windows, grid=GRID, step=0, inputs=None, text=None, **known) -> None:
+    """Raise AssertionError unless heads attend in these windows, or everywhere where none is given.
+
+    Args:
+        attention: the layer.
+        *windows: one for all heads, or one of each.
+        grid: of the video.
+        step: denoising step.
+        inputs: q, k and v; drawn when None.
+        text: where it lies.
+        **known: further fields of the context.
+    """
+    q, k, v = inputs or qkv(grid)
+    with set_forward_context(step, latent_grid=grid, text_span=text, **known):
+        out = attention(q, k, v)
+    masks = [pair_mask(grid, TILE, window, text) for window in windows]
+    mask = torch.stack(masks) if masks else None
+    assert_within_error_budget(out, q, k, v, scale=HEAD_SIZE**-0.5, mask=mask)
+
+
 # Every window and every place of the text on either grid.
 WINDOWS = [(1, 1, 1), (1, 3, 3), (2, 2, 2), (1, 2, 4), (9, 1, 3), (1, 3, 1), (2, 3, 4)]
 PLACES = [None, TextSpan(start=0, length=5), TextSpan(start=1, length=11)]  # 1: behind
@@ -104,20 +124,14 @@ PLACES = [None, TextSpan(start=0, length=5), TextSpan(start=1, length=11)]  # 1:
 def test_attention_is_that_of_the_mask_of_tokens(grid, window, text) -> None:
     if text is not None and text.start:
         text = TextSpan(start=grid[0] * grid[1] * grid[2], length=text.length)
-    q, k, v = qkv(grid, text.length if text else 0, batch=2)
-    with set_forward_context(0, latent_grid=grid, text_span=text):
-        out = layer(window=window)(q, k, v)
-    mask = pair_mask(grid, TILE, window, text)
-    assert_within_error_budget(out, q, k, v, scale=HEAD_SIZE**-0.5, mask=mask)
+    inputs = qkv(grid, text.length if text else 0, batch=2)
+    check(layer(window=window), window, grid=grid, text=text, inputs=inputs)
 
 
 @pytest.mark.parametrize("grid", [GRID, RAGGED], ids=["divides", "ragged"])
 @pytest.mark.parametrize("window", [(2, 3, 5), (100, 100, 100)])
 def test_a_window_of_the_whole_grid_or_more_is_dense(grid, window) -> None:
-    q, k, v = qkv(grid)
-    with set_forward_context(0, latent_grid=grid):
-        out = layer(window=window)(q, k, v)
-    assert_within_error_budget(out, q, k, v, scale=HEAD_SIZE**-0.5)
+    check(layer(window=window), grid=grid)
 
 
 def test_an_even_window_below_the_axis_is_the_next_odd_one() -> None:
@@ -128,52 +142,34 @@ def test_an_even_window_below_the_axis_is_the_next_odd_one() -> None:
 
 
 def test_a_tile_larger_than_the_grid_is_one_tile() -> None:
-    q, k, v = qkv()
-    with set_forward_context(0, latent_grid=GRID):
-        out = layer(window=(1, 1, 1), tile_size=(6, 8, 16))(q, k, v)
-    assert_within_error_budget(out, q, k, v, scale=HEAD_SIZE**-0.5)
+    check(layer(window=(1, 1, 1), tile_size=(6, 8, 16)))
 
 
 def test_grouped_heads_take_the_windows_of_their_query_heads(tmp_path) -> None:
     path = step_strategy(tmp_path, (TILES, (1, 1, 3)))
-    q, k, v = qkv(num_kv_heads=1)
-    with set_forward_context(0, latent_grid=GRID):
-        out = layer(mask_strategy_file_path=path, kv_heads=1)(q, k, v)
-    mask = torch.stack([pair_mask(GRID, TILE, w) for w in (TILES, (1, 1, 3))])
-    assert_within_error_budget(out, q, k, v, scale=HEAD_SIZE**-0.5, mask=mask)
+    attention = layer(mask_strategy_file_path=path, kv_heads=1)
+    check(attention, TILES, (1, 1, 3), inputs=qkv(num_kv_heads=1))
 
 
 def test_every_step_has_the_windows_of_its_heads(tmp_path) -> None:
     steps = ((TILES, TILES), ((1, 1, 3), (2, 3, 1)), ((1, 3, 5), (1, 1, 1)))
     attention = layer(mask_strategy_file_path=step_strategy(tmp_path, *steps))
-    q, k, v = qkv()
     for step, windows in enumerate(steps):
-        with set_forward_context(step, latent_grid=GRID, num_steps=3):
-            out = attention(q, k, v)
-        mask = torch.stack([pair_mask(GRID, TILE, window) for window in windows])
-        assert_within_error_budget(out, q, k, v, scale=HEAD_SIZE**-0.5, mask=mask)
+        check(attention, *windows, step=step, num_steps=3)
 
 
 def test_every_layer_has_windows_of_its_own(tmp_path) -> None:
     path = tmp_path / "s.json"
     windows = ((1, 1, 1), (1, 3, 3))
     Strategy(windows=(tuple((w, w) for w in windows),)).write(path)
-    q, k, v = qkv()
     for index, window in enumerate(windows):
-        with set_forward_context(0, latent_grid=GRID):
-            out = layer(mask_strategy_file_path=str(path), index=index)(q, k, v)
-        mask = pair_mask(GRID, TILE, window)
-        assert_within_error_budget(out, q, k, v, scale=HEAD_SIZE**-0.5, mask=mask)
+        check(layer(mask_strategy_file_path=str(path), index=index), window)
 
 
 def test_first_steps_run_on_a_dense_backend() -> None:
     attention = layer(window=(1, 1, 1), skip_time_steps=2, dense_steps="4")
-    q, k, v = qkv()
     for step in range(5):
-        with set_forward_context(step, latent_grid=GRID):
-            out = attention(q, k, v)
-        mask = None if step in (0, 1, 4) else pair_mask(GRID, TILE, (1, 1, 1))
-        assert_within_error_budget(out, q, k, v, scale=HEAD_SIZE**-0.5, mask=mask)
+        check(attention, *([] if step in (0, 1, 4) else [(1, 1, 1)]), step=step)
     found = [(e.steps, str(e.selection.backend), e.calls) for e in attention.report().entries]
     assert found == [
         ("0-1", "torch_sdpa", 2),
@@ -235,13 +231,9 @@ def test_the_first_dense_step_refuses_a_strategy_for_another_run(tmp_path) -> No
 def test_a_retargeted_strategy_is_rescaled_to_the_run(tmp_path) -> None:
     path = step_strategy(tmp_path, (TILES, TILES), ((1, 1, 3), (2, 1, 5)))
     attention = layer(mask_strategy_file_path=path, retarget=True)
-    q, k, v = qkv(RAGGED)
     rescaled = {0: ((2, 3, 4),) * 2, 3: ((1, 1, 3), (2, 1, 4))}
     for step, windows in rescaled.items():
-        with set_forward_context(step, latent_grid=RAGGED, num_steps=4):
-            out = attention(q, k, v)
-        mask = torch.stack([pair_mask(RAGGED, TILE, window) for window in windows])
-        assert_within_error_budget(out, q, k, v, scale=HEAD_SIZE**-0.5, mask=mask)
+        check(attention, *windows, grid=RAGGED, step=step, num_steps=4)
 
 
 def test_no_window_is_an_error_that_names_the_search() -> None:
