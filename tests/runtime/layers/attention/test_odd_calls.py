@@ -31,8 +31,11 @@ VIDEO = 4 * 8 * 8
 METHODS = {
     each.backend: each
     for each in (
-        method(name, **SMALL[name])
-        for name in ("sla_attn", "video_sparse_attn", "sliding_tile_attn", "vmoba_attn")
+        method("sla_attn", topk_ratio=0.25, BLKQ=64),
+        *(
+            method(name, **SMALL[name])
+            for name in ("video_sparse_attn", "sliding_tile_attn", "vmoba_attn")
+        ),
     )
 }
 

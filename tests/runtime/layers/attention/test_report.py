@@ -17,6 +17,7 @@ from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import (
     AUTO,
     BackendPreference,
+    LayerSite,
     SelectionScope,
     Source,
 )
@@ -156,7 +157,9 @@ def test_the_kernel_of_the_backward_pass_is_named(method):
     cls = find_backend(backend, PlatformEnum.CPU)
     config = build_config(cls.config_cls, SMALL[method], backend=method)
     asked = BackendPreference(source=Source.SETTINGS, backend=backend, config=config)
-    layer = LocalAttention(2, 32, scope=SelectionScope(default=asked, strict=True))
+    layer = LocalAttention(
+        2, 32, site=LayerSite(layer=0), scope=SelectionScope(default=asked, strict=True)
+    )
     q, k, v = (x.requires_grad_() for x in make_qkv(1, 192, 2, 32, dtype=torch.float32))
     with set_forward_context(0, latent_grid=(4, 6, 8), num_steps=1):
         out = layer(q, k, v)

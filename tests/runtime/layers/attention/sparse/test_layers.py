@@ -22,15 +22,13 @@ from tests.helpers.sparse import SparseMethod
 
 GRID = (4, 6, 8)
 GIVEN = {
-    name: SMALL[name]
-    for name in (
-        "sliding_tile_attn",
-        "video_sparse_attn",
-        "vmoba_attn",
-        "sla_attn",
-        "sparse_video_gen_2_attn",
-    )
-} | {"sage_sla_attn": SMALL["sla_attn"]}
+    **{
+        name: SMALL[name] for name in ("sliding_tile_attn", "vmoba_attn", "sparse_video_gen_2_attn")
+    },
+    "video_sparse_attn": {"sparsity": 0.7},
+    "sla_attn": {"topk_ratio": 0.3},
+    "sage_sla_attn": {"topk_ratio": 0.3},
+}
 METHODS = {
     name: SparseMethod(backend=AttentionBackendEnum(name), given=given, heads=2)
     for name, given in GIVEN.items()

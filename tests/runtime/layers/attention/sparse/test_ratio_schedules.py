@@ -20,7 +20,7 @@ CASES = {
     "sage_sla_attn": ("topk_ratio", {"BLKQ": 64}, 0.7, 0.2),
     "sol_attn": ("topk_ratio", {"dense_steps": 0, "dense_layers": None}, 0.7, 0.2),
     "vmoba_attn": ("moba_threshold", {**VMOBA, "moba_select_mode": "threshold"}, 0.6, 0.1),
-    "nabla_attn": ("P", {"tile_size": [1, 3, 4]}, 0.9, 0.3),
+    "nabla_attn": ("P", {"tile_size": [1, 3, 4], "add_sta": False}, 0.9, 0.3),
     "draft_attn": ("sparsity_ratio", {"pool_h": 3, "pool_w": 4}, 0.3, 0.9),
     "sparse_video_gen_2_attn": (
         "svg2_top_p_kmeans",
