@@ -47,6 +47,7 @@ SVG2 = {
     "svg2_kmeans_iter_step": AT_STEP,
     "svg2_kmeans_iter_init": AT_FIRST,
 }
+SVG2_ASKED = {"attention_backend": "sparse_video_gen_2_attn", "attention_backend_config": SVG2}
 EVERY = (-1, 1001)  # timesteps
 
 
@@ -169,6 +170,7 @@ class Witness:
                 yield
             self.branch = None
 
+        monkeypatch.setattr(SVG2Router, "group", self.group(SVG2Router.group))
         monkeypatch.setattr(type(pipe.scheduler), "step", stepped)
         monkeypatch.setattr(CacheMixin, "cache_context", noted)
         for component in ("transformer", "transformer_2"):
@@ -261,9 +263,7 @@ def test_under_a_cache_no_step_layer_or_branch_is_taken_for_another(cache, fresh
     if first:
         set_up(pipe, cache)
     witness.follow(pipe, monkeypatch)
-    monkeypatch.setattr(SVG2Router, "group", witness.group(SVG2Router.group))
-    backend = "sparse_video_gen_2_attn"
-    with apply(pipe, attention_backend=backend, attention_backend_config=SVG2) as handle:
+    with apply(pipe, **SVG2_ASKED) as handle:
         if not first:
             set_up(pipe, cache)
         latents = generate(pipe, family, num_inference_steps=STEPS)
@@ -302,7 +302,6 @@ def assert_says_what_did_not_run(report: Any, witness: Witness) -> None:
 def test_calls_that_the_pipeline_gives_no_name_are_told_apart_all_the_same(fresh, monkeypatch):
     pipe, witness = fresh("wan"), Witness()
     witness.follow(pipe, monkeypatch)
-    monkeypatch.setattr(SVG2Router, "group", witness.group(SVG2Router.group))
     monkeypatch.setattr(forward_hooks, "branch_name", lambda: None)
     attention = pipe.transformer.blocks[1].attn1
     own = attention.forward
@@ -314,8 +313,7 @@ def test_calls_that_the_pipeline_gives_no_name_are_told_apart_all_the_same(fresh
         return own(hidden_states, *args, **kwargs)
 
     attention.forward = forward
-    backend = "sparse_video_gen_2_attn"
-    with apply(pipe, attention_backend=backend, attention_backend_config=SVG2) as handle:
+    with apply(pipe, **SVG2_ASKED) as handle:
         generate(pipe, "wan", num_inference_steps=3)
         text = handle.report().summary()
     assert witness.wrong == []
@@ -328,9 +326,7 @@ def test_a_second_generation_begins_anew(fresh, monkeypatch):
     pipe, witness = fresh("wan"), Witness()
     pipe.transformer.enable_cache(taylor(1))
     witness.follow(pipe, monkeypatch)
-    monkeypatch.setattr(SVG2Router, "group", witness.group(SVG2Router.group))
-    backend = "sparse_video_gen_2_attn"
-    with apply(pipe, attention_backend=backend, attention_backend_config=SVG2):
+    with apply(pipe, **SVG2_ASKED):
         for _ in range(2):
             witness.steps, witness.kept = 0, {}
             generate(pipe, "wan", num_inference_steps=4)

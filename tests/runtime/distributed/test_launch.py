@@ -165,17 +165,9 @@ def test_a_rank_that_leaves_without_a_word_ends_the_run(run) -> None:
     assert (out, err) == ("", "")
 
 
-def test_a_rank_that_hangs_is_named_by_those_that_wait(run) -> None:
-    status, out, err = run(hang)
-    assert status == 1
-    (line,) = err.splitlines()
-    assert line.startswith("error: rank 1 (pid ")
-    assert f"no answer within {TIMEOUT_S} s" in line
-    assert out == ""
-
-
-def test_a_rank_that_hangs_is_named_by_one_that_waits_for_its_device(run) -> None:
-    status, out, err = run(hang, wait_for_the_device)
+@pytest.mark.parametrize("work", [attend, wait_for_the_device])
+def test_a_rank_that_hangs_is_named_by_those_that_wait(run, work) -> None:
+    status, out, err = run(hang, work)
     assert status == 1
     (line,) = err.splitlines()
     assert line.startswith("error: rank 1 (pid ")

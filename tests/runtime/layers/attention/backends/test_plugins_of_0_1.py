@@ -76,8 +76,8 @@ from your_package.near_first_attn import NearFirstBackend, NearFirstConfig
 
 method = SparseMethod(backend=NearFirstBackend.backend, given=SETTINGS)
 for text in text_places(GRID, 11).values():
-    qkv = method.inputs(GRID, text=text, kv_heads=1)
-    layer = method.layer(strict=True, dense_steps="0", kv_heads=1)
+    qkv = method.inputs(GRID, text=text)
+    layer = method.layer(strict=True, dense_steps="0")
     dense = run_sparse(layer, qkv, GRID, text=text, step=0)
     assert_within_error_budget(dense, *qkv, scale=method.scale)
     for mask in (None, some_masked(text)):

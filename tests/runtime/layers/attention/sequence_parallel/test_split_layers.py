@@ -393,6 +393,14 @@ def test_ranks_that_disagree_all_raise(two_ranks, mesh, case, message):
         assert text.startswith(message)
 
 
+def check_told(told, own_error, message, layer="USPAttention"):
+    """Raise AssertionError unless rank 1 refuses a call, and tells the other."""
+    assert own_error[0] == "UsageError"
+    assert own_error[1].startswith(message)
+    assert told[0] == "RankError"
+    assert told[1].startswith(f"rank 1 cannot run {layer}: {message}")
+
+
 @pytest.mark.parametrize("mesh", MESHES_OF_TWO, ids=str)
 @pytest.mark.parametrize(
     ("case", "message"),
@@ -402,30 +410,23 @@ def test_ranks_that_disagree_all_raise(two_ranks, mesh, case, message):
     ],
 )
 def test_a_call_that_one_rank_refuses_fails_everywhere(two_ranks, mesh, case, message):
-    told, own_error = two_ranks.run(mesh, error_of, case)
-    assert own_error[0] == "UsageError"
-    assert own_error[1].startswith(message)
-    assert told[0] == "RankError"
-    assert told[1].startswith(f"rank 1 cannot run USPAttention: {message}")
+    check_told(*two_ranks.run(mesh, error_of, case), message)
 
 
 @pytest.mark.parametrize("mesh", MESHES_OF_TWO, ids=str)
 @pytest.mark.parametrize(
-    ("case", "kind", "message"),
+    ("case", "message"),
     [
-        ("count", "UsageError", "num_replicated_prefix must be in [0, 4], got 9"),
-        ("lengths", "UsageError", "seq_lens must not be combined with masks or replicated tokens"),
-        ("part", "UsageError", "q_prefix, k_prefix and v_prefix must be given together, missing"),
-        ("exchanged", "UsageError", "qkv_pre_all_to_all must be False where tokens are"),
-        ("meta", "UsageError", "attn_mask_meta must be what build_varlen_mask_meta returns"),
+        ("count", "num_replicated_prefix must be in [0, 4], got 9"),
+        ("lengths", "seq_lens must not be combined with masks or replicated tokens"),
+        ("part", "q_prefix, k_prefix and v_prefix must be given together, missing"),
+        ("exchanged", "qkv_pre_all_to_all must be False where tokens are"),
+        ("meta", "attn_mask_meta must be what build_varlen_mask_meta returns"),
     ],
 )
-def test_arguments_that_one_rank_refuses_fail_everywhere(two_ranks, mesh, case, kind, message):
+def test_arguments_that_one_rank_refuses_fail_everywhere(two_ranks, mesh, case, message):
     (told, first_next), (own_error, second_next) = two_ranks.run(mesh, error_and_next, case)
-    assert own_error[0] == kind
-    assert own_error[1].startswith(message)
-    assert told[0] == "RankError"
-    assert told[1].startswith(f"rank 1 cannot run USPAttention: {message}")
+    check_told(told, own_error, message)
     assert (first_next, second_next) == (None, None)
 
 
@@ -437,11 +438,8 @@ def test_arguments_that_one_rank_refuses_fail_everywhere(two_ranks, mesh, case, 
     ],
 )
 def test_text_that_one_rank_of_ulysses_refuses_fails_everywhere(two_ranks, vsa, message):
-    told, own_error = two_ranks.run(Mesh(ulysses=2), error_in_ulysses, vsa)
-    assert own_error[0] == "UsageError"
-    assert own_error[1].startswith(message)
-    assert told[0] == "RankError"
-    assert told[1].startswith(f"rank 1 cannot run UlyssesAttention{'_VSA' * vsa}: {message}")
+    layer = f"UlyssesAttention{'_VSA' * vsa}"
+    check_told(*two_ranks.run(Mesh(ulysses=2), error_in_ulysses, vsa), message, layer)
 
 
 @pytest.mark.parametrize(
