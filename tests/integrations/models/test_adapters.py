@@ -74,7 +74,8 @@ def test_layers_are_told_the_grid_and_where_the_text_is(name, grid, text, calls)
         for call in calls
         if call.site.role is AttentionRole.SELF
     }
-    assert context == (grid, text and TextSpan(*text))
+    span = None if text is None else TextSpan(start=text[0], length=text[1])
+    assert context == (grid, span)
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,10 @@ for text in text_places(GRID, 11).values():
     dense = run_sparse(layer, qkv, GRID, text=text, step=0)
     assert_within_error_budget(dense, *qkv, scale=method.scale)
     for mask in (None, some_masked(text)):
-        defined(method).check(text, qkv=qkv, token_mask=mask, layer=layer, step=1)
+        want = defined(method).mask(qkv, text, mask)
+        want = want if mask is None else want & mask[:, None, :, None]
+        out = run_sparse(layer, qkv, GRID, text=text, step=1, attn_mask=mask)
+        assert_within_error_budget(out, *qkv, scale=method.scale, mask=want)
     entries = {str(entry.selection.backend): entry for entry in layer.report().entries}
     ((step, density),) = entries[NAME].densities
     assert step == 1 and 0.1 < density < 0.7, entries
