@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
 """Train the shapes model from nothing: the autoencoder, then the transformer and its text encoder.
 
-    python scripts/shapes/train.py vae --size small --out STATE
+    python scripts/shapes/train.py vae --size small --out STATE [--folder FOLDER]
     python scripts/shapes/train.py transformer --size small --out STATE [--seconds 450]
     python scripts/shapes/train.py export --size small --out STATE --folder FOLDER
+
+`--vae FOLDER` takes an autoencoder that is there already, as `scripts/shapes/small/vae` is.
 
 A run stops after `--seconds` and leaves its state in STATE, with which the next one goes on. Clips
 are made on the device; seeds are fixed. The curve of the loss is in STATE/vae.csv and
@@ -272,6 +274,19 @@ def normalise(vae: Any, size: Size) -> None:
     print(f"autoencoder: PSNR {of_clip:.1f} dB, last frame {of_last:.1f} dB", flush=True)
 
 
+def autoencoder(size: Size, state: Path, options: argparse.Namespace) -> Any:
+    """Return the autoencoder of a folder where one is given, or that of the state."""
+    if options.vae is not None:
+        from diffusers import AutoencoderKLWan
+
+        vae = AutoencoderKLWan.from_pretrained(options.vae)
+        return vae.to(DEVICE).requires_grad_(False)
+    options_of_vae = argparse.Namespace(**{**vars(options), "seconds": 0, "steps": None})
+    vae = train_vae(size, state, options_of_vae)
+    normalise(vae, size)
+    return vae
+
+
 class Pool:
     """Latents of clips with their captions, made once for a run.
 
@@ -304,9 +319,7 @@ class Pool:
 
 def train_transformer(size: Size, state: Path, options: argparse.Namespace) -> Any:
     """Train transformer and text encoder; return the pipeline with the average of both."""
-    options_of_vae = argparse.Namespace(**{**vars(options), "seconds": 0, "steps": None})
-    vae = train_vae(size, state, options_of_vae)
-    normalise(vae, size)
+    vae = autoencoder(size, state, options)
     torch.manual_seed(0)
     tokenizer = make_tokenizer()
     text_encoder = make_text_encoder(size, len(tokenizer)).to(DEVICE)
@@ -386,7 +399,8 @@ def options() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "--steps", {"type": int, "help": "steps in all"}
     yield "--batch", {"type": int, "default": 64, "help": "clips of a step"}
     yield "--clips", {"type": int, "default": 12_288, "help": "clips of a run's pool"}
-    yield "--folder", {"type": Path, "help": "where export writes the pipeline"}
+    yield "--vae", {"type": Path, "help": "folder of a trained autoencoder"}
+    yield "--folder", {"type": Path, "help": "where the autoencoder or the pipeline is written"}
     yield "--evaluate", {"type": int, "default": 0, "help": "clips to generate and score"}
 
 
@@ -399,7 +413,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     size = SIZES[given.size]
     if given.part == "vae":
-        normalise(train_vae(size, given.out, given), size)
+        vae = train_vae(size, given.out, given)
+        normalise(vae, size)
+        if given.folder is not None:
+            vae.half().save_pretrained(given.folder)
         return 0
     if given.part == "export":
         given.seconds = 0

@@ -1,6 +1,7 @@
 """The score reads clips of shapes as their captions say, and falls with what a clip loses."""
 
 import importlib
+import math
 
 import numpy as np
 import pytest
@@ -87,6 +88,7 @@ def test_a_model_is_trained_in_pieces_and_saved(tmp_path, monkeypatch, capsys) -
     folder = tmp_path / "model"
     words = ["transformer", *common, "--steps", "2", "--clips", "4", "--folder", str(folder)]
     train.main(words)
+    train.main([*words, "--vae", str(folder / "vae"), "--steps", "3"])
     said = capsys.readouterr().out
     assert "3 of 4 steps" in said
     assert "4 of 4 steps" in said
@@ -97,3 +99,17 @@ def test_a_model_is_trained_in_pieces_and_saved(tmp_path, monkeypatch, capsys) -
     video = pipe("a red ball moves right over a plain ground", **asked, output_type="np").frames
     assert video.shape == (1, 5, 32, 32, 3)
     assert np.isfinite(video).all()
+
+
+def test_the_autoencoder_of_the_small_model_keeps_what_clips_show(shapes) -> None:
+    clips, score, *_ = shapes
+    from diffusers import AutoencoderKLWan
+
+    vae = AutoencoderKLWan.from_pretrained("scripts/shapes/small/vae")
+    scenes = clips.draw_scenes(1, 2, frames=17)
+    given = clips.render(scenes, height=128, width=128) * 2 - 1
+    with torch.inference_mode():
+        found = vae.decode(vae.encode(given).latent_dist.mode()).sample
+    assert 10 * math.log10(4 / (found - given).square().mean()) > 30
+    for clip, scene in zip(found.clamp(-1, 1), scenes, strict=True):
+        assert score.score(((clip + 1) / 2).permute(1, 2, 3, 0).numpy(), scene.caption) == 1.0
