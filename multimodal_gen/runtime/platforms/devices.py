@@ -27,70 +27,65 @@ class MpsPlatform(Platform):
         return torch.backends.mps.is_available()
 
 
-class XpuPlatform(Platform):
+class _TorchModulePlatform(Platform):
+    """A device whose module of torch, perhaps an extension's, is called as the device is."""
+
+    dense_fallback: ClassVar[AttentionBackendEnum | None] = AttentionBackendEnum.TORCH_SDPA
+
+    def is_available(self) -> bool:
+        """Whether torch has the module and sees a device."""
+        import torch
+
+        module = getattr(torch, self.device_type, None)
+        return module is not None and bool(module.is_available())
+
+
+class XpuPlatform(_TorchModulePlatform):
     """Intel GPUs: their own FlashAttention for fp16 and bf16 at its head sizes, else SDPA."""
 
     name: ClassVar[PlatformEnum] = PlatformEnum.XPU
     device_type: ClassVar[str] = "xpu"
     priority: ClassVar[_Backends] = _FA_FIRST
-    dense_fallback: ClassVar[AttentionBackendEnum | None] = AttentionBackendEnum.TORCH_SDPA
+
+
+class _TorchCudaPlatform(Platform):
+    """GPUs that torch knows as "cuda"."""
+
+    device_type: ClassVar[str] = "cuda"
+    _built_for: ClassVar[str]
 
     def is_available(self) -> bool:
-        """Whether torch is built with XPU support and sees a device."""
+        """Whether torch is built for such GPUs and sees one."""
         import torch
 
-        return hasattr(torch, "xpu") and torch.xpu.is_available()
+        return getattr(torch.version, self._built_for) is not None and torch.cuda.is_available()
+
+    def get_device_capability(self, device_id: int = 0) -> DeviceCapability:
+        """Return the compute capability; of AMD, the generation (gfx942 is (9, 4))."""
+        import torch
+
+        return DeviceCapability(*torch.cuda.get_device_capability(device_id))
+
+    def get_device_name(self, device_id: int = 0) -> str:
+        """Return the GPU's marketing name."""
+        import torch
+
+        return torch.cuda.get_device_name(device_id)
 
 
-class RocmPlatform(Platform):
+class RocmPlatform(_TorchCudaPlatform):
     """AMD GPUs: FlashAttention where installed, else SDPA; AITER when asked for."""
 
     name: ClassVar[PlatformEnum] = PlatformEnum.ROCM
-    device_type: ClassVar[str] = "cuda"
     priority: ClassVar[_Backends] = _FA_FIRST
-
-    def is_available(self) -> bool:
-        """Whether torch is built with HIP and sees a GPU."""
-        import torch
-
-        return torch.version.hip is not None and torch.cuda.is_available()
-
-    def get_device_capability(self, device_id: int = 0) -> DeviceCapability:
-        """Return the GPU generation as torch reports it (gfx942 is (9, 4))."""
-        import torch
-
-        return DeviceCapability(*torch.cuda.get_device_capability(device_id))
-
-    def get_device_name(self, device_id: int = 0) -> str:
-        """Return the GPU's marketing name."""
-        import torch
-
-        return torch.cuda.get_device_name(device_id)
+    _built_for: ClassVar[str] = "hip"
 
 
-class CudaPlatform(Platform):
+class CudaPlatform(_TorchCudaPlatform):
     """NVIDIA GPUs: the kernel that was measured to be the fastest, else SDPA."""
 
     name: ClassVar[PlatformEnum] = PlatformEnum.CUDA
-    device_type: ClassVar[str] = "cuda"
-
-    def is_available(self) -> bool:
-        """Whether torch is built with CUDA and sees a GPU."""
-        import torch
-
-        return torch.version.cuda is not None and torch.cuda.is_available()
-
-    def get_device_capability(self, device_id: int = 0) -> DeviceCapability:
-        """Return the compute capability."""
-        import torch
-
-        return DeviceCapability(*torch.cuda.get_device_capability(device_id))
-
-    def get_device_name(self, device_id: int = 0) -> str:
-        """Return the GPU's marketing name."""
-        import torch
-
-        return torch.cuda.get_device_name(device_id)
+    _built_for: ClassVar[str] = "cuda"
 
     def attention_priority(
         self, capability: DeviceCapability | None
@@ -98,13 +93,12 @@ class CudaPlatform(Platform):
         """Prefer our own kernel on SM90 and FlashAttention from SM80 on; others take SDPA."""
         if capability is None or capability.major < 8 or capability.major == 12:
             return (AttentionBackendEnum.TORCH_SDPA,)
-        packaged = _FA_FIRST
         if capability == DeviceCapability(9, 0):
-            return (AttentionBackendEnum.TRITON_ATTN, *packaged)
-        return packaged
+            return (AttentionBackendEnum.TRITON_ATTN, *_FA_FIRST)
+        return _FA_FIRST
 
 
-class NpuPlatform(Platform):
+class NpuPlatform(_TorchModulePlatform):
     """Ascend NPUs: SDPA; the NPU's own FlashAttention for ring attention or when asked for."""
 
     name: ClassVar[PlatformEnum] = PlatformEnum.NPU
@@ -114,30 +108,14 @@ class NpuPlatform(Platform):
         AttentionBackendEnum.TORCH_SDPA,
         AttentionBackendEnum.FA,
     )
-    dense_fallback: ClassVar[AttentionBackendEnum | None] = AttentionBackendEnum.TORCH_SDPA
-
-    def is_available(self) -> bool:
-        """Whether torch_npu is loaded and sees a device."""
-        import torch
-
-        npu = getattr(torch, "npu", None)
-        return npu is not None and bool(npu.is_available())
 
 
-class MusaPlatform(Platform):
+class MusaPlatform(_TorchModulePlatform):
     """Moore Threads GPUs: FlashAttention where installed, else SDPA; SageAttention on request."""
 
     name: ClassVar[PlatformEnum] = PlatformEnum.MUSA
     device_type: ClassVar[str] = "musa"
     priority: ClassVar[_Backends] = _FA_FIRST
-    dense_fallback: ClassVar[AttentionBackendEnum | None] = AttentionBackendEnum.TORCH_SDPA
-
-    def is_available(self) -> bool:
-        """Whether torch_musa is loaded and sees a device."""
-        import torch
-
-        musa = getattr(torch, "musa", None)
-        return musa is not None and bool(musa.is_available())
 
 
 class CpuPlatform(Platform):
