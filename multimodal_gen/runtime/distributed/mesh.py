@@ -74,30 +74,26 @@ class Mesh:
 
     def ulysses_groups(self) -> tuple[tuple[int, ...], ...]:
         """Return the ranks of every Ulysses group: runs of neighbours."""
-        return tuple(
-            tuple(range(start, start + self.ulysses))
-            for start in range(0, self.world_size, self.ulysses)
-        )
+        return self._groups(self.ulysses)
 
     def ring_groups(self) -> tuple[tuple[int, ...], ...]:
         """Return the ranks of every ring: a stride of `ulysses` within one sequence."""
-        return tuple(
-            tuple(range(start + offset, start + self.sequence, self.ulysses))
-            for start in range(0, self.world_size, self.sequence)
-            for offset in range(self.ulysses)
-        )
+        return self._groups(self.ring, stride=self.ulysses)
 
     def sequence_groups(self) -> tuple[tuple[int, ...], ...]:
         """Return the ranks that share a sequence, in the order of its shards."""
-        return tuple(
-            tuple(range(start, start + self.sequence))
-            for start in range(0, self.world_size, self.sequence)
-        )
+        return self._groups(self.sequence)
 
     def cfg_groups(self) -> tuple[tuple[int, ...], ...]:
         """Return the ranks that hold the same shard of the different CFG branches."""
+        return self._groups(self.cfg, stride=self.sequence)
+
+    def _groups(self, size: int, stride: int = 1) -> tuple[tuple[int, ...], ...]:
+        """Return all ranks in groups of so many that lie so far apart."""
         return tuple(
-            tuple(range(offset, self.world_size, self.sequence)) for offset in range(self.sequence)
+            tuple(range(start + offset, start + size * stride, stride))
+            for start in range(0, self.world_size, size * stride)
+            for offset in range(stride)
         )
 
     def __str__(self) -> str:
