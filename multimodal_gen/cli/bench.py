@@ -1,6 +1,7 @@
 """`sglang attention bench`: what dense attention takes on this machine, and a table of it."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from multimodal_gen.settings import Setting
 if TYPE_CHECKING:
     import torch
 
-    from multimodal_gen.runtime.benchmark import BackendTime, LeftOut, ShapeTimes
+    from multimodal_gen.runtime.benchmark import BackendTime, ShapeTimes
     from multimodal_gen.runtime.layers.attention.auto_table import CallShape
     from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
@@ -140,9 +141,8 @@ def _check_timed(named: "list[AttentionBackendEnum]", results: "list[ShapeTimes]
     for backend in map(str, named):
         if backend in timed:
             continue
-        reasons = dict.fromkeys(
-            each.reason for result in results for each in result.left_out if each.backend == backend
-        )
+        found = (result.left_out.get(backend) for result in results)
+        reasons = dict.fromkeys(reason for reason in found if reason is not None)
         raise UsageError(
             f"--backend must name what can be timed here, {backend} was at no shape: "
             f"{'; '.join(reasons)}; see `sglang attention list`, or leave it out"
@@ -235,13 +235,10 @@ def _lines(result: "ShapeTimes") -> Iterator[str]:
 
 def _left_out(results: "list[ShapeTimes]") -> Iterator[str]:
     """Yield what was not timed, and why; once where the reason is the same at several shapes."""
-    reasons: dict[LeftOut, int] = {}
-    for result in results:
-        for each in result.left_out:
-            reasons[each] = reasons.get(each, 0) + 1
-    for each, count in reasons.items():
+    counts = Counter(each for result in results for each in result.left_out.items())
+    for (backend, reason), count in counts.items():
         where = "" if count == len(results) else f" at {count} of {len(results)} shapes"
-        yield from wrapped(f"left out{where}: {each.backend}: {each.reason}")
+        yield from wrapped(f"left out{where}: {backend}: {reason}")
 
 
 def _as_dict(result: "ShapeTimes") -> dict[str, Any]:
@@ -249,7 +246,7 @@ def _as_dict(result: "ShapeTimes") -> dict[str, Any]:
         "shape": str(result.shape),
         "dtype": str(result.dtype).removeprefix("torch."),
         "times": [_time_as_dict(each, result.shape.flop) for each in result.times],
-        "left_out": {each.backend: each.reason for each in result.left_out},
+        "left_out": dict(result.left_out),
     }
 
 

@@ -140,19 +140,6 @@ class BackendTime:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeftOut:
-    """A backend that was not timed.
-
-    Attributes:
-        backend: its name.
-        reason: why.
-    """
-
-    backend: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ShapeTimes:
     """What was measured at one shape.
 
@@ -160,13 +147,13 @@ class ShapeTimes:
         shape: the shape.
         dtype: dtype of q, k and v.
         times: fastest first.
-        left_out: backends that were not timed.
+        left_out: why backends were not timed, by their names.
     """
 
     shape: CallShape
     dtype: torch.dtype
     times: tuple[BackendTime, ...]
-    left_out: tuple[LeftOut, ...]
+    left_out: Mapping[str, str]
 
 
 def shapes_for(device: torch.device) -> tuple[CallShape, ...]:
@@ -200,7 +187,7 @@ def measure(
     if device.type not in ("cuda", "cpu"):
         raise UsageError(f"a benchmark must run on a cuda or cpu device, got {device}")
     environment = environment_for(device, current_environment())
-    left_out: list[LeftOut] = []
+    left_out: dict[str, str] = {}
     found = {}
     with torch.inference_mode():
         try:
@@ -208,7 +195,7 @@ def measure(
             rows, expected = _reference(shape, call)
         except RuntimeError as failure:  # of memory, mostly
             reason = f"no inputs: {first_line(failure)}"
-            none_ran = tuple(LeftOut(backend=str(backend), reason=reason) for backend in chosen)
+            none_ran = dict.fromkeys(map(str, chosen), reason)
             return ShapeTimes(shape=shape, dtype=dtype, times=(), left_out=none_ran)
         for backend in chosen:
             layer = _contender(backend, shape, dtype, environment)
@@ -219,7 +206,7 @@ def measure(
                 if isinstance(error, float):
                     found[backend] = layer, error
                     continue
-            left_out.append(LeftOut(backend=str(backend), reason=str(error or layer)))
+            left_out[str(backend)] = str(error or layer)
         runs = {name: _run(layer, call) for name, (layer, _) in found.items()}
         samples = _timed(runs, device, rounds)
     times = [
@@ -229,7 +216,7 @@ def measure(
         shape=shape,
         dtype=dtype,
         times=tuple(sorted(times, key=lambda t: t.timing.ms)),
-        left_out=tuple(left_out),
+        left_out=left_out,
     )
 
 

@@ -56,8 +56,8 @@ def measure_shape(
         backends=[AttentionBackendEnum(each) for each in backends],
         rounds=bench.options.rounds,
     )
-    for each in result.left_out:
-        print(f"{shape}: left out: {each.backend}: {each.reason}")
+    for backend, reason in result.left_out.items():
+        print(f"{shape}: left out: {backend}: {reason}")
     keys = f" K{shape.keys} KV{shape.kv_heads}" + (" mask" if shape.masked else "")
     size = f"B{shape.batch} H{shape.heads} S{shape.queries} D{shape.head_size} bf16"
     by_label = {each.label: each for each in result.times}
