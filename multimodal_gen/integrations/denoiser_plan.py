@@ -218,7 +218,7 @@ class DenoiserPlan:
         for index, patched in enumerate(self._patched):
             _register_like_stock(patched)
             patched.module.processor = patched.replacement
-            undo.callback(self._restore_at, index)
+            undo.callback(self._restore, index)
             if patched.name in self._gates:
                 gate = self._gates[patched.name]
                 used = patched.layer.takes_gate
@@ -246,8 +246,11 @@ class DenoiserPlan:
         undo.callback(after.remove)
         note_branch_names(model, undo)
 
-    def _restore_at(self, index: int) -> None:
-        _restore(self._patched[index])
+    def _restore(self, index: int) -> None:
+        patched = self._patched[index]
+        # A processor set after apply() is the user's, and stays.
+        if patched.module.processor is patched.replacement:
+            patched.module.processor = unpatch(patched.replacement)
 
     def _take_over_again(self, model: nn.Module, args: object) -> None:
         """Take over processors that were set since `apply`, where that can be; warn in any case.
@@ -459,12 +462,6 @@ def _projected(module: nn.Module, *names: str) -> int | None:
     """Return the channels that a projection makes, by the names that models give it."""
     found = (whole_number(getattr(module, name, None), "out_features") for name in names)
     return next((size for size in found if size is not None), None)
-
-
-def _restore(patched: _PatchedModule) -> None:
-    # A processor set after apply() is the user's, and stays.
-    if patched.module.processor is patched.replacement:
-        patched.module.processor = unpatch(patched.replacement)
 
 
 def _register_like_stock(patched: _PatchedModule) -> None:

@@ -162,7 +162,9 @@ def attention_forward(
     """
     layer = getattr(module, _LAYER, None)
     if layer is None:
-        return _transformers_sdpa(
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        stock: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module,
             query,
             key,
@@ -174,6 +176,7 @@ def attention_forward(
             position_bias=position_bias,
             **kwargs,
         )
+        return stock
     _refuse(layer, dropout, kwargs)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     causal = causal and attention_mask is None and query.shape[2] > 1
@@ -224,13 +227,6 @@ def _refuse(layer: ModuleAttention, dropout: float, kwargs: dict[str, Any]) -> N
                 f"{name} must be None under apply(), got one in {layer.site.name}; leave this "
                 f"encoder out, it needs an attention function of its own"
             )
-
-
-def _transformers_sdpa(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    result: tuple[torch.Tensor, None] = sdpa_attention_forward(*args, **kwargs)
-    return result
 
 
 def _register() -> None:
