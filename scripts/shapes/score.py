@@ -2,8 +2,9 @@
 
 `score` finds the shapes of a clip by their hue, as grounds are grey, and reads kind, motion and
 speed from the area that each covers over the frames. What it reads is compared with what the
-caption says: one fact for the number of shapes, and four for each that the caption names (its
-colour is there, kind, motion, speed). The score is the share of facts that hold.
+caption says: one fact for the number of shapes, and for each that the caption names whether its
+colour is there, its kind, its motion, and its speed where one is said. The score is the share of
+facts that hold.
 """
 
 import re
@@ -63,7 +64,8 @@ def score(video: Sequence[object] | Floats, prompt: str) -> float:
         facts.append(found is not None)
         facts.append(found is not None and found.kind == shape.kind)
         facts.append(found is not None and found.motion == shape.motion)
-        facts.append(found is not None and found.speed == shape.speed)
+        if shape.speed:
+            facts.append(found is not None and found.speed == shape.speed)
     return sum(facts) / len(facts)
 
 

@@ -74,6 +74,14 @@ def test_shapes_stay_inside_of_the_frame(shapes) -> None:
                 assert shape.radius <= y <= 1 - shape.radius
 
 
+def test_a_speed_that_the_caption_does_not_say_is_no_fact(shapes) -> None:
+    _, score, videos, captions = shapes
+    moving = next(i for i, caption in enumerate(captions) if "quickly" in caption)
+    said = captions[moving].replace("quickly ", "").replace("slowly ", "")
+    assert score.score(videos[moving], said) == 1.0
+    assert score.score(videos[moving], captions[moving].replace("quickly", "slowly")) < 1.0
+
+
 def test_a_caption_without_a_shape_is_refused(shapes) -> None:
     with pytest.raises(ValueError, match="must name a shape, got 'a fox'"):
         shapes[1].score(shapes[2][0], "a fox")
