@@ -326,8 +326,7 @@ def _assert_nothing_is_left(process: subprocess.Popen, pids: list[int], folder: 
         ),
         (
             ("--num-gpus", "2", "--attention-backend", "native"),
-            "--attention-backend must be one of this package on several GPUs, got native, one of "
-            "diffusers",
+            "--backend must be sglang on several GPUs, got diffusers for --attention-backend",
         ),
         (
             ("--num-gpus", "2", "--device", "cpu:0"),

@@ -60,7 +60,7 @@ from multimodal_gen.runtime.generator.overridden import put_back
 from multimodal_gen.runtime.generator.quiet import without
 from multimodal_gen.runtime.generator.sampling import (
     check_arguments,
-    check_loaded,
+    check_sizes,
     default_fps,
     output_size,
     prepare_call,
@@ -132,7 +132,7 @@ class Comparison:
             raise UsageError(ONE_DEVICE)
         args = replace(args, num_outputs=1, prompt=plan.prompts[0], seed=plan.seeds[0])
         check_arguments(index, args)
-        check_loaded(pipe, args)
+        check_sizes(pipe, args)
         if index.kind == "video":
             output.require_encoder()
         self._pipe, self._index, self._args, self._plan = pipe, index, args, plan

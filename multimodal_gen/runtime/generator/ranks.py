@@ -140,16 +140,12 @@ def _refuse_check(args: ServerArgs) -> None:
 
 def _device_type(args: ServerArgs) -> str:
     """Return the kind of device that ranks run on; refuse what several cannot do."""
-    if args.backend == "diffusers" and args.attention_backend is not None:
-        raise UsageError(
-            f"--attention-backend must be one of this package on several GPUs, got "
-            f"{args.attention_backend}, one of diffusers, whose attention is not split here; "
-            f"leave --attention-backend out, or run on one GPU"
-        )
     if args.backend == "diffusers":
+        named = args.attention_backend
+        asked = "" if named is None else f" for --attention-backend {named}"
         raise UsageError(
-            "--backend must be sglang on several GPUs, got diffusers, whose attention is not split "
-            "here; leave --backend and --attention-backend out, or run on one GPU"
+            f"--backend must be sglang on several GPUs, got diffusers{asked}, whose attention is "
+            f"not split here; leave --backend and --attention-backend out, or run on one GPU"
         )
     if args.device is None:
         device = torch.device(current_platform().device_type)

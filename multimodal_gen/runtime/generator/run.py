@@ -49,7 +49,6 @@ from multimodal_gen.runtime.generator.ranks import ending_signals_raise, rank_de
 from multimodal_gen.runtime.generator.sampling import (
     Call,
     check_arguments,
-    check_loaded,
     check_sizes,
     default_fps,
     output_size,
@@ -354,7 +353,7 @@ class Session:
         pipe = self._pipe
         if pipe is None:
             raise UsageError("a generator must not be used after it was closed; load it again")
-        check_loaded(pipe, args)
+        check_sizes(pipe, args)
         with ExitStack() as undo:
             undo.enter_context(put_back(pipe, "guider"))
             call = prepare_call(pipe, self.index, args)

@@ -6,6 +6,7 @@ diffusers finds these out inside a model, where the message is about tensors, or
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter, signature
@@ -63,23 +64,15 @@ _SINGLE_OUTPUT: tuple[tuple[str, str], ...] = (
 # Pipelines that neither round a size to whole tokens nor refuse it; their transformers drop rows.
 _WHOLE_TOKENS = ("Allegro", "CogVideoX", "Mochi")
 
-# Pipelines that start from an image or a video, by words of their names, and what they call it.
-_STARTS_FROM = (
-    "ImageToVideo",
-    "VideoToVideo",
-    "Img2Img",
-    "Inpaint",
-    "Fill",
-    "Edit",
-    "Control",
-    "Upsampl",
-    "Upscale",
+# Words in the names of pipelines that start from media, and the arguments of which they need one.
+_STARTS_FROM: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (
+        "ImageToVideo|VideoToVideo|Img2Img|Inpaint|Fill|Edit|Control|Upsampl|Upscale",
+        ("image", "video", "control_image", "control_video"),
+    ),
+    ("Control", ("control_image", "control_video")),
+    ("Inpaint|Fill", ("mask_image", "mask", "mask_video")),
 )
-_MEDIA = ("image", "video", "control_image", "control_video")
-_CONTROLLED = ("Control",)
-_CONTROLS = ("control_image", "control_video")
-_MASKED = ("Inpaint", "Fill")
-_MASKS = ("mask_image", "mask", "mask_video")
 
 # What pipelines call the pixels per latent; the first one a pipeline has is used.
 _SCALES = (
@@ -164,10 +157,9 @@ def _missing(index: PipelineIndex, args: ServerArgs) -> list[str]:
         and name not in given
     ]
     # What is None by default all the same, and missed only in the run.
-    started = ((_STARTS_FROM, _MEDIA), (_CONTROLLED, _CONTROLS), (_MASKED, _MASKS))
-    for words, names in started:
+    for words, names in _STARTS_FROM:
         taken = [name for name in names if name in index.parameters]
-        if any(word in index.name for word in words) and not given.union(needed) & set(taken):
+        if re.search(words, index.name) and not given.union(needed) & set(taken):
             needed += taken[:1]
     return needed
 
@@ -249,17 +241,6 @@ def check_components(index: PipelineIndex, args: ServerArgs) -> None:
             )
 
 
-def check_loaded(pipe: Any, args: ServerArgs) -> None:
-    """Check the options against the loaded pipeline, before anything is computed.
-
-    Raises:
-        UsageError: height or width is less than one token, or not whole ones where it must be; the
-            scheduler cannot make so few steps.
-    """
-    check_sizes(pipe, args)
-    _check_steps(pipe, args)
-
-
 def token_size(pipe: Any) -> tuple[int, int]:
     """Return the height and width in pixels that one token of the transformer stands for.
 
@@ -316,12 +297,13 @@ def default_fps(index: PipelineIndex) -> int:
 
 
 def check_sizes(pipe: Any, args: ServerArgs) -> None:
-    """Check height and width against a pipeline, which may be one without weights.
+    """Check sizes and steps against a pipeline, which may be one without weights.
 
     Raises:
-        UsageError: one is less than one token, or not whole ones where it must be; names the
-            nearest that are.
+        UsageError: height or width is less than one token, or not whole ones where it must be; the
+            scheduler cannot make so few steps.
     """
+    _check_steps(pipe, args)
     name = type(pipe).__name__
     must_be_whole = name.startswith(_WHOLE_TOKENS) or _refuses_size(pipe, args)
     for option, value, token in zip(
@@ -360,7 +342,8 @@ def _refuses_size(pipe: Any, args: ServerArgs) -> bool:
 
 
 def _check_steps(pipe: Any, args: ServerArgs) -> None:
-    end = getattr(getattr(pipe.scheduler, "config", None), "shift_terminal", None)
+    scheduler = getattr(pipe, "scheduler", None)
+    end = getattr(getattr(scheduler, "config", None), "shift_terminal", None)
     if args.num_inference_steps == 1 and end:
         # The stretch divides by the distance of the last step from the first.
         raise UsageError(

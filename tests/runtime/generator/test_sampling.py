@@ -12,8 +12,8 @@ from multimodal_gen.runtime.generator.index import PipelineIndex
 from multimodal_gen.runtime.generator.sampling import (
     check_arguments,
     check_components,
-    check_loaded,
     check_outputs,
+    check_sizes,
     prepare_call,
     token_size,
 )
@@ -267,14 +267,14 @@ def test_a_size_below_one_token_is_refused_in_every_family(loaded) -> None:
         for option in ("height", "width"):
             message = f"--{option} must be at least {token} for {type(pipe).__name__}, got {size}: "
             with pytest.raises(UsageError, match=message):
-                check_loaded(pipe, _args(**{option: size}))
+                check_sizes(pipe, _args(**{option: size}))
 
 
 @pytest.mark.slow_cases("flux2_klein")
 def test_one_token_is_enough_in_every_family(loaded) -> None:
     token, pipe = loaded
-    check_loaded(pipe, _args(height=token, width=token, num_inference_steps=2))
-    check_loaded(pipe, _args())
+    check_sizes(pipe, _args(height=token, width=token, num_inference_steps=2))
+    check_sizes(pipe, _args())
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ def test_a_pipeline_that_does_not_round_needs_whole_tokens(size: int, tiny_pipel
     lower = size // 16 * 16
     rule = f"--height must be a multiple of 16 for CogVideoXPipeline, got {size}: .*; try {lower} "
     with pytest.raises(UsageError, match=rule):
-        check_loaded(pipe, _args(height=size))
+        check_sizes(pipe, _args(height=size))
 
 
 @pytest.mark.parametrize("family", ["ltx", "qwen_image"])
@@ -316,9 +316,9 @@ def test_one_step_is_refused_where_the_scheduler_stretches_to_an_end(
     pipe = DiffusionPipeline.from_pretrained(tiny_pipeline(family))
     rule = "--num-inference-steps must be at least 2 for this .*, got 1: .* shift_terminal 0"
     with pytest.raises(UsageError, match=rule):
-        check_loaded(pipe, _args(num_inference_steps=1))
+        check_sizes(pipe, _args(num_inference_steps=1))
     pipe.scheduler.register_to_config(shift_terminal=None)
-    check_loaded(pipe, _args(num_inference_steps=1))
+    check_sizes(pipe, _args(num_inference_steps=1))
 
 
 @pytest.mark.parametrize("pipeline", ["CogVideoXPipeline", "HunyuanVideo15Pipeline"])
