@@ -85,7 +85,7 @@ def _is_callers(error: Exception) -> bool:
 
 
 def told_of_run(
-    pipe: Any = None, *, given: Sequence[str] = (), backend: str | None = None
+    pipe: Any = None, *, given: Sequence[str] = (), backend: object = None
 ) -> AbstractContextManager[None]:
     """Tell what a call of a pipeline raises.
 
@@ -109,7 +109,7 @@ def told_of_run(
     )
 
 
-def _of_dispatch(error: Exception, backend: str | None) -> str:
+def _of_dispatch(error: Exception, backend: object) -> str:
     if backend is None or _DISPATCH not in _modules(error):
         return ""
     remedy = "use --backend sglang" if backend == "native" else "try native, or --backend sglang"

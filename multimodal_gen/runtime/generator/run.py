@@ -4,7 +4,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -249,7 +249,9 @@ class Session:
         start = time.perf_counter()
         with out_of_memory_explained():
             self._pipe = load_pipeline(self.index, args, self.device)
-            self._notes = _reached(self._pipe, args)
+            self._notes = not_reached(self._pipe, read_loras(args.lora_path or ()))
+            for note in self._notes:
+                logger.warning(note)
             self._notes += _compile(self._pipe) if args.enable_torch_compile else ()
         self.load_seconds = time.perf_counter() - start
 
@@ -291,10 +293,10 @@ class Session:
         check = AttentionCheck(args.check_attention) if args.check_attention else None
         timings = Timings(self.device)
         timings.phases["load"] = self.load_seconds
+        record = self._record(args, facts)
         video, stream = None, None
         if args.stream:
             rate = args.fps or default_fps(self.index)
-            record = self._record(args, facts)
             video = None if target is None else GrowingVideo(target, rate, record)
             stream = Streaming(args, partial(_give, video, on_chunk))
         try:
@@ -309,7 +311,6 @@ class Session:
         shape = produced(run.pixels) if stream is None else stream.produced()
         if video is not None:  # Ctrl-C may come between two frames
             shape["num_frames"] = video.num_frames
-        record = self._record(args, facts)
         record |= {"produced": shape, "attention": report.as_dict()}
         also = _attention_record(args, record, report, check)
         record |= {} if stream is None else stream.as_dict()
@@ -329,10 +330,9 @@ class Session:
             interrupted=stream is not None and stream.interrupted,
         )
         if target is not None:
-            write = partial(_write, target, made, timings, mark, also)
             names = None if video is None else video.names
             if video is None or names is not None:
-                made = _save(target, len(made.pixels), also, write, names)
+                made = _save(target, made, timings, mark, also, names)
         return replace(made, seconds=time.perf_counter() - started)
 
     def close(self) -> None:
@@ -364,12 +364,13 @@ class Session:
             sigmas: Any = args.sigmas
             by_call = "sigmas" in self.index.parameters
             cache = None if args.cache is None else read_cache(args.cache)
+            named = args.attention_backend if args.backend == "diffusers" else None
             with timings.phase("attach"):
                 handle = self._attach(args, pipe)
             undo.callback(handle.remove)
             with (
                 watching(check),
-                told_of_run(pipe, given=as_typed(args), backend=_named_backend(args)),
+                told_of_run(pipe, given=as_typed(args), backend=named),
                 given_sigmas(pipe, sigmas, by_call=by_call),
                 cached(pipe, denoisers(pipe), cache, steps_of(self.index, args)) as skipped,
                 describe_generation(asked),
@@ -432,13 +433,6 @@ def _checked(index: PipelineIndex, args: ServerArgs) -> ServerArgs:
     return replace(args, seed=secrets.randbelow(2**32)) if args.seed is None else args
 
 
-def _named_backend(args: ServerArgs) -> str | None:
-    """Return the diffusers backend that was asked for by name, if any."""
-    if args.backend != "diffusers" or args.attention_backend is None:
-        return None
-    return str(args.attention_backend)
-
-
 def _target(index: PipelineIndex, args: ServerArgs) -> OutputTarget:
     """Settle where to write, and fail now if that cannot work."""
     path = Path(args.output_path)
@@ -490,14 +484,6 @@ def _check_record_path(args: ServerArgs, names: OutputNames) -> None:
         )
 
 
-def _reached(pipe: Any, args: ServerArgs) -> tuple[str, ...]:
-    """Warn of adapters that reached one of two experts; return what was said, as notes."""
-    notes = not_reached(pipe, read_loras(args.lora_path or ()))
-    for note in notes:
-        logger.warning(note)
-    return notes
-
-
 def _compile(pipe: Any) -> tuple[str, ...]:
     """Compile the repeated blocks of every denoiser; return a note for each that has none."""
     notes = []
@@ -513,9 +499,10 @@ def _compile(pipe: Any) -> tuple[str, ...]:
 
 def _save(
     target: OutputTarget,
-    count: int,
-    also: Collection[Path],
-    write: Callable[[OutputNames], Generated],
+    made: Generated,
+    timings: Timings,
+    mark: str,
+    also: Mapping[Path, dict[str, Json]],
     streamed: OutputNames | None,
 ) -> Generated:
     """Write everything under names that are free, or nothing; return what was written.
@@ -523,10 +510,10 @@ def _save(
     A video that was streamed has its names, and keeps its first record where no other fits.
     """
     while True:
-        names = streamed or target.names(count)
+        names = streamed or target.names(len(made.pixels))
         try:
             with ending_signals_raise():
-                return write(names)
+                return _write(target, made, timings, mark, also, names)
         except FileExistsError as error:
             taken = Path(error.filename2 or error.filename)
             if not (taken in also or target.is_file or target.overwrite or streamed):
