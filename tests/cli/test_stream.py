@@ -314,7 +314,7 @@ def test_sections_that_are_blended_give_the_frames_of_the_whole_video(tmp_path) 
         with pytest.raises(UsageError, match="sampling_type=vanilla, got none: by default it"):
             generator.generate(**call, stream=True, on_chunk=chunks.append)
         (tmp_path / "prompts.txt").write_text("1 two dogs\n")
-        with pytest.raises(UsageError, match="--prompts-file must be left out with Hunyuan"):
+        with pytest.raises(UsageError, match="prompts_file must be left out with Hunyuan"):
             generator.generate(
                 **call,
                 **vanilla,
@@ -364,7 +364,7 @@ def test_parts_that_follow_an_image_give_the_frames_of_the_whole_video(tmp_path)
         call["pipeline_arg"] = dict(SKYREELS.extra_kwargs)
         whole = generator.generate(**call)
         generator.generate(**call, stream=True, on_chunk=chunks.append)
-        with pytest.raises(UsageError, match="--last-image-path must be left out with --stream"):
+        with pytest.raises(UsageError, match="last_image_path must be left out with stream"):
             generator.generate(
                 **call,
                 last_image_path=tmp_path / "picture.png",
