@@ -150,8 +150,7 @@ def blamed_for(error: BaseException, *callees: str) -> str:
     torch and the standard library only say what is wrong with those that call them; so do
     `callees`.
     """
-    frames = traceback.walk_tb(error.__traceback__)
-    packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in frames]
+    packages = [module.partition(".")[0] for module in _modules(error)]
     passed = {"torch", *callees, *sys.stdlib_module_names}
     return next((name for name in reversed(packages) if name not in passed), "")
 

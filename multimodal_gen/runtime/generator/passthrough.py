@@ -4,7 +4,8 @@ diffusers sets a process-wide default along with a model's backend, and accepts 
 then changes nothing. Here the former is restored and the latter refused.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 from multimodal_gen.errors import UsageError, first_line, nearest, short
@@ -16,21 +17,58 @@ from multimodal_gen.runtime.layers.attention.report import Json
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassthroughReport:
-    """What diffusers' own attention ran on.
+class DiffusersAttention:
+    """A diffusers backend on every denoiser of a pipeline, until removed; it is its own report.
+
+    Args:
+        pipe: the pipeline.
+        name: diffusers' name of the backend; None leaves the attention as it is.
+        notes: what the user should know.
 
     Attributes:
         backend: diffusers' name of the backend.
         source: who asked for it.
         layers: number of attention modules it was set on, by component.
         notes: what the user should know.
+
+    Raises:
+        UsageError: diffusers refuses the backend here, or it would change nothing.
     """
 
-    backend: str
-    source: str
-    layers: dict[str, int]
-    notes: tuple[str, ...] = ()
+    def __init__(self, pipe: Any, name: str | None = None, *, notes: tuple[str, ...] = ()) -> None:
+        models = denoisers(pipe)
+        switchable = {key: _switchable(model) for key, model in models.items()}
+        self._before = [(each, each._attention_backend) for each in chain(*switchable.values())]
+        self._active = _registry()._active_backend
+        self.backend = str(self._active.value) if name is None else spelled(name)
+        self.source = "diffusers' default" if name is None else "settings"
+        self.layers = {key: len(processors) for key, processors in switchable.items()}
+        self.notes = notes
+        if name is not None:
+            try:
+                self._set(type(pipe).__name__, models)
+            except BaseException:
+                self.remove()
+                raise
+
+    def _set(self, pipeline: str, models: Mapping[str, Any]) -> None:
+        name = self.backend
+        for key, model in models.items():
+            with told(
+                lambda e: f"diffusers cannot use attention backend {name} here: {first_line(e)}"
+            ):
+                model.set_attention_backend(name)
+            self.layers[key] = sum(each._attention_backend == name for each in _switchable(model))
+        if not any(self.layers.values()):
+            raise UsageError(
+                f"--attention-backend {name} changes nothing in {pipeline}: the attention of "
+                f"{', '.join(models) or 'its components'} does not go through diffusers' "
+                f"backends; leave the option out, or use --backend sglang"
+            )
+
+    def report(self) -> "DiffusersAttention":
+        """Return which backend runs in how many modules."""
+        return self
 
     def as_dict(self) -> dict[str, Json]:
         """Return the report as JSON data."""
@@ -51,65 +89,9 @@ class PassthroughReport:
         ]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
-
-class DiffusersAttention:
-    """A diffusers backend on every denoiser of a pipeline, until removed.
-
-    Args:
-        pipe: the pipeline.
-        name: diffusers' name of the backend; None leaves the attention as it is.
-        notes: sentences for the report.
-
-    Raises:
-        UsageError: diffusers refuses the backend here, or it would change nothing.
-    """
-
-    def __init__(self, pipe: Any, name: str | None = None, *, notes: tuple[str, ...] = ()) -> None:
-        self._models = denoisers(pipe)
-        self._name = None if name is None else spelled(name)
-        self._notes = notes
-        self._layers = {key: len(_switchable(model)) for key, model in self._models.items()}
-        self._before = {
-            id(processor): (processor, processor._attention_backend)
-            for model in self._models.values()
-            for processor in _switchable(model)
-        }
-        self._active = _registry()._active_backend
-        if name is not None:
-            try:
-                self._set(type(pipe).__name__, spelled(name))
-            except BaseException:
-                self.remove()
-                raise
-
-    def _set(self, pipeline: str, name: str) -> None:
-        for model in self._models.values():
-            with told(
-                lambda e: f"diffusers cannot use attention backend {name} here: {first_line(e)}"
-            ):
-                model.set_attention_backend(name)
-        counts = {key: _count(model, name) for key, model in self._models.items()}
-        if not any(counts.values()):
-            raise UsageError(
-                f"--attention-backend {name} changes nothing in {pipeline}: the attention of "
-                f"{', '.join(counts) or 'its components'} does not go through diffusers' "
-                f"backends; leave the option out, or use --backend sglang"
-            )
-        self._layers = counts
-
-    def report(self) -> PassthroughReport:
-        """Return which backend runs in how many modules."""
-        active = self._name or str(self._active.value)
-        return PassthroughReport(
-            backend=active,
-            source="settings" if self._name else "diffusers' default",
-            layers=self._layers,
-            notes=self._notes,
-        )
-
     def remove(self) -> None:
         """Restore every module, and the process-wide default of diffusers."""
-        for processor, backend in self._before.values():
+        for processor, backend in self._before:
             processor._attention_backend = backend
         _registry().set_active_backend(self._active)
 
@@ -190,7 +172,3 @@ def _switchable(model: Any) -> list[Any]:
     """Return the attention processors of a model that a diffusers backend can be set on."""
     processors = (getattr(module, "processor", None) for module in model.modules())
     return [p for p in processors if p is not None and hasattr(p, "_attention_backend")]
-
-
-def _count(model: Any, name: str) -> int:
-    return sum(processor._attention_backend == name for processor in _switchable(model))
