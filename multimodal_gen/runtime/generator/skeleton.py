@@ -3,7 +3,7 @@
 import hashlib
 import inspect
 import json
-from contextlib import AbstractContextManager
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -84,17 +84,17 @@ def load_skeleton(index: PipelineIndex, dtype: str, device: torch.device) -> Any
     pipe.register_modules(**dict.fromkeys(_expected(pipeline_class)))
     chosen = pick_dtype(dtype, device)
     for name, (library, class_name) in index.components.items():
-        if library == "diffusers":
-            pipe.register_modules(**_scheduler(index.model_path, name, class_name))
-        model = _build(index.model_path, name, library, class_name)
-        if model is not None:
+        built = _build(index.model_path, name, library, class_name)
+        if isinstance(built, torch.nn.Module):
             # The plain cast: the libraries' own `to` warns about weights that are not there.
-            pipe.register_modules(**{name: torch.nn.Module.to(model, dtype=chosen).eval()})
+            built = torch.nn.Module.to(built, dtype=chosen).eval()
+        if built is not None:
+            pipe.register_modules(**{name: built})
     return pipe
 
 
 def without_weights(index: PipelineIndex) -> Any:
-    """Construct the pipeline with what its sizes depend on: models of diffusers, without weights.
+    """Construct the pipeline with its parts of diffusers, which its sizes depend on; no weights.
 
     It knows the sizes that it takes, as the loaded one will.
 
@@ -104,13 +104,13 @@ def without_weights(index: PipelineIndex) -> Any:
     pipeline_class: Any = index.pipeline_class
     parameters = inspect.signature(pipeline_class).parameters
     needed = [name for name, p in parameters.items() if p.default is inspect.Parameter.empty]
-    models = {
+    parts = {
         name: _build(index.model_path, name, library, class_name)
         for name, (library, class_name) in index.components.items()
         if name in parameters and library == "diffusers"
     }
     try:
-        return pipeline_class(**{**dict.fromkeys(needed), **models})
+        return pipeline_class(**{**dict.fromkeys(needed), **parts})
     except Exception:  # its constructor wants a tokenizer's settings, or more
         return None
 
@@ -122,47 +122,30 @@ def _expected(pipeline_class: Any) -> list[str]:
     return sorted({*required, *pipeline_class._optional_components})
 
 
-def _scheduler(model_path: str, name: str, class_name: str) -> dict[str, Any]:
-    """Return a component by its name where it is a scheduler, which says what noise levels are."""
+def _build(model_path: str, name: str, library: str, class_name: str) -> Any:
+    """Build a model on the meta device, or a scheduler; None for what is neither."""
     import diffusers
-
-    cls = class_of("diffusers", class_name)
-    if cls is None or not issubclass(cls, diffusers.SchedulerMixin):
-        return {}
-    with _config_explained(model_path, name, class_name, "building"):
-        try:
-            return {name: cls.from_pretrained(model_path, subfolder=name)}
-        except OSError:  # it has no config
-            return {}
-
-
-def _build(model_path: str, name: str, library: str, class_name: str) -> torch.nn.Module | None:
-    """Build one component on the meta device; None for what is no model."""
     from accelerate import init_empty_weights
 
     cls = class_of(library, class_name)
-    if cls is None or not issubclass(cls, torch.nn.Module):
+    if cls is None or not issubclass(cls, (torch.nn.Module, diffusers.SchedulerMixin)):
         return None
-    with _config_explained(model_path, name, class_name, "building"):
+    with told(
+        lambda error: (
+            f"component {name} of {model_path!r} must have a config for {class_name}, building it "
+            f"failed: {first_line(error)}"
+        )
+    ):
+        if not issubclass(cls, torch.nn.Module):
+            with suppress(OSError):  # it has no config
+                return cls.from_pretrained(model_path, subfolder=name)
+            return None
         if library == "diffusers":
             config = cls.load_config(model_path, subfolder=name)
             with init_empty_weights():
-                built: torch.nn.Module = cls.from_config(config)
-            return built
+                return cls.from_config(config)
         with init_empty_weights():
             return cls(_transformers_config(cls, model_path, name))
-
-
-def _config_explained(
-    model_path: str, name: str, class_name: str, doing: str
-) -> AbstractContextManager[None]:
-    """Say which config does not fit; they fail in every way, within libraries."""
-    return told(
-        lambda error: (
-            f"component {name} of {model_path!r} must have a config for {class_name}, {doing} it "
-            f"failed: {first_line(error)}"
-        )
-    )
 
 
 def _transformers_config(cls: Any, model_path: str, name: str) -> Any:
