@@ -15,6 +15,27 @@ TEXT_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """What the transformer is trained on for some of its steps.
+
+    Attributes:
+        frames: T of a clip, 1 and a multiple of four.
+        height: pixels, a multiple of eight times a token's latents.
+        width: pixels, the same.
+        batch: clips of a step.
+        clips: clips that are drawn for a run of the script.
+        steps: how many.
+    """
+
+    frames: int
+    height: int
+    width: int
+    batch: int
+    clips: int
+    steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
     """Dimensions of a model, and of the clips it is trained on.
 
@@ -26,10 +47,9 @@ class Size:
         text: channels of the text encoder.
         latent: channels of a latent.
         vae: channels of the autoencoder's first stage, which has half of the sides.
-        frames: T of a clip, 1 and a multiple of four.
-        height: pixels, a multiple of eight.
-        width: pixels, a multiple of eight.
         patch: latents of a token, along time, height and width.
+        stages: of the transformer's training; the last one has the clips that it generates, and the
+            first one those of the autoencoder.
     """
 
     heads: int
@@ -39,20 +59,30 @@ class Size:
     text: int
     latent: int
     vae: int
-    frames: int
-    height: int
-    width: int
     patch: tuple[int, int, int]
+    stages: tuple[Stage, ...]
 
 
 SIZES = {
     "small": Size(
-        heads=3, head_size=64, layers=6, ffn=512, text=96, latent=12, vae=16,
-        frames=17, height=128, width=128, patch=(1, 1, 1),
+        heads=3, head_size=64, layers=6, ffn=512, text=96, latent=12, vae=16, patch=(1, 1, 1),
+        stages=(Stage(frames=17, height=128, width=128, batch=64, clips=12_288, steps=18_000),),
+    ),
+    # Its autoencoder is that of the small one; the last stage has the tokens of Wan's 480p.
+    "large": Size(
+        heads=3, head_size=128, layers=6, ffn=1024, text=128, latent=12, vae=16, patch=(1, 2, 2),
+        stages=(
+            Stage(frames=33, height=240, width=416, batch=16, clips=4096, steps=10_000),
+            Stage(frames=49, height=352, width=608, batch=4, clips=1024, steps=3000),
+            Stage(frames=81, height=480, width=832, batch=2, clips=384, steps=2000),
+        ),
     ),
     "smoke": Size(
-        heads=1, head_size=32, layers=1, ffn=32, text=32, latent=4, vae=4,
-        frames=5, height=32, width=32, patch=(1, 1, 1),
+        heads=1, head_size=32, layers=1, ffn=32, text=32, latent=4, vae=4, patch=(1, 1, 1),
+        stages=(
+            Stage(frames=5, height=32, width=32, batch=2, clips=4, steps=2),
+            Stage(frames=9, height=32, width=48, batch=1, clips=2, steps=2),
+        ),
     ),
 }  # fmt: skip
 

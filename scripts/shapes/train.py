@@ -35,6 +35,7 @@ from clips import Scene, draw_scenes, render
 from models import (
     SIZES,
     Size,
+    Stage,
     embedded,
     make_pipeline,
     make_text_encoder,
@@ -51,6 +52,7 @@ NO_CAPTION = 0.1
 AVERAGE = 0.999
 TRAINING_SEEDS = 1_000_000  # below are those of evaluations
 CURVE_EVERY = 50
+PIXELS = 64 * 17 * 128 * 128  # that are drawn and encoded at once
 
 
 class Training:
@@ -208,11 +210,16 @@ class Training:
                     }
 
 
-def clips_of(size: Size, seed: int, count: int) -> tuple[list[Scene], torch.Tensor]:
+def clips_of(stage: Stage, seed: int, count: int) -> tuple[list[Scene], torch.Tensor]:
     """Return scenes and their clips, [N, 3, T, H, W] in [-1, 1]."""
-    scenes = draw_scenes(seed, count, frames=size.frames, aspect=size.width / size.height)
-    clips = render(scenes, height=size.height, width=size.width, device=DEVICE)
+    scenes = draw_scenes(seed, count, frames=stage.frames, aspect=stage.width / stage.height)
+    clips = render(scenes, height=stage.height, width=stage.width, device=DEVICE)
     return scenes, clips * 2 - 1
+
+
+def clips_at_once(stage: Stage, count: int) -> int:
+    """Return how many of `count` clips are made at once."""
+    return max(1, min(count, PIXELS // (stage.frames * stage.height * stage.width)))
 
 
 def autocast() -> torch.autocast:
@@ -230,15 +237,15 @@ def train_vae(size: Size, state: Path, options: argparse.Namespace) -> Any:
     torch.manual_seed(0)
     vae = make_vae(size).to(DEVICE)
     training = Training({"vae": vae}, state / "vae.pt", steps=options.steps or 12_000, rate=3e-3)
-    side, left = min(64, size.height), options.seconds
-    short = min(5, size.frames)
-    for frames, until in ((short, training.steps * 3 // 4), (size.frames, training.steps)):
-        count = max(1, options.batch * short // frames)
+    stage, left = size.stages[0], options.seconds
+    side, short = min(64, stage.height), min(5, stage.frames)
+    for frames, until in ((short, training.steps * 3 // 4), (stage.frames, training.steps)):
+        count = max(1, stage.batch * short // frames)
         given = torch.empty(count, 3, frames, side, side, device=DEVICE)
 
         def feed(step: int, given: torch.Tensor = given) -> None:
             count, _, *part = given.shape
-            _, clips = clips_of(size, TRAINING_SEEDS + step, count)
+            _, clips = clips_of(stage, TRAINING_SEEDS + step, count)
             places = torch.rand(3, generator=torch.Generator().manual_seed(step)).tolist()
             for axis, (place, length) in enumerate(zip(places, part, strict=True), 2):
                 start = int(place * (clips.shape[axis] - length + 1))
@@ -261,7 +268,7 @@ def train_vae(size: Size, state: Path, options: argparse.Namespace) -> Any:
 @torch.no_grad()
 def normalise(vae: Any, size: Size) -> None:
     """Note mean and deviation of the latents in the autoencoder's configuration."""
-    _, clips = clips_of(size, 1, 64)
+    _, clips = clips_of(size.stages[0], 1, 64)
     with autocast():
         latents = vae.encode(clips).latent_dist.mean.float().transpose(0, 1).flatten(1)
     vae.register_to_config(
@@ -293,20 +300,20 @@ class Pool:
     Args:
         vae: the autoencoder.
         tokenizer: of the captions.
-        size: dimensions.
-        count: how many clips.
-        seed: the seed of the first batch.
+        stage: the clips.
+        seed: the seed of the first ones.
     """
 
-    def __init__(self, vae: Any, tokenizer: Any, size: Size, count: int, seed: int) -> None:
+    def __init__(self, vae: Any, tokenizer: Any, stage: Stage, seed: int) -> None:
         start = time.monotonic()
+        at_once = clips_at_once(stage, stage.clips)
         mean, deviation = (
             torch.tensor(x, device=DEVICE).view(1, -1, 1, 1, 1)
             for x in (vae.config.latents_mean, vae.config.latents_std)
         )
         found, captions = [], []
-        for number in range(-(-count // 64)):
-            scenes, clips = clips_of(size, seed + number, min(64, count))
+        for number in range(-(-stage.clips // at_once)):
+            scenes, clips = clips_of(stage, seed + number, at_once)
             with torch.no_grad(), autocast():
                 latents = vae.encode(clips).latent_dist.mean.float()
             found.append(((latents - mean) / deviation).bfloat16())
@@ -327,38 +334,48 @@ def train_transformer(size: Size, state: Path, options: argparse.Namespace) -> A
     training = Training(
         {"transformer": transformer, "text_encoder": text_encoder},
         state / "transformer.pt",
-        steps=options.steps or 24_000,
+        steps=sum(stage.steps for stage in size.stages),
         rate=1e-3,
     )
-    if options.seconds and training.step < training.steps:
-        seed = TRAINING_SEEDS + 100_000 + training.step
-        pool = Pool(vae, tokenizer, size, options.clips, seed)
-        latents = torch.empty_like(pool.latents[: options.batch], dtype=torch.float32)
-        noise, sigma = torch.empty_like(latents), torch.empty(options.batch, device=DEVICE)
-        tokens, real = pool.tokens[: options.batch].clone(), pool.real[: options.batch].clone()
-
-        def feed(step: int) -> None:
-            drawn = torch.Generator(DEVICE).manual_seed(step)
-            draws = torch.rand(3, options.batch, generator=drawn, device=DEVICE)
-            chosen = (draws[0] * len(pool.latents)).long()
-            said = torch.where(draws[1] < NO_CAPTION, len(pool.latents), chosen)
-            latents.copy_(pool.latents[chosen])
-            tokens.copy_(pool.tokens[said])
-            real.copy_(pool.real[said])
-            noise.normal_(generator=drawn)
-            sigma.copy_(SHIFT * draws[2] / (1 + (SHIFT - 1) * draws[2]))
-
-        def loss_of() -> torch.Tensor:
-            mixed = torch.lerp(latents, noise, sigma.view(-1, 1, 1, 1, 1))
-            with autocast():
-                text = embedded(text_encoder, tokens, real)
-                found = transformer(mixed, 1000 * sigma, text, return_dict=False)[0]
-            return F.mse_loss(found.float(), noise - latents)
-
-        training.run(feed, loss_of, options.seconds)
+    end, last = time.monotonic() + options.seconds, 0
+    for stage in size.stages:
+        last += stage.steps
+        if training.step < last and time.monotonic() < end:
+            pool = Pool(vae, tokenizer, stage, TRAINING_SEEDS + 100_000 + training.step)
+            feed, loss_of = flow_matching(transformer, text_encoder, pool, stage.batch)
+            training.run(feed, loss_of, end - time.monotonic(), until=last)
     training.use_average()
     modules = (text_encoder, vae, transformer)
     return make_pipeline(tokenizer, *(module.eval() for module in modules))
+
+
+def flow_matching(
+    transformer: Any, text_encoder: Any, pool: Pool, batch: int
+) -> tuple[Callable[[int], None], Callable[[], torch.Tensor]]:
+    """Return what draws the noise and the clips of a step, and the loss on them."""
+    latents = torch.empty_like(pool.latents[:batch], dtype=torch.float32)
+    noise, sigma = torch.empty_like(latents), torch.empty(batch, device=DEVICE)
+    tokens, real = pool.tokens[:batch].clone(), pool.real[:batch].clone()
+
+    def feed(step: int) -> None:
+        drawn = torch.Generator(DEVICE).manual_seed(step)
+        draws = torch.rand(3, batch, generator=drawn, device=DEVICE)
+        chosen = (draws[0] * len(pool.latents)).long()
+        said = torch.where(draws[1] < NO_CAPTION, len(pool.latents), chosen)
+        latents.copy_(pool.latents[chosen])
+        tokens.copy_(pool.tokens[said])
+        real.copy_(pool.real[said])
+        noise.normal_(generator=drawn)
+        sigma.copy_(SHIFT * draws[2] / (1 + (SHIFT - 1) * draws[2]))
+
+    def loss_of() -> torch.Tensor:
+        mixed = torch.lerp(latents, noise, sigma.view(-1, 1, 1, 1, 1))
+        with autocast():
+            text = embedded(text_encoder, tokens, real)
+            found = transformer(mixed, 1000 * sigma, text, return_dict=False)[0]
+        return F.mse_loss(found.float(), noise - latents)
+
+    return feed, loss_of
 
 
 @torch.no_grad()
@@ -367,28 +384,26 @@ def evaluate(pipeline: Any, size: Size, count: int, steps: int) -> None:
     from score import score
 
     pipeline.set_progress_bar_config(disable=True)
-    scenes, real = clips_of(size, 7, count)
-    captions = [scene.caption for scene in scenes]
-    drawn = torch.Generator("cpu").manual_seed(0)
-    with autocast():
-        made = pipeline(
-            captions,
-            height=size.height,
-            width=size.width,
-            num_frames=size.frames,
-            num_inference_steps=steps,
-            guidance_scale=3.0,
-            generator=drawn,
-            output_type="np",
-        ).frames
-    real = ((real + 1) / 2).permute(0, 2, 3, 4, 1).cpu().numpy()
-
-    def mean(clips: Any, said: Sequence[str]) -> float:
-        return sum(map(score, clips, said)) / len(said)
-
-    print(f"score of {count} clips: generated {mean(made, captions):.3f}, ", end="")
-    print(f"real {mean(real, captions):.3f}, ", end="")
-    print(f"captions swapped {mean(real, captions[1:] + captions[:1]):.3f}", flush=True)
+    stage, found = size.stages[-1], []
+    at_once = clips_at_once(stage, count)
+    for number in range(-(-count // at_once)):
+        scenes, real = clips_of(stage, 7 + number, at_once)
+        captions = [scene.caption for scene in scenes]
+        with autocast():
+            made = pipeline(
+                captions,
+                height=stage.height,
+                width=stage.width,
+                num_frames=stage.frames,
+                num_inference_steps=steps,
+                guidance_scale=3.0,
+                generator=torch.Generator("cpu").manual_seed(number),
+                output_type="np",
+            ).frames
+        shown = ((real + 1) / 2).permute(0, 2, 3, 4, 1).cpu().numpy()
+        found += zip(map(score, made, captions), map(score, shown, captions), strict=True)
+    generated, ceiling = (sum(column) / len(found) for column in zip(*found, strict=True))
+    print(f"score of {len(found)} clips: generated {generated:.3f}, real {ceiling:.3f}", flush=True)
 
 
 def options() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -396,9 +411,7 @@ def options() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "--size", {"choices": sorted(SIZES), "default": "small"}
     yield "--out", {"type": Path, "required": True, "help": "folder of the state"}
     yield "--seconds", {"type": float, "default": math.inf, "help": "stop after so long"}
-    yield "--steps", {"type": int, "help": "steps in all"}
-    yield "--batch", {"type": int, "default": 64, "help": "clips of a step"}
-    yield "--clips", {"type": int, "default": 12_288, "help": "clips of a run's pool"}
+    yield "--steps", {"type": int, "help": "steps of the autoencoder in all"}
     yield "--vae", {"type": Path, "help": "folder of a trained autoencoder"}
     yield "--folder", {"type": Path, "help": "where the autoencoder or the pipeline is written"}
     yield "--evaluate", {"type": int, "default": 0, "help": "clips to generate and score"}
