@@ -403,15 +403,9 @@ class SequentialCfg:
     def _output(self, form: Any) -> Any:
         """Return an output in a known form, with numbers yet to come."""
         like, device = self._forms[form]
-        sample = _sample(like)
+        sample = sample_of(like)
+        assert sample is not None, "what has a form is one tensor"
         return with_sample(like, torch.full_like(sample, torch.nan, device=device))
-
-
-def _sample(output: Any) -> torch.Tensor:
-    sample = sample_of(output)
-    if sample is None:
-        raise UsageError(f"a denoiser must return one tensor, got {type(output).__name__}")
-    return sample
 
 
 def run_own_branch(model: nn.Module, cfg: SequentialCfg, undo: ExitStack) -> None:

@@ -144,7 +144,6 @@ def build_groups(
     *,
     timeout: timedelta = _TIMEOUT,
     control_timeout: timedelta = _CONTROL_TIMEOUT,
-    head_groups: int | None = None,
 ) -> ParallelGroups:
     """Return this process's groups; every rank of the world has to call it, with the same mesh.
 
@@ -152,14 +151,10 @@ def build_groups(
         mesh: covers the world exactly.
         timeout: how long an exchange of data may wait for a rank.
         control_timeout: how long ranks wait for each other to agree on an exchange.
-        head_groups: in how many groups of heads a Ulysses layer exchanges them, at most; None for
-            what was measured to be best.
 
     Raises:
-        ConfigError: there is no world, or one of another size, or `head_groups` is none.
+        ConfigError: there is no world, or one of another size.
     """
-    if head_groups is not None and (type(head_groups) is not int or head_groups < 1):
-        raise ConfigError(f"head_groups must be None or an integer >= 1, got {short(head_groups)}")
     if not dist.is_initialized():
         raise ConfigError(
             "build_groups needs a torch.distributed world, got none; call init_world first"
@@ -177,7 +172,6 @@ def build_groups(
         cfg=_join(mesh.cfg_groups(), timeout),
         control=_join(mesh.sequence_groups(), control_timeout, backend="gloo"),
         cfg_control=_join(mesh.cfg_groups(), control_timeout, backend="gloo"),
-        head_groups=head_groups,
     )
 
 
