@@ -124,9 +124,8 @@ def explain(settings: Settings, as_json: AsJson = False) -> None:
     scope = scope_from_args(args)
     device = pick_device(args.device)
     index = PipelineIndex.read(args.model_path, args.pipeline_class_name)
-    handle = apply(load_skeleton(index, args.dtype, device), scope=scope)
-    report = handle.report()
-    handle.remove()
+    with apply(load_skeleton(index, args.dtype, device), scope=scope) as handle:
+        report = handle.report()
     environment = current_environment()
     groups = grouped(report)
     if as_json:

@@ -16,9 +16,9 @@ import datetime
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -87,14 +87,11 @@ _FLOORS = 2  # exact kernels other than the reference, where there are as many
 _WARM_UP_STEPS = 2
 
 
-class Attached(Protocol):
-    """Attention backends attached to a pipeline, until it is removed."""
+class Attached(AbstractContextManager["Attached"], Protocol):
+    """Attention backends attached to a pipeline, until a `with` block of it ends."""
 
     def report(self) -> AttentionReport:
         """Return what ran so far."""
-
-    def remove(self) -> None:
-        """Restore the pipeline."""
 
 
 AttachScope: TypeAlias = Callable[[Any, SelectionScope], Attached]
@@ -280,17 +277,9 @@ class Comparison:
 
     def _selections(self, scope: SelectionScope) -> list[Selection]:
         """Return what self-attention of the denoisers would run."""
-        with self._attached(scope) as handle:
+        with self._attach(self._pipe, scope) as handle:
             layers = [x for x in handle.report().layers if x.role is AttentionRole.SELF]
         return [entry.selection for layer in layers for entry in layer.entries]
-
-    @contextmanager
-    def _attached(self, scope: SelectionScope) -> Iterator[Attached]:
-        handle = self._attach(self._pipe, scope)
-        try:
-            yield handle
-        finally:
-            handle.remove()
 
     # Runs
 
@@ -360,7 +349,7 @@ class Comparison:
             args = replace(args, num_inference_steps=min(_WARM_UP_STEPS, num_steps))
         self._say("warming up")
         start = meter.timings.now()
-        with self._attached(self._reference_scope(configurations[1:])), watching(watch):
+        with self._attach(self._pipe, self._reference_scope(configurations[1:])), watching(watch):
             self._denoise(args, meter)
         whole = meter.timings.now() - start
         self._warm_up_seconds = {
@@ -430,7 +419,7 @@ class Comparison:
             timed = partial(meter.attend, layer, serve=serve)
             return timed(call) if replay is None else replay(layer, call, timed)
 
-        with self._attached(scope) as handle:
+        with self._attach(self._pipe, scope) as handle:
             with watching(watch), self._cached(configuration):
                 run = self._denoise(args, meter, steps)
             return run, handle.report()
