@@ -21,48 +21,42 @@ def _plan(path, kind="image", **options) -> OutputTarget:
     return OutputTarget.plan(Path(path), kind, stem="a model/7", **options)
 
 
-def test_a_media_suffix_makes_a_file(tmp_path) -> None:
-    names = _plan(tmp_path / "fox.png").names()
-    assert names.media == (tmp_path / "fox.png",)
-    assert names.record == tmp_path / "fox.json"
-    assert names.latents is None
+STEM = "a-model-7"
 
 
-def test_the_suffix_of_a_file_keeps_its_case(tmp_path) -> None:
-    target = _plan(tmp_path / "fox.PNG")
-    assert target.names().media == (tmp_path / "fox.PNG",)
-    assert [file.name for file in target.names(2).media] == ["fox_1.PNG", "fox_2.PNG"]
-
-
-def test_anything_else_is_a_folder_with_a_name_made_of_the_stem(tmp_path) -> None:
-    names = _plan(tmp_path / "out.d", "video", latents=True).names()
-    assert names.media == (tmp_path / "out.d" / "a-model-7.mp4",)
-    assert names.latents == tmp_path / "out.d" / "a-model-7.safetensors"
-
-
-def test_an_existing_folder_may_look_like_a_file(tmp_path) -> None:
-    folder = tmp_path / "fox.png"
-    folder.mkdir()
-    assert _plan(folder).names().media == (folder / "a-model-7.png",)
-
-
-def test_several_results_are_numbered_and_share_a_record(tmp_path) -> None:
-    names = _plan(tmp_path / "fox.png").names(3)
-    assert [file.name for file in names.media] == ["fox_1.png", "fox_2.png", "fox_3.png"]
-    assert names.record.name == "fox.json"
-
-
-@pytest.mark.parametrize("taken", ["a-model-7.png", "a-model-7.json", "a-model-7.safetensors"])
-def test_a_folder_takes_the_next_name_when_any_file_of_it_exists(tmp_path, taken: str) -> None:
-    (tmp_path / taken).touch()
-    (tmp_path / "a-model-7-2.png").touch()
-    names = _plan(tmp_path, latents=True).names()
-    assert names.media == (tmp_path / "a-model-7-3.png",)
-
-
-def test_overwriting_keeps_the_first_name(tmp_path) -> None:
-    (tmp_path / "a-model-7.png").touch()
-    assert _plan(tmp_path, overwrite=True).names().media == (tmp_path / "a-model-7.png",)
+@pytest.mark.parametrize(
+    ("path", "present", "count", "options", "names"),
+    [
+        ("fox.png", (), 1, {}, ("fox.png", "fox.json")),
+        ("fox.PNG", (), 2, {}, ("fox_1.PNG", "fox_2.PNG", "fox.json")),
+        ("fox.png", ("fox.png/",), 1, {}, (f"fox.png/{STEM}.png", f"fox.png/{STEM}.json")),
+        ("out.d", (), 1, {"kind": "video"}, (f"out.d/{STEM}.mp4", f"out.d/{STEM}.json")),
+        (".", (f"{STEM}.png",), 1, {}, (f"{STEM}-2.png", f"{STEM}-2.json")),
+        (".", (f"{STEM}.json", f"{STEM}-2.png"), 1, {}, (f"{STEM}-3.png", f"{STEM}-3.json")),
+        (".", (f"{STEM}.safetensors",), 1, {}, (f"{STEM}.png", f"{STEM}.json")),
+        (
+            ".",
+            (f"{STEM}.safetensors",),
+            1,
+            {"latents": True},
+            (f"{STEM}-2.png", f"{STEM}-2.json", f"{STEM}-2.safetensors"),
+        ),
+        (".", (f"{STEM}.png",), 1, {"overwrite": True}, (f"{STEM}.png", f"{STEM}.json")),
+        (".", ("a link to nowhere",), 1, {}, (f"{STEM}-2.png", f"{STEM}-2.json")),
+    ],
+)
+def test_files_have_the_names_of_the_path_or_free_ones_in_a_folder(
+    path, present, count, options, names, tmp_path
+) -> None:
+    for name in present:
+        if name == "a link to nowhere":
+            (tmp_path / f"{STEM}.png").symlink_to(tmp_path / "nowhere")
+        elif name.endswith("/"):
+            (tmp_path / name).mkdir()
+        else:
+            (tmp_path / name).touch()
+    found = _plan(tmp_path / path, **options).names(count)
+    assert [file.relative_to(tmp_path).as_posix() for file in found.all] == list(names)
 
 
 @pytest.mark.parametrize("taken", ["fox_2.png", "fox.json"])
@@ -77,22 +71,19 @@ def test_a_file_whose_neighbours_exist_is_refused(tmp_path, taken: str) -> None:
 @pytest.mark.parametrize(
     ("name", "kind", "rule"),
     [
-        (
-            "fox.mp4",
-            "image",
-            r"must end in \.png or be a folder, because this pipeline makes images",
-        ),
-        (
-            "fox.png",
-            "video",
-            r"must end in \.mp4 or be a folder, because this pipeline makes a vid",
-        ),
-        ("fox.webm", "video", r"must end in \.mp4"),
+        ("fox.mp4", "image", r"\.png or be a folder, because this pipeline makes images"),
+        ("fox.png", "video", r"\.mp4 or be a folder, because this pipeline makes a video"),
+        ("fox.webm", "video", r"\.mp4"),
+        ("fox.TIFF", "image", r"\.png or be a folder, .*, got"),
+        ("fox.json", "image", r"\.png"),
     ],
 )
-def test_a_suffix_of_another_kind_is_refused(tmp_path, name: str, kind, rule: str) -> None:
-    with pytest.raises(UsageError, match=rule):
+def test_a_suffix_of_something_else_is_refused_and_makes_no_folder(
+    tmp_path, name: str, kind, rule: str
+) -> None:
+    with pytest.raises(UsageError, match=f"must end in {rule}"):
         _plan(tmp_path / name, kind)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_below_a_file_is_refused(tmp_path) -> None:
@@ -106,12 +97,6 @@ def test_a_folder_below_a_link_to_nowhere_is_refused(tmp_path) -> None:
     for path in (tmp_path / "link", tmp_path / "link" / "fox.png"):
         with pytest.raises(UsageError, match=r"must lie in a folder, got .*link' is none"):
             OutputTarget.plan(path, "image", stem="fox")
-
-
-@pytest.mark.parametrize("name", ["fox.txt", "fox.json", "fox.TIFF", "fox.safetensors"])
-def test_a_file_type_that_is_never_written_makes_no_folder(tmp_path, name: str) -> None:
-    with pytest.raises(UsageError, match=r"must end in \.png or be a folder, .*, got"):
-        OutputTarget.plan(tmp_path / name, "image", stem="fox")
 
 
 @pytest.mark.parametrize(
@@ -162,11 +147,6 @@ def test_the_name_of_a_folder_is_refused_even_for_overwriting(tmp_path) -> None:
     target = _plan(tmp_path / "fox.png", overwrite=True)
     with pytest.raises(UsageError, match=r"must not need the name of a folder, got .*fox\.json"):
         target.names()
-
-
-def test_a_link_to_nowhere_takes_its_name(tmp_path) -> None:
-    (tmp_path / "a-model-7.png").symlink_to(tmp_path / "nowhere")
-    assert _plan(tmp_path).names().media == (tmp_path / "a-model-7-2.png",)
 
 
 def _read(path, height: int, width: int) -> tuple[str, np.ndarray]:
