@@ -37,8 +37,8 @@ class _Model:
     def set_attention_backend(self, name: str) -> None: ...
 
 
-def _pipe(**config) -> SimpleNamespace:
-    return SimpleNamespace(components={"transformer": _Model(**config)})
+def _pipe(attributes=None, **config) -> SimpleNamespace:
+    return SimpleNamespace(components={"transformer": _Model(**config)}, **(attributes or {}))
 
 
 def _call(name: str, pipe=None, **values):
@@ -234,24 +234,6 @@ TOKEN = {
 }
 
 
-def _index_of(name: str) -> PipelineIndex:
-    return PipelineIndex(model_path="m", pipeline_class=getattr(diffusers, name), components={})
-
-
-class _PatchedModel:
-    def __init__(self, patch_size) -> None:
-        self.config = SimpleNamespace(patch_size=patch_size)
-
-    def set_attention_backend(self, name: str) -> None: ...
-
-
-def _pipe_of(patch_size, **attributes) -> SimpleNamespace:
-    scheduler = SimpleNamespace(config=SimpleNamespace(shift_terminal=None))
-    return SimpleNamespace(
-        components={"transformer": _PatchedModel(patch_size)}, scheduler=scheduler, **attributes
-    )
-
-
 @pytest.fixture(params=list(TOKEN))
 def loaded(request, tiny_pipeline):
     """A family's token in pixels, and its tiny pipeline."""
@@ -297,7 +279,7 @@ def test_one_token_is_enough_in_every_family(loaded) -> None:
     ],
 )
 def test_a_token_is_the_scale_times_the_patch(patch_size, attributes, expected) -> None:
-    assert token_size(_pipe_of(patch_size, **attributes)) == expected
+    assert token_size(_pipe(attributes, patch_size=patch_size)) == expected
 
 
 @pytest.mark.parametrize("size", [24, 40])
@@ -325,18 +307,14 @@ def test_one_step_is_refused_where_the_scheduler_stretches_to_an_end(
 def test_several_outputs_are_refused_where_the_pipeline_makes_one(pipeline: str) -> None:
     rule = f"--num-outputs must be 1 for {pipeline}, which .*, got 2; run the command again"
     with pytest.raises(UsageError, match=rule):
-        check_outputs(_index_of(pipeline), _args(num_outputs=2))
-    check_outputs(_index_of(pipeline), _args(num_outputs=1))
-    check_outputs(_index_of("HunyuanVideoPipeline"), _args(num_outputs=2))
+        check_outputs(_index(pipeline), _args(num_outputs=2))
+    check_outputs(_index(pipeline), _args(num_outputs=1))
+    check_outputs(_index("HunyuanVideoPipeline"), _args(num_outputs=2))
 
 
 def _parts() -> PipelineIndex:
-    library = ("diffusers", "WanTransformer3DModel")
-    return PipelineIndex(
-        model_path="m",
-        pipeline_class=diffusers.WanPipeline,
-        components={"transformer": library, "vae": library, "text_encoder_2": library},
-    )
+    part = ("diffusers", "WanTransformer3DModel")
+    return _index("WanPipeline", transformer=part, vae=part, text_encoder_2=part)
 
 
 @pytest.mark.parametrize("key", ["transfomer", "transfomer.cross"])
@@ -354,4 +332,4 @@ def test_components_may_be_named_without_their_number_and_with_a_role(key: str) 
     args = _args(component_attention_backends={key: "fa"})
     assert check_components(_parts(), args) is None
     with pytest.raises(ComponentAttentionBackendNotAppliedError, match="must name components"):
-        check_components(_index_of("FluxPipeline"), args)
+        check_components(_index("FluxPipeline"), args)
