@@ -8,13 +8,15 @@ for the end.
 
 import gc
 import logging
+import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from filelock import FileLock
@@ -31,6 +33,13 @@ CHILDREN = HERE / "kernels" / "test_children.py"
 PROCESSES = "tests.helpers.processes"
 # Importing it imports most of what pipelines need.
 A_PIPELINE = "diffusers.pipelines.wan.pipeline_wan"
+BROWSER_FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -196,3 +205,19 @@ def two_ranks(worlds: Worlds) -> "World":
 def four_ranks(worlds: Worlds) -> "World":
     """Four processes, for tests that leave them usable."""
     return worlds.of(4)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Give a headless browser; where there is none, fail in CI and skip elsewhere."""
+    names = ("chromium", "chromium-browser", "google-chrome")
+    found = next(filter(None, map(shutil.which, names)), None)
+    if found is None:
+        missing = pytest.fail if os.environ.get("CI") == "true" else pytest.skip
+        missing(f"needs one of {', '.join(names)}")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=found, args=BROWSER_FLAGS)
+        yield opened
+        opened.close()

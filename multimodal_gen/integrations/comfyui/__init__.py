@@ -6,6 +6,8 @@ Its nodes come from the installed `multimodal_gen`, and are made when ComfyUI as
 
 from typing import Any
 
+# Of the JavaScript that the nodes have in the browser.
+WEB_DIRECTORY = "./web"
 _LOADED = ("NODE_CLASS_MAPPINGS", "NODE_DISPLAY_NAME_MAPPINGS", "comfy_entrypoint")
 
 

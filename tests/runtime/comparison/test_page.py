@@ -3,9 +3,7 @@
 It is looked at in a real browser that has no network.
 """
 
-import os
 import re
-import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,13 +28,6 @@ from tests.helpers.reports import make_report
 
 FRAMES = 7
 SMALL = {"size": (FRAMES, 48, 84), "layers": 4, "steps": 6, "heads": 3}
-FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 
 
 @pytest.fixture(scope="module")
@@ -232,22 +223,6 @@ def test_a_missing_package_is_said_with_its_remedy(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'multimodal_gen\[compare\]'"):
         write_page(report, folder, tmp_path / "report.html")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """Give a headless browser; where there is none, fail in CI and skip elsewhere."""
-    names = ("chromium", "chromium-browser", "google-chrome")
-    found = next(filter(None, map(shutil.which, names)), None)
-    if found is None:
-        missing = pytest.fail if os.environ.get("CI") == "true" else pytest.skip
-        missing(f"needs one of {', '.join(names)}")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=found, args=FLAGS)
-        yield opened
-        opened.close()
 
 
 class Opened:
