@@ -15,7 +15,7 @@ from diffusers.models.transformers import transformer_wan_animate_2
 from torch.nn.attention.flex_attention import create_block_mask
 
 from multimodal_gen.integrations.diffusers import apply
-from tests.helpers.denoisers import COMMON, HEADS, LTX_2, SIZE, SPLIT, normal
+from tests.helpers.denoisers import COMMON, HEADS, LTX_2, RANDOM, SIZE, SPLIT, normal
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning"),
@@ -80,6 +80,7 @@ def glm_image() -> tuple[Any, Callable[[Any], list[torch.Tensor]]]:
 
     def inputs(seed: int) -> dict[str, Any]:
         torch.manual_seed(seed)
+        RANDOM.manual_seed(seed)
         return {
             "hidden_states": normal(1, 4, 6, 8),
             "encoder_hidden_states": normal(1, 5, 12),
