@@ -147,35 +147,29 @@ def test_another_backend_reads_no_gates(folder):
         assert not any("to_gate" in name for name in pipe.transformer.state_dict())
 
 
-def test_a_dense_backend_forced_later_computes_as_the_stock_model(folder, coarse_branch):
-    gates_for(folder)
-    pipe = load(folder)
-    stock = generate(pipe, "wan")
-    with (
-        apply(pipe, attention_backend=VSA),
-        global_force_attn_backend_context_manager("torch_sdpa"),
-    ):
-        torch.testing.assert_close(generate(pipe, "wan"), stock)
+def forced(pipe):
+    with global_force_attn_backend_context_manager("torch_sdpa"):
+        return generate(pipe, "wan")
 
 
-def test_diffusers_own_backend_set_later_computes_as_the_stock_model(folder, coarse_branch):
-    gates_for(folder)
-    pipe = load(folder)
-    stock = generate(pipe, "wan")
-    with apply(pipe, attention_backend=VSA):
-        for block in pipe.transformer.blocks:
-            block.attn1.processor._attention_backend = None
-        torch.testing.assert_close(generate(pipe, "wan"), stock)
+def handed_to_diffusers(pipe):
+    for block in pipe.transformer.blocks:
+        block.attn1.processor._attention_backend = None
+    return generate(pipe, "wan")
 
 
-def test_a_copy_of_an_attached_model_computes_as_the_stock_model(folder, coarse_branch):
+def copied(pipe):
+    pipe.transformer = copy.deepcopy(pipe.transformer)
+    return generate(pipe, "wan")
+
+
+@pytest.mark.parametrize("run", [forced, handed_to_diffusers, copied])
+def test_what_leaves_the_method_computes_as_the_stock_model(folder, coarse_branch, run):
     gates_for(folder)
     pipe = load(folder)
     stock = generate(pipe, "wan")
     with apply(pipe, attention_backend=VSA):
-        transformer = copy.deepcopy(pipe.transformer)
-    pipe.transformer = transformer
-    torch.testing.assert_close(generate(pipe, "wan"), stock)
+        torch.testing.assert_close(run(pipe), stock)
 
 
 @pytest.mark.slow
