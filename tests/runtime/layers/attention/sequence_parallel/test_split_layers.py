@@ -262,12 +262,22 @@ def in_turns(meshes, offset=0):
     ]
 
 
+MOST_SLOW = pytest.mark.slow_cases(
+    "1 CFG x 1 ring x 4 Ulysses = 4 GPUs-suffix",
+    "1 CFG x 2 ring x 2 Ulysses = 4 GPUs-suffix",
+    "1 CFG x 4 ring x 1 Ulysses = 4 GPUs-kv-prefix",
+    "1 CFG x 4 ring x 1 Ulysses = 4 GPUs-prefix",
+)
 # Every mesh with two texts, and every text with some mesh.
-MESHES_AND_TEXTS = [
-    pytest.param(mesh, text, marks=[] if (i + j) % 2 == 0 else [pytest.mark.slow])
-    for i, mesh in enumerate(MESHES_OF_FOUR)
-    for j, text in enumerate(TEXTS)
-]
+EVERY_TEXT = pytest.mark.parametrize(
+    ("mesh", "text"),
+    [
+        pytest.param(mesh, text, marks=[] if (i + j) % 2 == 0 else [pytest.mark.slow])
+        for i, mesh in enumerate(MESHES_OF_FOUR)
+        for j, text in enumerate(TEXTS)
+    ],
+    ids=str,
+)
 
 
 @pytest.mark.parametrize(
@@ -301,13 +311,8 @@ def test_four_ranks_compute_what_one_does(four_ranks, mesh, heads, kv_heads, tex
     four_ranks.run(mesh, check_usp, LENGTHS[4][1], heads, kv_heads, TEXTS[text], True)
 
 
-@pytest.mark.slow_cases(
-    "1 CFG x 1 ring x 4 Ulysses = 4 GPUs-suffix",
-    "1 CFG x 2 ring x 2 Ulysses = 4 GPUs-suffix",
-    "1 CFG x 4 ring x 1 Ulysses = 4 GPUs-kv-prefix",
-    "1 CFG x 4 ring x 1 Ulysses = 4 GPUs-prefix",
-)
-@pytest.mark.parametrize(("mesh", "text"), MESHES_AND_TEXTS, ids=str)
+@MOST_SLOW
+@EVERY_TEXT
 def test_a_group_of_ranks_may_have_no_tokens(four_ranks, mesh, text):
     for lengths, masked in itertools.product([(0, 0, 3, 1), (3, 1, 0, 0)], (False, True)):
         four_ranks.run(mesh, check_usp, lengths, 6, 2, TEXTS[text], masked)
@@ -321,13 +326,8 @@ def test_there_may_be_no_queries_or_no_keys(two_ranks, mesh, lengths, key_length
     two_ranks.run(mesh, check_cross, lengths, key_lengths)
 
 
-@pytest.mark.slow_cases(
-    "1 CFG x 1 ring x 4 Ulysses = 4 GPUs-suffix",
-    "1 CFG x 2 ring x 2 Ulysses = 4 GPUs-suffix",
-    "1 CFG x 4 ring x 1 Ulysses = 4 GPUs-kv-prefix",
-    "1 CFG x 4 ring x 1 Ulysses = 4 GPUs-prefix",
-)
-@pytest.mark.parametrize(("mesh", "text"), MESHES_AND_TEXTS, ids=str)
+@MOST_SLOW
+@EVERY_TEXT
 def test_causality_holds_over_all_ranks(four_ranks, mesh, text):
     for lengths, masked in itertools.product(LENGTHS[4], (False, True)):
         four_ranks.run(mesh, check_usp, lengths, 6, 2, TEXTS[text], masked, True)
