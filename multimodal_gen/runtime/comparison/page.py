@@ -39,7 +39,6 @@ from multimodal_gen.runtime.comparison.plots import (
 )
 from multimodal_gen.runtime.comparison.record import (
     Estimate,
-    Generation,
     MaskPicture,
     Report,
     Run,
@@ -163,10 +162,8 @@ def _context(report: Report) -> dict[str, Any]:
         "factor": f"{FACTOR:g}",
         "is_video": report.model.kind == "video",
         "glance": _glance(report),
-        "measure_heads": [
-            *((m.label, _hint(m.unit, m.better)) for m in measures),
-            *((SCORE.label, "1 is best") for _ in scored),
-        ],
+        "measures": [*measures, *scored],
+        "searched": [m for m in (*MEASURES, SCORE) if m.name in _SEARCHED],
         "differences": _differences(report, [*measures, *scored]),
         "rows": [_row(report, each, found.get(each.run.name, ()), measures) for each in series],
         "notes": list(report.notes),
@@ -174,7 +171,7 @@ def _context(report: Report) -> dict[str, Any]:
         "steps": steps,
         "maps": maps,
         "unmapped": [
-            f"{run.name} (at most {largest_error(run):.1g})"
+            (run.name, largest_error(run))
             for run in report.runs[1:]
             if run.layers and run.name not in mapped
         ],
@@ -236,8 +233,7 @@ def _differences(report: Report, measures: Sequence[Measure]) -> dict[str, Any]:
         for run in (*report.floor, *report.candidates)
         if run.differences and len(run.generations) > 1
     ]
-    heads = [(measure.label, measure.unit) for measure in measures]
-    return {"heads": heads, "best": best if len(best) > 1 else [], "dense": dense}
+    return {"best": best if len(best) > 1 else [], "dense": dense}
 
 
 def _difference(measure: Measure, found: Estimate | None) -> tuple[str, str, bool]:
@@ -262,12 +258,6 @@ def _from_best(measure: Measure, runs: Sequence[Run]) -> dict[str, tuple[str, st
         for name, found in figures.items()
     }
     return {**cells, best: ("best", "", False)}
-
-
-def _hint(unit: str, better: str) -> str:
-    if unit == "x":
-        return "1 is equal"
-    return f"{unit}, {better} is closer" if unit else f"{better} is closer"
 
 
 def _row(
@@ -451,22 +441,9 @@ def _take(
             if (clip.prompt, clip.seed) == (prompt, seed) and clip.frames_path:
                 pixels = _pixels(folder / clip.frames_path)
                 encoded = _encoded(pixels, report.model.kind == "video", size, fps)
-                text = _caption(clip)
-                if each.run is report.reference:
-                    text = f"the reference, {text}" if text else "the reference"
-                found = {"run": each.run.name, "colour": each.css, "text": text}
+                found = {"run": each.run, "colour": each.css, "generation": clip}
                 clips.append({**found, "frames": len(pixels), **encoded})
-    label = f"prompt {prompt + 1}, seed {seed}" if len(report.prompts) > 1 else f"seed {seed}"
-    return {"label": label, "prompt": report.prompts[prompt], "clips": clips}
-
-
-def _caption(clip: Generation) -> str:
-    figures = [
-        f"{measure.label} {measure.text(figure)}"
-        for measure in (*MEASURES, SCORE)
-        if measure.name in _SEARCHED and (figure := measure.of(clip)) is not None
-    ]
-    return ", ".join(figures)
+    return {"number": prompt + 1, "seed": seed, "prompt": report.prompts[prompt], "clips": clips}
 
 
 def _pixels(path: Path) -> Any:
