@@ -52,18 +52,19 @@ def read_small_file(path: Path, *, encoding: str = "utf-8") -> str:
         raise MalformedError(f"the file is not UTF-8 text: {error.reason}") from None
 
 
-def read_text(path: Path, *, what: str) -> str:
+def read_text(path: Path, *, what: str, encoding: str = "utf-8") -> str:
     """Return the text of a regular file.
 
     Args:
         path: the file.
         what: what it holds, for messages.
+        encoding: how it is encoded.
 
     Raises:
         ConfigError: as `read_small_file`.
     """
     try:
-        return read_small_file(path)
+        return read_small_file(path, encoding=encoding)
     except MalformedError as error:
         raise ConfigError(f"{what} must be a readable file, got {str(path)!r}: {error}") from None
 
@@ -114,8 +115,19 @@ def save_text(path: Path, text: str, *, what: str) -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
-    try:
+    with naming_file(path, what):
         write_text(path, text)
+
+
+@contextmanager
+def naming_file(path: Path, what: str) -> Iterator[None]:
+    """Say of which file it is that writing it failed inside the block.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    try:
+        yield
     except (OSError, ValueError) as error:  # a name that is none, or that cannot be encoded
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(

@@ -28,7 +28,7 @@ from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from multimodal_gen.errors import ConfigError, nearest, short
-from multimodal_gen.files import MalformedError, read_small_file
+from multimodal_gen.files import MalformedError, read_small_file, read_text
 
 _MAX_DEPTH = 32
 
@@ -830,13 +830,7 @@ def lines_of(file: str | Path, flag: str) -> Iterator[tuple[int, str]]:
     Raises:
         ConfigError: as `read_small_file`.
     """
-    path = expanded(file, flag)
-    try:
-        text = read_small_file(path, encoding="utf-8-sig")
-    except MalformedError as error:
-        raise ConfigError(
-            f"{flag} must be a readable text file, got {str(path)!r}: {error}"
-        ) from None
+    text = read_text(expanded(file, flag), what=flag, encoding="utf-8-sig")
     for number, line in enumerate(re.split(r"\r\n|\r|\n", text), 1):
         if line.strip():
             yield number, line.strip()

@@ -12,7 +12,7 @@ import typer
 from multimodal_gen.cli.options import AsJson, Settings, takes
 from multimodal_gen.cli.table import Row, echo, table, wrapped
 from multimodal_gen.errors import UsageError
-from multimodal_gen.files import require_file
+from multimodal_gen.files import naming_file, require_file
 from multimodal_gen.runtime.backend_names import parse_attention_backend
 from multimodal_gen.runtime.server_args import SETTINGS
 from multimodal_gen.settings import Setting
@@ -129,10 +129,8 @@ def bench(
     if save is not None:
         made = benchmark.table_of(results, device, source="sglang attention bench")
         _check_free(save)
-        try:
+        with naming_file(save, "--save"):
             write_tables(save, [made])
-        except OSError as error:
-            raise UsageError(f"--save failed to write {str(save)!r}: {error.strerror}") from None
         typer.echo(f"table: {save}", err=as_json)
 
 

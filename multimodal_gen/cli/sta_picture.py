@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from multimodal_gen.errors import ConfigError, MissingDependencyError
-from multimodal_gen.files import atomic_write
+from multimodal_gen.files import atomic_write, naming_file
 from multimodal_gen.settings import by_axis
 
 if TYPE_CHECKING:
@@ -61,13 +61,8 @@ def draw(strategy: "Strategy", tiles: "Window", path: Path) -> None:
         share = f"density {tile_density(window, tiles):.1%}, {counts[window] / counts.total():.1%}"
         axes.set_title(f"{by_axis(window)}: {share} of heads", fontsize="small", loc="left")
         axes.set_axis_off()
-    try:
-        with atomic_write(path) as partial:
-            figure.savefig(partial, format="png")
-    except OSError as error:
-        raise ConfigError(
-            f"--png must name a file that can be written, got {str(path)!r}: {error.strerror}"
-        ) from None
+    with naming_file(path, "--png"), atomic_write(path) as partial:
+        figure.savefig(partial, format="png")
 
 
 def _frames(window: "Window", tiles: "Window") -> Any:

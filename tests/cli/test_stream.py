@@ -620,7 +620,7 @@ def test_a_killed_command_leaves_a_video_that_plays(helios, tmp_path) -> None:
         ({"stream": True, "on_chunk": print, "num_outputs": 2}, "num_outputs must be 1 with s"),
         (
             {"stream": True, "on_chunk": print, "prompts_file": "nowhere.txt"},
-            "prompts_file must be a readable text file",
+            "prompts_file must be a readable file",
         ),
     ],
 )

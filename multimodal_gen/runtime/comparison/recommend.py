@@ -26,7 +26,7 @@ from typing import Any
 import yaml
 
 from multimodal_gen.errors import ConfigError, UsageError
-from multimodal_gen.files import require_apart, require_file, require_writable, write_text
+from multimodal_gen.files import require_apart, require_file, require_writable, save_text
 from multimodal_gen.runtime.comparison.configurations import EXACT_KERNELS, Plan, cache_of
 from multimodal_gen.runtime.comparison.frames import mean_and_spread
 from multimodal_gen.runtime.comparison.paired import as_fast, is_faster, speed_text
@@ -193,13 +193,7 @@ def write_config(recommendation: Recommendation, path: Path) -> None:
     comments = "".join(
         f"# {line}\n" for reason in recommendation.reasons for line in reason.splitlines()
     )
-    text = comments + yaml.safe_dump(config, sort_keys=False)
-    try:
-        write_text(path, text)
-    except OSError as error:
-        raise UsageError(
-            f"--output must be a file that can be written, got {str(path)!r} ({error.strerror})"
-        ) from error
+    save_text(path, comments + yaml.safe_dump(config, sort_keys=False), what="--output")
 
 
 def check_file(path: Path) -> None:
