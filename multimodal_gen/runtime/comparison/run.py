@@ -56,7 +56,6 @@ from multimodal_gen.runtime.generator.denoise import Denoised, denoise
 from multimodal_gen.runtime.generator.index import PipelineIndex
 from multimodal_gen.runtime.generator.library_errors import out_of_memory_explained
 from multimodal_gen.runtime.generator.load import denoisers
-from multimodal_gen.runtime.generator.overridden import put_back
 from multimodal_gen.runtime.generator.quiet import without
 from multimodal_gen.runtime.generator.sampling import (
     check_arguments,
@@ -179,9 +178,7 @@ class Comparison:
         """
         start = time.perf_counter()
         plan = self._plan
-        # What preparing and watching a call changes.
-        changed = put_back(self._pipe, "guider", "_progress_bar_config")
-        with changed, _warned_once(), out_of_memory_explained():
+        with _warned_once(), out_of_memory_explained():
             floor = self._floor() if plan.floor is None else plan.floor
             others = (*floor, *plan.candidates)
             for configuration in (plan.reference, *others):

@@ -124,6 +124,7 @@ def denoise(
     watch = _Watch(timings, when_stepped)
     with (
         follow(pipe, watch.starts) as compilation,
+        overridden(pipe, **call.changed),
         overridden(pipe.scheduler, step=_WatchedStep(pipe.scheduler, watch)),
         told_of_run(),
         limited_templates(pipe),

@@ -17,17 +17,3 @@ def overridden(owner: object, **attributes: object) -> Iterator[None]:
             delattr(owner, name)
         for name, value in before.items():
             setattr(owner, name, value)
-
-
-@contextmanager
-def put_back(owner: object, *names: str) -> Iterator[None]:
-    """Give an object back the attributes of these names that the `with` block changes."""
-    before = {name: getattr(owner, name) for name in names if hasattr(owner, name)}
-    try:
-        yield
-    finally:
-        for name in names:
-            if name in before:
-                setattr(owner, name, before[name])
-            elif hasattr(owner, name):
-                delattr(owner, name)

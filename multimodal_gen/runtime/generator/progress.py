@@ -92,7 +92,7 @@ def follow(pipe: Any, starts: Callable[[], object] = lambda: None) -> Iterator[C
         How long torch compiles meanwhile.
     """
     shown = is_shown()
-    pipe.set_progress_bar_config(disable=not shown, desc="denoise", unit="step")
+    config = {"disable": not shown, "desc": "denoise", "unit": "step"}
     own = pipe.progress_bar
     decoding: list[Any] = []
 
@@ -105,7 +105,8 @@ def follow(pipe: Any, starts: Callable[[], object] = lambda: None) -> Iterator[C
             bar.close = functools.partial(_close, bar.close, decoding)
         return bar
 
-    with Compilation() as compilation, overridden(pipe, progress_bar=progress_bar):
+    changed = overridden(pipe, progress_bar=progress_bar, _progress_bar_config=config)
+    with Compilation() as compilation, changed:
         try:
             yield compilation
         finally:

@@ -44,7 +44,6 @@ from multimodal_gen.runtime.generator.output import (
     OutputNames,
     OutputTarget,
 )
-from multimodal_gen.runtime.generator.overridden import put_back
 from multimodal_gen.runtime.generator.ranks import ending_signals_raise, rank_device
 from multimodal_gen.runtime.generator.sampling import (
     Call,
@@ -355,7 +354,6 @@ class Session:
             raise UsageError("a generator must not be used after it was closed; load it again")
         check_sizes(pipe, args)
         with ExitStack() as undo:
-            undo.enter_context(put_back(pipe, "guider"))
             call = prepare_call(pipe, self.index, args)
             if not is_main_rank() and "output_type" in call.arguments:  # it writes nothing
                 call = replace(call, arguments={**call.arguments, "output_type": "latent"})

@@ -8,7 +8,7 @@ diffusers finds these out inside a model, where the message is about tensors, or
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from inspect import Parameter, signature
 from typing import Any
 
@@ -89,12 +89,14 @@ class Call:
 
     Attributes:
         arguments: keyword arguments for `__call__`.
+        changed: attributes that the pipeline has meanwhile, by name.
         fps: frames per second of the result; meaningless for images.
         notes: what the user should know about the arguments.
     """
 
     arguments: Mapping[str, Any]
     fps: int
+    changed: Mapping[str, object] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -165,7 +167,7 @@ def _missing(index: PipelineIndex, args: ServerArgs) -> list[str]:
 
 
 def prepare_call(pipe: Any, index: PipelineIndex, args: ServerArgs) -> Call:
-    """Return the arguments of the call; sets the scale of a pipeline that keeps it in a guider."""
+    """Return the call that makes what is asked for; it changes nothing."""
     import numpy as np
 
     parameters = index.parameters
@@ -181,7 +183,9 @@ def prepare_call(pipe: Any, index: PipelineIndex, args: ServerArgs) -> Call:
             arguments["sigmas"] = np.array(args.sigmas)
     if args.num_outputs != 1:
         arguments[next(n for n in _NUM_OUTPUTS if n in parameters)] = args.num_outputs
-    _guide(pipe, parameters, args, arguments)
+    guidance = _guidance(pipe, parameters, args)
+    guider = guidance.pop("guider", None)
+    arguments |= guidance
     if args.fps is not None and _FRAME_RATE in parameters:
         arguments[_FRAME_RATE] = args.fps
     if "output_type" in parameters:
@@ -189,6 +193,7 @@ def prepare_call(pipe: Any, index: PipelineIndex, args: ServerArgs) -> Call:
     return Call(
         arguments=arguments,
         fps=args.fps or default_fps(index),
+        changed={} if guider is None else {"guider": guider},
         notes=_notes(parameters, arguments),
     )
 
@@ -255,26 +260,23 @@ def token_size(pipe: Any) -> tuple[int, int]:
     return height, width
 
 
-def _guide(
-    pipe: Any,
-    parameters: Mapping[str, Parameter],
-    args: ServerArgs,
-    arguments: dict[str, Any],
-) -> None:
-    """Pass `--guidance-scale` to the guidance the model was made for."""
+def _guidance(
+    pipe: Any, parameters: Mapping[str, Parameter], args: ServerArgs
+) -> dict[str, object]:
+    """Return what passes `--guidance-scale` to the guidance that the model was made for.
+
+    That is an argument of the call, or the pipeline's "guider".
+    """
     scale = args.guidance_scale
     if scale is None:
-        return
+        return {}
     embeds = [getattr(m.config, "guidance_embeds", None) for m in denoisers(pipe).values()]
-    classifier_free = "true_cfg_scale" in parameters and False in embeds
-    if classifier_free and args.true_cfg_scale is None:
-        arguments["true_cfg_scale"] = scale
-    elif "guidance_scale" in parameters:
-        arguments["guidance_scale"] = scale
-    elif "true_cfg_scale" in parameters:
-        arguments["true_cfg_scale"] = scale
-    else:
-        pipe.guider = pipe.guider.new(guidance_scale=scale)
+    classifier_free = False in embeds and args.true_cfg_scale is None
+    if "true_cfg_scale" in parameters and (classifier_free or "guidance_scale" not in parameters):
+        return {"true_cfg_scale": scale}
+    if "guidance_scale" in parameters:
+        return {"guidance_scale": scale}
+    return {"guider": pipe.guider.new(guidance_scale=scale)}
 
 
 def _notes(parameters: Mapping[str, Parameter], arguments: Mapping[str, Any]) -> tuple[str, ...]:

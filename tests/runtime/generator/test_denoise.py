@@ -43,9 +43,6 @@ class _Pipe:
         self.scheduler = scheduler or FlowMatchEulerDiscreteScheduler()
         self.components = {"scheduler": self.scheduler}
 
-    def set_progress_bar_config(self, **config):
-        self.config = config
-
     def progress_bar(self, total):
         return _Bar()
 

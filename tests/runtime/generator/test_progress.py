@@ -16,16 +16,10 @@ class Terminal(io.StringIO):
 class Pipeline:
     """Denoises in two steps, then decodes."""
 
-    def __init__(self) -> None:
-        self.config = {}
-
-    def set_progress_bar_config(self, **config) -> None:
-        self.config = config
-
     def progress_bar(self, total):
         from tqdm import tqdm
 
-        return tqdm(total=total, file=sys.stderr, **self.config)
+        return tqdm(total=total, file=sys.stderr, **self._progress_bar_config)
 
     def __call__(self) -> None:
         with self.progress_bar(total=2) as bar:

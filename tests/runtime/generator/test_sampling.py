@@ -108,9 +108,10 @@ def test_both_kinds_of_guidance_can_be_given() -> None:
 def test_a_guider_takes_the_guidance_of_a_pipeline_without_the_argument() -> None:
     pipe = _pipe()
     pipe.guider = diffusers.ClassifierFreeGuidance(guidance_scale=6.0)
-    _, arguments = _call("HunyuanVideo15Pipeline", pipe, guidance_scale=2.5)
+    call, arguments = _call("HunyuanVideo15Pipeline", pipe, guidance_scale=2.5)
     assert "guidance_scale" not in arguments
-    assert pipe.guider.guidance_scale == 2.5
+    assert call.changed["guider"].guidance_scale == 2.5
+    assert pipe.guider.guidance_scale == 6.0
 
 
 def test_a_negative_prompt_without_effect_is_noted() -> None:
