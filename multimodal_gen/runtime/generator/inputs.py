@@ -6,7 +6,7 @@ read, before weights are loaded.
 """
 
 import types
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from inspect import Parameter
 from pathlib import Path
@@ -55,13 +55,13 @@ _MOST_TOKENS = 1 << 16  # of a prompt: no text encoder reads so many
 _MOST = (1 << 31) - 1
 
 
-def check_inputs(index: PipelineIndex, args: ServerArgs, flags: Mapping[str, str]) -> None:
+def check_inputs(index: PipelineIndex, args: ServerArgs, settings: Collection[str]) -> None:
     """Check files and further arguments against the pipeline's signature; `read_inputs` reads them.
 
     Args:
         index: the pipeline.
         args: what was asked for.
-        flags: flags by the arguments they stand for, which `--pipeline-arg` must leave alone.
+        settings: arguments that have flags, which `--pipeline-arg` must leave alone.
 
     Raises:
         UsageError: the pipeline takes no such argument, or its value has the wrong type.
@@ -72,7 +72,7 @@ def check_inputs(index: PipelineIndex, args: ServerArgs, flags: Mapping[str, str
             raise _takes_none(index, setting, files)
     _check_number(index, args)
     for name, value in _further(args).items():
-        _check_argument(index, name, value, flags)
+        _check_argument(index, name, value, settings)
 
 
 def given_arguments(index: PipelineIndex, args: ServerArgs) -> set[str]:
@@ -153,17 +153,17 @@ def _check_number(index: PipelineIndex, args: ServerArgs) -> None:
 
 
 def _check_argument(
-    index: PipelineIndex, name: str, value: object, flags: Mapping[str, str]
+    index: PipelineIndex, name: str, value: object, settings: Collection[str]
 ) -> None:
     reason = _TAKEN.get(name)
-    if reason is not None or name in flags:
+    if reason is not None or name in settings:
         raise UsageError(
-            f"--pipeline-arg must not give {name}, which {reason or flags[name] + ' gives'}"
+            f"--pipeline-arg must not give {name}, which {reason or as_flag(name) + ' gives'}"
         )
     parameter = index.parameters.get(name)
     open_ended = any(p.kind is Parameter.VAR_KEYWORD for p in index.parameters.values())
     if parameter is None and not open_ended:
-        valid = [each for each in index.parameters if each not in flags and each not in _TAKEN]
+        valid = [each for each in index.parameters if each not in settings and each not in _TAKEN]
         raise UsageError(
             f"--pipeline-arg must name an argument of {index.name}, got {short(name)}"
             f"{nearest(name, valid) or '; it takes ' + ', '.join(valid)}"

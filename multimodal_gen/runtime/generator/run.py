@@ -5,7 +5,6 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -353,23 +352,20 @@ class Session:
         if pipe is None:
             raise UsageError("a generator must not be used after it was closed; load it again")
         check_sizes(pipe, args)
-        with ExitStack() as undo:
-            call = prepare_call(pipe, self.index, args)
-            if not is_main_rank() and "output_type" in call.arguments:  # it writes nothing
-                call = replace(call, arguments={**call.arguments, "output_type": "latent"})
-            width, height = output_size(pipe, self.index, args)
-            asked = Generation(prompt=args.prompt or "", width=width, height=height)
-            sigmas: Any = args.sigmas
-            by_call = "sigmas" in self.index.parameters
-            cache = None if args.cache is None else read_cache(args.cache)
-            named = args.attention_backend if args.backend == "diffusers" else None
-            with timings.phase("attach"):
-                handle = self._attach(args, pipe)
-            undo.callback(handle.remove)
+        call = prepare_call(pipe, self.index, args)
+        if not is_main_rank() and "output_type" in call.arguments:  # it writes nothing
+            call = replace(call, arguments={**call.arguments, "output_type": "latent"})
+        width, height = output_size(pipe, self.index, args)
+        asked = Generation(prompt=args.prompt or "", width=width, height=height)
+        cache = None if args.cache is None else read_cache(args.cache)
+        named = args.attention_backend if args.backend == "diffusers" else None
+        with timings.phase("attach"):
+            handle = self._attach(args, pipe)
+        try:
             with (
                 watching(check),
                 told_of_run(pipe, given=as_typed(args), backend=named),
-                given_sigmas(pipe, sigmas, by_call=by_call),
+                given_sigmas(pipe, args.sigmas),
                 cached(pipe, denoisers(pipe), cache, steps_of(self.index, args)) as skipped,
                 describe_generation(asked),
             ):
@@ -380,6 +376,8 @@ class Session:
             if skipped is not None:
                 run = replace(run, notes=(*run.notes, skipped.note()))
             return run, call, handle.report()
+        finally:
+            handle.remove()
 
     def _record(self, args: ServerArgs, facts: Mapping[str, Json]) -> dict[str, Json]:
         """Return what is known before anything is made."""

@@ -107,8 +107,7 @@ def check_arguments(index: PipelineIndex, args: ServerArgs) -> None:
         UsageError: an option was given that the pipeline does not take or cannot serve, or the
             pipeline needs an argument there is no option for.
     """
-    flags = {name: as_flag(name) for name in (*_OPTIONS, "guidance_scale", "sigmas")}
-    check_inputs(index, args, flags)
+    check_inputs(index, args, (*_OPTIONS, "guidance_scale", "sigmas"))
     needed = _missing(index, args)
     if needed:
         ways = "; ".join(dict.fromkeys(how_to_give(index, name) for name in needed))

@@ -44,19 +44,19 @@ def with_scheduler(pipe: Any, name: str) -> Any:
 
 
 @contextmanager
-def given_sigmas(pipe: Any, sigmas: tuple[float, ...] | None, *, by_call: bool) -> Iterator[None]:
+def given_sigmas(pipe: Any, sigmas: object) -> Iterator[None]:
     """Let the pipeline's scheduler make its steps at these noise levels in the `with` block.
 
     Args:
         pipe: the pipeline.
-        sigmas: the noise levels; None leaves it as it is.
-        by_call: the pipeline takes them as an argument, so that nothing is left to do.
+        sigmas: the noise levels; None leaves it as it is, and so does a pipeline whose call takes
+            them.
 
     Raises:
         UsageError: its scheduler takes none.
     """
     scheduler = getattr(pipe, "scheduler", None)
-    if sigmas is None or by_call:
+    if sigmas is None or "sigmas" in inspect.signature(type(pipe).__call__).parameters:
         yield
         return
     own = getattr(scheduler, "set_timesteps", None)
