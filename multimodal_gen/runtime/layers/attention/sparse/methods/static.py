@@ -38,7 +38,7 @@ _BLOCK = 128
 # Parameters that one pattern has and the other has not.
 _OF_PATTERN = MappingProxyType(
     {
-        "radial": ("decay_factor", "model_type"),
+        "radial": ("decay_factor", "model_type", "radial_rule"),
         "lvsa": (
             "window_size",
             "n_first_frames",
@@ -57,8 +57,9 @@ class StaticConfig(SparseConfig):
     Attributes:
         pattern: `radial` or `lvsa`; the others are of one of them.
         decay_factor: radial: factor of the widths.
-        model_type: radial: what a frame keeps of the next one, half of a width (`wan`) or all of it
-            (`hunyuan`).
+        model_type: radial: whose rule: of Wan all frames keep the first one, too.
+        radial_rule: radial: the authors' rule of that month; by that of `2025-07` all frames of
+            HunyuanVideo keep the first one, too, and frames of Wan a half of the next one.
         window_size: lvsa: frames of the window on either side.
         n_first_frames: lvsa: leading frames that all attend to.
         reference_latent_frames: lvsa: frames that the model was trained on, and that every frame
@@ -73,7 +74,8 @@ class StaticConfig(SparseConfig):
 
     pattern: Literal["radial", "lvsa"] = option("radial", "which pattern")
     decay_factor: float = option(1.0, "radial: factor of the widths", ge=0)
-    model_type: Literal["wan", "hunyuan"] = option("wan", "radial: whose rule for the next frame")
+    model_type: Literal["wan", "hunyuan"] = option("wan", "radial: whose rule for the first frame")
+    radial_rule: Literal["2025-11", "2025-07"] = option("2025-11", "radial: the rule of that month")
     window_size: int = option(4, "lvsa: frames of the window on either side", ge=1)
     n_first_frames: int = option(1, "lvsa: leading frames that all attend to", ge=0)
     reference_latent_frames: int = option(21, "lvsa: frames the model was trained on", ge=1)
@@ -116,8 +118,10 @@ class StaticRouter(Router[StaticConfig]):
         frames, height, width = grid
         step = context.current_timestep
         if settings.pattern == "radial":
-            of = frames, height * width, settings.decay_factor, settings.model_type
-            return (_radial(*of),)
+            tokens, is_wan = height * width, settings.model_type == "wan"
+            is_older = settings.radial_rule == "2025-07"
+            following = tokens // 2 if is_wan and is_older else tokens
+            return (_radial(frames, tokens, settings.decay_factor, is_wan or is_older, following),)
         every = _interval(settings, frames)
         window, first = settings.window_size, settings.n_first_frames
         return (_lvsa(frames, window, first, every, step % every),)
@@ -142,10 +146,10 @@ def _interval(config: StaticConfig, frames: int) -> int:
 
 
 @static_cache(maxsize=64)
-def _radial(frames: int, tokens: int, decay: float, model: Literal["wan", "hunyuan"]) -> Pattern:
+def _radial(frames: int, tokens: int, decay: float, sink: bool, following: int) -> Pattern:
     with torch.inference_mode(False), torch.device("cpu"):
-        kept = radial_map(frames, tokens, block=_BLOCK, decay=decay, model=model)
-        return Pattern.of_map(kept)
+        given = {"block": _BLOCK, "decay": decay, "sink": sink, "following": following}
+        return Pattern.of_map(radial_map(frames, tokens, **given))
 
 
 @static_cache(maxsize=256)
@@ -160,34 +164,37 @@ _MOST = 0.6  # share of such columns among those that are kept at all, which kee
 
 
 def radial_map(
-    frames: int, tokens: int, *, block: int, decay: float, model: Literal["wan", "hunyuan"]
+    frames: int, tokens: int, *, block: int, decay: float, sink: bool, following: int
 ) -> torch.Tensor:
     """Return what Radial Attention keeps: bool [N, N] on the CPU (arXiv:2506.19852).
 
     Token r of frame i keeps token c of frame j, with d = |i - j|, b(n) the bits of n, and
     L = 2^b(P) / 2^b(d), where
 
-        j = 0,  or  |r - c| <= max(L * decay, block)  and  (L >= block  or  d % int(block / L) = 0)
+        |r - c| <= max(L * decay, block)  and  (L >= block  or  d % int(block / L) = 0)
 
-    and inside of a frame all; of the next frame Wan keeps |r - c| <= P // 2, HunyuanVideo all. A
-    pair of frames keeps a block of tokens if more than 0.6 of the columns it has in there are kept
-    by more than a third of the block's rows. Blocks of the diagonal are always kept, so that no row
-    is empty where frames are shorter than blocks; tokens behind the last whole block have a block
-    of their own; and of a frame that begins inside a block the last one counts, too. The authors'
-    code does none of the three.
+    and inside of a frame all, and where there is a sink all of frame 0; for d = 1 the width is
+    `following`. A pair of frames keeps a block of tokens if more than 0.6 of the columns it has in
+    there are kept by more than a third of the block's rows. Blocks of the diagonal are always kept,
+    so that no row is empty where frames are shorter than blocks; tokens behind the last whole block
+    have a block of their own; and of a frame that begins inside a block the last one counts, too.
+    The authors' code (72788d4) does none of the three.
 
     Args:
         frames: T.
         tokens: P.
         block: tokens of a block, in the order of the sequence.
         decay: factor of the widths.
-        model: whose rule for the next frame.
+        sink: whether all frames keep the first one.
+        following: width of the next frame, in tokens.
     """
     num = -(-frames * tokens // block)
     kept = torch.eye(num, dtype=torch.bool)
     for i in range(frames):
         for j in range(frames):
-            width = _width(i, j, tokens, block, decay, model)
+            width: float | None = tokens
+            if i != j and not (sink and j == 0):
+                width = _width(abs(i - j), tokens, block, decay, following)
             if width is None:
                 continue
             first, other = i * tokens, j * tokens
@@ -200,19 +207,12 @@ def radial_map(
     return kept
 
 
-def _width(
-    i: int, j: int, tokens: int, block: int, decay: float, model: Literal["wan", "hunyuan"]
-) -> float | None:
-    """Return how far tokens of frame j that frame i keeps may lie from its own; None for none."""
-    distance = abs(i - j)
-    if j == 0 or distance == 0:
-        return tokens
+def _width(distance: int, tokens: int, block: int, decay: float, following: int) -> float | None:
+    """Return how far kept tokens of a frame so far away may lie from the same; None for none."""
     length = 2 ** tokens.bit_length() / 2 ** distance.bit_length()
     if length < block and distance % int(block / length):
         return None
-    if distance == 1:
-        return tokens // 2 if model == "wan" else tokens
-    return max(length * decay, block)
+    return following if distance == 1 else max(length * decay, block)
 
 
 @cache

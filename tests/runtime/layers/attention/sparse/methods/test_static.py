@@ -19,7 +19,7 @@ from tests.helpers.sparse import run_sparse, text_places
 LVSA, RADIAL = DEFINED["static, lvsa"], method("static_sparse_attn")
 
 
-def naive_radial(frames, tokens, block, decay, model):
+def naive_radial(frames, tokens, block, decay, sink, following):
     """Return what Radial Attention keeps, from its mask of tokens, pair of frames by pair."""
     total = frames * tokens
     num = -(-total // block)
@@ -31,12 +31,12 @@ def naive_radial(frames, tokens, block, decay, model):
             pair = torch.zeros(num * block, num * block, dtype=torch.bool)
             for r in range(tokens):
                 for c in range(tokens):
-                    if j == 0 or d == 0:
+                    if d == 0 or (sink and j == 0):
                         inside = True
                     elif length < block and d % int(block / length):
                         inside = False
                     elif d == 1:
-                        inside = model == "hunyuan" or abs(r - c) <= tokens // 2
+                        inside = abs(r - c) <= following
                     else:
                         inside = abs(r - c) <= max(length * decay, block)
                     pair[i * tokens + r, j * tokens + c] = inside
@@ -46,16 +46,33 @@ def naive_radial(frames, tokens, block, decay, model):
     return kept
 
 
-@pytest.mark.parametrize("model", ["wan", "hunyuan"])
+@pytest.mark.parametrize("sink", [True, False])
 @pytest.mark.parametrize(
     ("frames", "tokens", "block", "decay"),
     [(5, 16, 8, 1.0), (6, 21, 8, 0.4), (9, 10, 4, 0.5), (4, 3, 8, 1.0), (3, 40, 8, 0.2)],
 )
-def test_radial_keeps_what_its_mask_of_tokens_says(frames, tokens, block, decay, model):
-    found = radial_map(frames, tokens, block=block, decay=decay, model=model)
-    assert torch.equal(found, naive_radial(frames, tokens, block, decay, model))
-    assert found.any(1).all(), "no row is empty"
-    assert len(found) * block >= frames * tokens, "no token is left out"
+def test_radial_keeps_what_its_mask_of_tokens_says(frames, tokens, block, decay, sink):
+    for following in (tokens, tokens // 2):
+        given = {"block": block, "decay": decay, "sink": sink, "following": following}
+        found = radial_map(frames, tokens, **given)
+        assert torch.equal(found, naive_radial(frames, tokens, **given))
+        assert found.any(1).all(), "no row is empty"
+        assert len(found) * block >= frames * tokens, "no token is left out"
+
+
+@pytest.mark.parametrize(
+    ("given", "sink", "following"),
+    [
+        ({}, True, 20),
+        ({"model_type": "hunyuan"}, False, 20),
+        ({"radial_rule": "2025-07"}, True, 10),
+        ({"radial_rule": "2025-07", "model_type": "hunyuan"}, True, 20),
+    ],
+)
+def test_rules_differ_by_model_and_month(radial, given, sink, following):
+    rule = {"grid": radial.grid, "sink": sink, "following": following}
+    found = radial.check(rule=rule, layer=radial.method.layer(kv_heads=1, **given))
+    assert not found.mask.all()
 
 
 @pytest.mark.parametrize("offset", [0, 1, 3])
@@ -88,9 +105,9 @@ def radial(monkeypatch):
     yield Defined(
         method=method("static_sparse_attn", decay_factor=0.5),
         cut=pieces(8),
-        choose=lambda *_, token_mask, grid: naive_radial(grid[0], grid[1] * grid[2], 8, 0.5, "wan")[
-            None, None
-        ],
+        choose=lambda *_, token_mask, grid, sink=True, following=None: naive_radial(
+            grid[0], grid[1] * grid[2], 8, 0.5, sink, following or grid[1] * grid[2]
+        )[None, None],
         grid=(5, 4, 5),
     )
     backend._radial.cache_clear()
