@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from multimodal_gen.runtime.comparison.configurations import read_configurations
+
 FRAMES, SIDE, COUNT = 17, 64, 16
 
 
@@ -121,3 +123,33 @@ def test_the_autoencoder_of_the_small_model_keeps_what_clips_show(shapes) -> Non
     assert 10 * math.log10(4 / (found - given).square().mean()) > 30
     for clip, scene in zip(found.clamp(-1, 1), scenes, strict=True):
         assert score.score(((clip + 1) / 2).permute(1, 2, 3, 0).numpy(), scene.caption) == 1.0
+
+
+@pytest.fixture(scope="module")
+def study():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend("scripts/shapes")
+        yield importlib.import_module("study")
+
+
+def test_every_configuration_of_the_study_is_one_that_a_comparison_takes(study) -> None:
+    found = dict(study.configurations())
+    for backend, given in study.STUDY["methods"].items():
+        names = [name for name in found if name.startswith(f"{backend} ")]
+        assert len(names) >= len(given["budgets"]) + 1, f"{backend} has no variant"
+    read = read_configurations([*found.values()])
+    assert len({each.asked for each in read}) == len(found)
+    assert len(dict(study.configurations("^sla_attn .*tail"))) == 1
+
+
+def test_the_front_is_what_nothing_beats_in_both_score_and_time(study) -> None:
+    rows = [
+        {"configuration": name, "status": status, "score": score, "seconds": seconds}
+        for name, status, score, seconds in (
+            ("best", "done", "0.9", "4"),
+            ("fast", "done", "0.7", "1"),
+            ("beaten", "done", "0.7", "2"),
+            ("lost", "failed", "", ""),
+        )
+    ]
+    assert study.front_of(rows) == ["best", "fast"]

@@ -283,8 +283,8 @@ def test_the_node_returns_a_model_and_its_plan_and_the_report_says_what_ran(patc
 
 
 def test_the_package_of_nodes_has_nothing_else_to_offer():
-    with pytest.raises(AttributeError, match="WEB_DIRECTORY"):
-        comfyui.WEB_DIRECTORY  # noqa: B018
+    with pytest.raises(AttributeError, match="EXTENSION_NAME"):
+        comfyui.EXTENSION_NAME  # noqa: B018
 
 
 FOLDER = Path(comfyui.__file__).parent
