@@ -148,8 +148,8 @@ def _interval(config: StaticConfig, frames: int) -> int:
 @static_cache(maxsize=64)
 def _radial(frames: int, tokens: int, decay: float, sink: bool, following: int) -> Pattern:
     with torch.inference_mode(False), torch.device("cpu"):
-        given = {"block": _BLOCK, "decay": decay, "sink": sink, "following": following}
-        return Pattern.of_map(radial_map(frames, tokens, **given))
+        kept = radial_map(frames, tokens, block=_BLOCK, decay=decay, sink=sink, following=following)
+        return Pattern.of_map(kept)
 
 
 @static_cache(maxsize=256)
