@@ -3,7 +3,7 @@
 import importlib
 import importlib.util
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +15,7 @@ from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
 from multimodal_gen.runtime.layers.attention.config import BackendConfig
 from multimodal_gen.runtime.layers.attention.scope import LayerSite, scope_from
+from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import KeptPairs
 from tests.helpers.inputs import QKV, make_video_qkv
 
 Grid = tuple[int, int, int]
@@ -175,8 +176,9 @@ class Sample:
         self.heads = torch.arange(0, heads, max(1, heads // num_heads), device=q.device)
         rows = q[self.rows][:, self.heads].double()
         scores = torch.einsum("rhd,shd->hrs", rows, k[:, self.heads].double())
-        weights = (scores * q.shape[2] ** -0.5).softmax(-1)
-        self.wanted = torch.einsum("hrs,shd->rhd", weights, v[:, self.heads].double())
+        self._weights = (scores * q.shape[2] ** -0.5).softmax(-1)
+        self._values = v[:, self.heads].double()
+        self.wanted = torch.einsum("hrs,shd->rhd", self._weights, self._values)
 
     def take(self, out: torch.Tensor) -> torch.Tensor:
         """Return these rows of an output, [B, S, H, D]."""
@@ -185,3 +187,19 @@ class Sample:
     def error(self, out: torch.Tensor) -> float:
         """Return the relative L2 distance of an output at these rows."""
         return relative_error(self.take(out), self.wanted)
+
+    def error_of_pairs(self, out: torch.Tensor, told: Sequence[KeptPairs]) -> float | None:
+        """Return the distance from attention to the pairs that a method told it keeps.
+
+        None where it did not tell of all of these heads.
+        """
+        weights = torch.zeros_like(self._weights)
+        for place, head in enumerate(self.heads.tolist()):
+            found = next((x for x in told if x.heads.start <= head < x.heads.stop), None)
+            if found is None:
+                return None
+            within = slice(head - found.heads.start, head - found.heads.start + 1)
+            weights[place] = self._weights[place] * found.of_rows(self.rows, within)[0, 0]
+        share = weights.sum(-1, keepdim=True)
+        wanted = torch.einsum("hrs,shd->rhd", weights / share.clamp_min(1e-300), self._values)
+        return relative_error(self.take(out), wanted)

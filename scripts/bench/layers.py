@@ -1,10 +1,11 @@
 """Whole layers of attention, dense and sparse, compared with dense attention and other packages.
 
 `layers.yaml` says which: each of its benchmarks has a name of its own in `run.py` and a file of
-that name. Every layer is checked first: dense ones against float64 at sampled rows, sparse ones on
-a small video against the reference kernel, other packages against our layer; what is wrong is not
-timed, and makes the run fail at its end. Layers are timed in the middle of a generation, as they
-are called there. TFLOP/s count the pairs that are attended to.
+that name. Every layer is checked first: dense ones against float64 at sampled rows; sparse ones on
+a small video against the reference kernel, and where they add nothing to the pairs that they keep
+against float64 attention to these at sampled rows; other packages against our layer. What is
+wrong is not timed, and makes the run fail at its end. Layers are timed in the middle of a
+generation, as they are called there. TFLOP/s count the pairs that are attended to.
 
     python3 scripts/bench/run.py NAME --commit HASH [--case wan] [--only "vsa|sta"] [--rounds 9]
     python3 scripts/bench/run.py NAME --commit HASH --backward  # the backward passes alone
@@ -51,6 +52,7 @@ from multimodal_gen.errors import UnsupportedBackendError
 from multimodal_gen.runtime.layers.attention import LocalAttention, UlyssesAttention_VSA
 from multimodal_gen.runtime.layers.attention.sparse import router, tiles
 from multimodal_gen.runtime.layers.attention.sparse.executors import groups, linear, local, rows
+from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import recorded_pairs
 from multimodal_gen.runtime.layers.attention.sparse.methods import sla, svg2, vmoba, vsa
 from multimodal_gen.runtime.layers.attention.sparse.methods.sta import router as sta
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
@@ -270,7 +272,8 @@ class Layers:
             self.runs[name] = gradients_of(run, self.qkv)
             return kernel_error(method, self.small, backward=True)
         run()
-        out = run()  # from where the first call left what is carried over
+        with recorded_pairs() as told:
+            out = run()  # from where the first call left what is carried over
         self.outputs[name] = self.exact.take(out).detach()
         self.to_dense[name] = self.exact.error(out)
         if name in self.layers:
@@ -283,7 +286,17 @@ class Layers:
             if wanted is None:
                 raise UnsupportedBackendError(f"needs {method.like} to compare with")
             return relative_error(self.outputs[name], wanted)
-        return kernel_error(method, self.small)
+        of_pairs = self.exact.error_of_pairs(out, told) if self.is_plain(name) else None
+        return max(kernel_error(method, self.small), of_pairs or 0.0)
+
+    def is_plain(self, name: str) -> bool:
+        """Whether the output is attention to the pairs that are kept, and nothing more."""
+        layer, method = self.layers.get(name), self.methods[name]
+        if layer is None or method.gate or method.projection:
+            return False
+        config = layer.report().entries[-1].selection.config
+        adds = {"tail": "none", "skip_below": None}
+        return all(getattr(config, key, value) == value for key, value in adds.items())
 
     def is_dense(self, name: str) -> bool:
         """Whether a layer gave what dense attention does, by its settings or by the data."""

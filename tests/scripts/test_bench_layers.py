@@ -132,6 +132,17 @@ def test_a_kernel_that_is_wrong_is_told_and_not_timed(run, layers, monkeypatch):
     assert set(rows) == {"sdpa dense"}
 
 
+@pytest.mark.parametrize("off", [0.0, 0.1])
+def test_outputs_are_compared_with_attention_to_the_pairs_that_are_kept(layers, bench_of, off):
+    part = {"methods": {"x": {"backend": "video_sparse_attn", "config": {"sparsity": 0.5}}}}
+    (case,) = layers.cases_of(part, smoke=True)
+    found = layers.Layers(part, case, bench_of("sparse", backward=False, only="", trial=False))
+    run = found.runs["x"]
+    found.runs["x"] = lambda: run() * (1 + off)
+    assert found.error("x") == pytest.approx(off, abs=1e-5)
+    assert found.to_dense["x"] > 0.2, "pairs are left out"
+
+
 def test_a_contender_that_fails_is_not_timed(layers, bench_of, capsys):
     runs = {
         "right": lambda: 0.0,
