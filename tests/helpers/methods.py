@@ -379,12 +379,12 @@ def largest(
 
 
 def _cell_means(
-    x: torch.Tensor, blocks: Blocks, cells: int, kept: torch.Tensor | None
+    x: torch.Tensor, blocks: Blocks, size: int, kept: torch.Tensor | None
 ) -> list[list[torch.Tensor]]:
-    """Return the means of each block's cells that hold tokens."""
+    """Return the means of each block's cells of `size` that hold tokens."""
     found = []
     for tokens in blocks:
-        parts = [tokens[i : i + 64 // cells] for i in range(0, 64, 64 // cells)]
+        parts = [tokens[i : i + size] for i in range(0, len(tokens), size)]
         parts = [[t for t in part if kept is None or kept[t]] for part in parts]
         found.append([x[part].double().mean(0).to(x.dtype).double() for part in parts if part])
     return found
@@ -397,6 +397,7 @@ def by_cells(
     *,
     n_q: int = 4,
     n_k: int = 4,
+    block: int = 64,
     kept: int = 8,
     own: bool = False,
     token_mask: torch.Tensor | None = None,
@@ -406,8 +407,9 @@ def by_cells(
     chosen = torch.zeros(batch, heads, len(q_blocks), len(k_blocks), dtype=torch.bool)
     for b, h in product(range(batch), range(heads)):
         of_sample = None if token_mask is None else token_mask[b]
-        query = _cell_means(qkv.query[b, :, h], q_blocks, n_q, of_sample)
-        key = _cell_means(qkv.key[b, :, h * qkv.key.shape[2] // heads], k_blocks, n_k, of_sample)
+        of_group = qkv.key[b, :, h * qkv.key.shape[2] // heads]
+        query = _cell_means(qkv.query[b, :, h], q_blocks, block // n_q, of_sample)
+        key = _cell_means(of_group, k_blocks, block // n_k, of_sample)
         for i, rows in enumerate(query):
             scores = [
                 torch.logsumexp(

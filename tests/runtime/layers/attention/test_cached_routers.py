@@ -129,6 +129,15 @@ CASES = {
         pieces(64),
         partial(above, topk=0.4, neighbours=0),
     ),
+    "sol in tiles by cells": (
+        "sol_attn",
+        {
+            **SOL, "tile_size": [2, *TILE], "router": "subblock", "topk_ratio": 0.4,
+            "neighbours": 0, "tail": "none",
+        },
+        IN_TILES,
+        share(by_cells, lambda num: max(1, round(0.4 * num)), own=True, block=32),
+    ),
     "cube, with a tail": ("cube_sparse_attn", {**CUBE, "tail": "pooled"}, IN_TILES, BEST_CUBES),
     "nabla": (
         "nabla_attn",
@@ -192,6 +201,7 @@ KEPT_IN_ROWS = ("sol in rows", "sparge", "pisa", "subblock", "vmoba by chunk", "
 QUICK = (
     "cube",
     "sol in tiles, with its tail",
+    "sol in tiles by cells",
     "sol in rows, with its tail",
     "nabla",
     "pisa without first order, with its tail",
@@ -251,12 +261,6 @@ def test_a_method_chooses_among_the_blocks_of_a_cache_by_its_own_rule(name):
 REFUSED = [
     ("sol_attn", {**SOL, "sink_tokens": 5}, True, "`sink_tokens` are places in one sequence"),
     ("sol_attn", SOL, True, "its blocks are 64 tokens as they came, and the cache keeps tiles"),
-    (
-        "sol_attn",
-        {**SOL, "router": "subblock", "topk_ratio": 0.5},
-        False,
-        "router subblock ranks the blocks of one call",
-    ),
     (
         "cube_sparse_attn",
         {},

@@ -151,12 +151,8 @@ class SolRouter(Router[SolConfig]):
 
     def limits(self, settings: SolConfig) -> Limits:
         """A sink is a place in one sequence."""
-        cache = None
-        if settings.sink_tokens:
-            cache = "`sink_tokens` are places in one sequence; the cache has a sink of its own"
-        elif settings.router == "subblock":
-            cache = "router subblock ranks the blocks of one call"
-        return Limits(cache=cache)
+        reason = "`sink_tokens` are places in one sequence; the cache has a sink of its own"
+        return Limits(cache=reason if settings.sink_tokens else None)
 
 
 def _sink(config: SolConfig, stats: BlockStats) -> torch.Tensor:
