@@ -203,7 +203,12 @@ WRONG = {
     "nothing": (saying(budget=Budget(0, 9)), r"`budget\(\)` of SaidRouter must be a Budget"),
     "too many": (saying(budget=Budget(10, 10)), "must be a Budget that keeps 1 to 9 blocks"),
     "no budget of keys": (saying(KeysRouter, budget=None), "must be a Budget that keeps"),
-    "none": (saying(choose=None), r"must be a tensor \[B, H, 9, 2\], got None"),
+    "two axes": (saying(cut=Cut((2, 2))), r"`cut\(\)` of SaidRouter must be Cut"),
+    "none": (saying(choose=None), r"must be a tensor \[1, 2, 9, 2\], got None"),
+    "heads": (
+        chosen(lambda stats, b: stats.best(b.kept)[:, :1].expand(-1, 3, -1, -1)),
+        r"must be a tensor \[1, 2, 9, 2\], got torch.int32 \[1, 3, 9, 2\]",
+    ),
     "one head": (chosen(lambda stats, b: stats.best(b.kept)[0]), r"got torch.int32 \[2, 9, 2\]"),
     "narrow": (chosen(lambda stats, b: stats.best(1)), r"got torch.int32 \[1, 2, 9, 1\]"),
     "time of keys": (
