@@ -125,9 +125,10 @@ def _nearby(widths: Window, stats: BlockStats) -> torch.Tensor:
     assert stats.order is not None, "tiles are cut"
     _, high, wide = stats.order.tiles
     rows, tiles = stats.in_time()
-    found = (rows[:, None] // (high * wide) - tiles // (high * wide)).abs() <= widths[0] // 2
-    found &= (rows[:, None] // wide % high - tiles // wide % high).abs() <= widths[1] // 2
-    found &= (rows[:, None] % wide - tiles % wide).abs() <= widths[2] // 2
+    times, heights, sides = (min(width // 2, stats.num) for width in widths)
+    found = (rows[:, None] // (high * wide) - tiles // (high * wide)).abs() <= times
+    found &= (rows[:, None] // wide % high - tiles // wide % high).abs() <= heights
+    found &= (rows[:, None] % wide - tiles % wide).abs() <= sides
     return found
 
 
