@@ -183,7 +183,7 @@ def dense() -> Chain:
 
 def sliding_tiles() -> Chain:
     """Return the chain of a sparse layer on one device."""
-    scope = asking_for("sliding_tile_attn", window=(3, 3, 3))
+    scope = asking_for("sliding_tile_attn", window=(1, 1, 1))
     layer = LocalAttention(HEADS, HEAD_SIZE, scope=scope)
     qkv = inputs(GRID[0] * GRID[1] * GRID[2])
     with set_forward_context(20, latent_grid=GRID):
