@@ -55,7 +55,7 @@ class Cache:
 
         Args:
             pipe: the pipeline, which tells its timestep.
-            num_steps: denoising steps of the run, where the cache wants to know and nobody said.
+            num_steps: denoising steps of the run, where the cache is to know and was not told.
 
         Raises:
             UsageError: diffusers refuses the parameters.

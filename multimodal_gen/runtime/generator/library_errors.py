@@ -1,6 +1,6 @@
 """What libraries raise, said in one line: which component, which file or option, and their message.
 
-A model folder is trusted as far as diffusers trusts it: what is wrong with it is found by whoever
+A model folder is trusted as far as diffusers trusts it: what is wrong with it is found by whatever
 reads it, and told here. Only errors of this package, which say all already, and defects, which
 keep their traceback, pass as they are.
 """

@@ -229,7 +229,7 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
 def _check_kept(
     pipe: Any, lora: Lora, given: dict[str, torch.Tensor], held: dict[str, torch.Tensor]
 ) -> None:
-    """Refuse a file with tensors beside those of low rank that diffusers did not take.
+    """Refuse a file with tensors other than those of low rank that diffusers did not take.
 
     Such are the magnitudes of DoRA and changes of whole weights. Zeros change nothing.
 

@@ -14,7 +14,7 @@ from multimodal_gen.errors import UsageError, nearest, short
 from multimodal_gen.runtime.generator.signatures import arguments_of
 
 LIBRARIES: Final = ("diffusers", "transformers")
-"""Libraries that components may be of, beside the modules of `diffusers.pipelines`."""
+"""Libraries that components may be of, next to the modules of `diffusers.pipelines`."""
 
 DENOISERS: Final = ("transformer", "unet")
 """What the names of components that denoise begin with."""

@@ -258,7 +258,7 @@ def _encoder(path: Path, data: Any, fps: int, *options: str) -> Any:
         codec="libx264",
         quality=8,
         macro_block_size=1,
-        ffmpeg_log_level="quiet",  # what is wrong is told by whoever reads the video back
+        ffmpeg_log_level="quiet",  # what is wrong is told where the video is read back
         output_params=list(options),
     )
 
@@ -281,7 +281,7 @@ class GrowingVideo:
     """An MP4 in fragments, which plays while it is written, and wherever writing ends.
 
     It gets its name with the first frames: the target's, or a free one in its folder. So that it is
-    never without a record, one that says it was interrupted lies beside it until it is done.
+    never without a record, one that says it was interrupted is there until it is done.
 
     Args:
         target: where to write.

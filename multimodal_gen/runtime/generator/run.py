@@ -110,7 +110,7 @@ class Generated:
         fps: frames per second of a video, or None.
         record: versions, arguments, timings and the attention report, as JSON data.
         media: the files of images or videos; none where nothing was to be written.
-        record_path: the JSON file beside them, or None.
+        record_path: the JSON file next to them, or None.
         latents_path: the file with the last latents, or None.
         attention_path: the file with what the attention ran on, or None.
         seed: seed of the noise.
@@ -178,7 +178,7 @@ def find_done(asked: Sequence[ServerArgs]) -> tuple[Path | None, ...]:
     """Return the record of each generation whose output is there already, or None.
 
     A record counts where it has the arguments of the generation, and the files that it names are
-    beside it. A generation without a seed finds one of any seed; no record counts twice.
+    next to it. A generation without a seed finds one of any seed; no record counts twice.
 
     Args:
         asked: the arguments of each generation.
@@ -444,7 +444,7 @@ def _target(index: PipelineIndex, args: ServerArgs) -> OutputTarget:
     except UsageError:
         raise
     except (OSError, RuntimeError, ValueError) as error:
-        # Too long, a loop of links, in the home of nobody, or with characters that no name has.
+        # Too long, a loop of links, in the home of no user, or with characters that no name has.
         raise UsageError(
             f"--output-path must be a file or folder that can be made, got {short(str(path))} "
             f"({getattr(error, 'strerror', None) or error})"
