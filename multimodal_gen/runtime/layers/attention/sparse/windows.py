@@ -33,9 +33,9 @@ def tiles_of(grid: Window, tile: Window) -> Window:
 def effective_window(window: Window, tiles: Window) -> Window:
     """Return how many tiles a window really keeps along each axis of a grid of `tiles`."""
     return (
-        _width(window[0], tiles[0]),
-        _width(window[1], tiles[1]),
-        _width(window[2], tiles[2]),
+        kept_width(window[0], tiles[0]),
+        kept_width(window[1], tiles[1]),
+        kept_width(window[2], tiles[2]),
     )
 
 
@@ -66,10 +66,10 @@ def pair_density(window: Window, grid: Window, tile: Window) -> float:
     density = 1.0
     for wanted, size, step in zip(window, grid, tile, strict=True):
         lengths = [min(step, size - start) for start in range(0, size, step)]
-        width = _width(wanted, len(lengths))
+        width = kept_width(wanted, len(lengths))
         pairs = sum(
             length * sum(lengths[first : first + width])
-            for length, first in zip(lengths, _firsts(width, len(lengths)), strict=True)
+            for length, first in zip(lengths, first_kept(width, len(lengths)), strict=True)
         )
         density *= pairs / size**2
     return density
@@ -82,7 +82,7 @@ def kept_indices(window: Window, tiles: Window, device: torch.device | str = "cp
         int32 [N, K], strictly increasing along every row.
     """
     ranges = [
-        _ranges(_width(w, n), n, device) for w, n in zip(window, tiles, strict=True)
+        _ranges(kept_width(w, n), n, device) for w, n in zip(window, tiles, strict=True)
     ]  # each [n, width]
     time, height, width = ranges
     rows = time[:, None, None, :, None, None] * tiles[1] + height[:, None, None, :, None]
@@ -97,12 +97,14 @@ def kept_map(window: Window, tiles: Window, device: torch.device | str = "cpu") 
     return torch.zeros(num, num, dtype=torch.bool, device=device).scatter_(1, listed.long(), True)
 
 
-def _width(window: int, tiles: int) -> int:
+def kept_width(window: int, tiles: int) -> int:
+    """Return how many of the tiles along an axis a window keeps."""
     # An even window below the axis keeps one more; below the axis, so that still fits.
     return tiles if window >= tiles else window | 1
 
 
-def _firsts(width: int, tiles: int) -> list[int]:
+def first_kept(width: int, tiles: int) -> list[int]:
+    """Return the first tile that each one along an axis keeps of so many."""
     return [min(max(i - width // 2, 0), tiles - width) for i in range(tiles)]
 
 
