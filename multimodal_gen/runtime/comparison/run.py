@@ -54,7 +54,7 @@ from multimodal_gen.runtime.generator import output
 from multimodal_gen.runtime.generator.cache import cached
 from multimodal_gen.runtime.generator.denoise import Denoised, denoise
 from multimodal_gen.runtime.generator.index import PipelineIndex
-from multimodal_gen.runtime.generator.library_errors import out_of_memory_explained
+from multimodal_gen.runtime.generator.library_errors import out_of_memory_explained, told_of_run
 from multimodal_gen.runtime.generator.load import denoisers
 from multimodal_gen.runtime.generator.quiet import without
 from multimodal_gen.runtime.generator.sampling import (
@@ -447,7 +447,7 @@ class Comparison:
         width, height = output_size(self._pipe, self._index, args)
         shown = Described(prompt=args.prompt or "", width=width, height=height)
         call = prepare_call(self._pipe, self._index, args)
-        with describe_generation(shown):
+        with told_of_run(self._pipe), describe_generation(shown):
             return denoise(self._pipe, call, meter.timings, *([] if steps is None else [steps]))
 
 

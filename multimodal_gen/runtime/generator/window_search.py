@@ -15,7 +15,7 @@ from multimodal_gen.files import require_writable
 from multimodal_gen.runtime.generator.denoise import Timings, denoise
 from multimodal_gen.runtime.generator.index import PipelineIndex
 from multimodal_gen.runtime.generator.inputs import read_inputs
-from multimodal_gen.runtime.generator.library_errors import out_of_memory_explained
+from multimodal_gen.runtime.generator.library_errors import out_of_memory_explained, told_of_run
 from multimodal_gen.runtime.generator.load import load_pipeline, pick_device, pick_dtype
 from multimodal_gen.runtime.generator.run import Handle
 from multimodal_gen.runtime.generator.sampling import check_arguments, output_size, prepare_call
@@ -114,7 +114,8 @@ class WindowSearch:
                     if "output_type" in arguments:
                         arguments["output_type"] = "latent"  # the losses are all that is wanted
                     recorder, timings = LossRecorder(self._windows), Timings(device)
-                    with record_into(recorder), timings.phase("search"):
+                    told = told_of_run(pipe)
+                    with record_into(recorder), timings.phase("search"), told:
                         denoise(pipe, replace(call, arguments=arguments), timings)
                     file, found = self._write(prompt, recorder, output_size(pipe, index, args))
                     yield Searched(file=file, found=found, seconds=timings.phases["search"])
