@@ -76,7 +76,7 @@ def not_told() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        setattr(error, _CALLERS, True)
+        BaseException.__setattr__(error, _CALLERS, True)  # its class may refuse any
         raise
 
 
