@@ -3,13 +3,14 @@
 import hashlib
 import inspect
 import json
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from multimodal_gen.errors import first_line
+from multimodal_gen.errors import first_line, short
 from multimodal_gen.runtime.generator.index import (
     PipelineIndex,
     class_of,
@@ -20,6 +21,8 @@ from multimodal_gen.runtime.generator.index import (
 from multimodal_gen.runtime.generator.library_errors import told
 from multimodal_gen.runtime.generator.load import pick_dtype
 from multimodal_gen.runtime.generator.model_folder import DENOISERS
+
+_MOST_LAYERS = 10_000
 
 
 def model_identity(model_path: str) -> dict[str, str]:
@@ -142,10 +145,20 @@ def _build(model_path: str, name: str, library: str, class_name: str) -> Any:
             return None
         if library == "diffusers":
             config = cls.load_config(model_path, subfolder=name)
+            _check_layers(config)
             with init_empty_weights():
                 return cls.from_config(config)
+        config = _transformers_config(cls, model_path, name)
+        _check_layers(config.to_dict())
         with init_empty_weights():
-            return cls(_transformers_config(cls, model_path, name))
+            return cls(config)
+
+
+def _check_layers(config: Mapping[str, Any]) -> None:
+    """Refuse more layers than could be built, which would take for ever."""
+    for key, value in config.items():
+        if "layers" in key and isinstance(value, int) and value > _MOST_LAYERS:
+            raise ValueError(f"{key} must be at most {_MOST_LAYERS}, got {short(value)}")
 
 
 def _transformers_config(cls: Any, model_path: str, name: str) -> Any:

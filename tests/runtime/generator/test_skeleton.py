@@ -77,6 +77,14 @@ def test_a_config_that_does_not_fit_is_named(tmp_path) -> None:
         load_skeleton(PipelineIndex.read(str(tmp_path)), "auto", CPU)
 
 
+def test_more_layers_than_can_be_built_are_refused(tiny_pipeline, tmp_path) -> None:
+    folder = shutil.copytree(tiny_pipeline("wan"), tmp_path / "wan")
+    config = folder / "transformer" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "num_layers": 10**19}))
+    with pytest.raises(UsageError, match=r"component transformer of .* num_layers must be at most"):
+        load_skeleton(PipelineIndex.read(str(folder)), "auto", CPU)
+
+
 @pytest.mark.parametrize("named", [0, {"a": 1}])
 def test_a_scheduler_whose_config_names_no_class_is_named(tiny_pipeline, tmp_path, named) -> None:
     folder = shutil.copytree(tiny_pipeline("wan"), tmp_path / "wan")
