@@ -252,7 +252,7 @@ def _encoder(path: Path, data: Any, fps: int, *options: str) -> Any:
     height, width = data.shape[1:3]
     # A macro block size of 1 keeps ffmpeg from rescaling to a multiple of 16.
     return imageio_ffmpeg.write_frames(
-        str(path),
+        str(path.absolute()),  # a name in front may start with a dash, as an option does
         (width, height),
         fps=fps,
         codec="libx264",
