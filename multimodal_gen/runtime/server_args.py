@@ -35,6 +35,7 @@ QUANTIZATIONS = ("bnb-nf4", "bnb-int8", "torchao-int8", "torchao-fp8", "torchao-
 """Ways to quantise the weights of a component while they are loaded; files in GGUF are another."""
 
 
+_MOST_PIXELS = 16384**2
 _ranks = partial(Setting, loading=True, metavar="N", ge=1, le=65536)
 
 
@@ -521,11 +522,7 @@ class ServerArgs:
             raise ConfigError(
                 f"--offload-folder needs --offload block or leaf, got --offload {self.offload}"
             )
-        if self.sigmas is not None and self.num_inference_steps not in (None, len(self.sigmas)):
-            raise ConfigError(
-                f"--sigmas must have as many numbers as --num-inference-steps "
-                f"{self.num_inference_steps}, got {len(self.sigmas)}; leave one of them out"
-            )
+        self._check_sizes()
         if self.cache is not None and self.enable_torch_compile:
             raise ConfigError(
                 f"--cache must not be given with --enable-torch-compile, which compiles blocks as "
@@ -541,6 +538,18 @@ class ServerArgs:
             raise ConfigError(
                 f"--check-attention needs --record-attention, the file for what it finds, got "
                 f"--check-attention {self.check_attention} alone; add it"
+            )
+
+    def _check_sizes(self) -> None:
+        if (self.height or 1) * (self.width or 1) > _MOST_PIXELS:
+            raise ConfigError(
+                f"--height times --width must be at most {_MOST_PIXELS}, which is 16384 by 16384, "
+                f"got {self.height} by {self.width}"
+            )
+        if self.sigmas is not None and self.num_inference_steps not in (None, len(self.sigmas)):
+            raise ConfigError(
+                f"--sigmas must have as many numbers as --num-inference-steps "
+                f"{self.num_inference_steps}, got {len(self.sigmas)}; leave one of them out"
             )
 
     def _check_stream(self) -> None:

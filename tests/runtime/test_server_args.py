@@ -289,3 +289,9 @@ def test_arbitrary_component_text_is_read_or_refused(text):
     except ConfigError:
         return
     assert all("-" not in key and key for key in found)
+
+
+def test_frames_of_more_pixels_than_a_model_could_make_are_refused() -> None:
+    assert ServerArgs(model_path="m", height=16384, width=16384).width == 16384
+    with pytest.raises(ConfigError, match=r"--height times --width must be at most 268435456"):
+        ServerArgs(model_path="m", height=65536, width=65536)
