@@ -4,7 +4,6 @@ import hashlib
 import inspect
 import json
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -140,9 +139,10 @@ def _build(model_path: str, name: str, library: str, class_name: str) -> Any:
         )
     ):
         if not issubclass(cls, torch.nn.Module):
-            with suppress(OSError):  # it has no config
-                return cls.from_pretrained(model_path, subfolder=name)
-            return None
+            folder = Path(model_path)
+            if folder.is_dir() and not (folder / name / cls.config_name).is_file():
+                return None  # it has no config
+            return cls.from_pretrained(model_path, subfolder=name)
         if library == "diffusers":
             config = cls.load_config(model_path, subfolder=name)
             _check_layers(config)

@@ -94,6 +94,16 @@ def test_a_scheduler_whose_config_names_no_class_is_named(tiny_pipeline, tmp_pat
         load_skeleton(PipelineIndex.read(str(folder)), "auto", CPU)
 
 
+def test_a_scheduler_whose_config_is_cut_is_named(tiny_pipeline, tmp_path) -> None:
+    folder = shutil.copytree(tiny_pipeline("wan"), tmp_path / "wan")
+    config = folder / "scheduler" / "scheduler_config.json"
+    config.write_text(config.read_text()[:100])
+    with pytest.raises(UsageError, match=r"component scheduler of .* must have a config for "):
+        load_skeleton(PipelineIndex.read(str(folder)), "auto", CPU)
+    config.unlink()
+    assert load_skeleton(PipelineIndex.read(str(folder)), "auto", CPU).scheduler is None
+
+
 def test_a_pipe_in_place_of_an_index_is_none(tmp_path) -> None:
     os.mkfifo(tmp_path / "model_index.json")
     with pytest.raises(UsageError, match=r"with model_index\.json, got .* without one"):
