@@ -402,13 +402,14 @@ def by_cells(
     own: bool = False,
     token_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Keep the blocks whose cells match best together."""
+    """Keep the blocks whose cells match best together; cells are shares of the longest block."""
+    longest = min(block, max(map(len, q_blocks)))  # of a short chunk, less than of its keys
     batch, _, heads, size = qkv.query.shape
     chosen = torch.zeros(batch, heads, len(q_blocks), len(k_blocks), dtype=torch.bool)
     for b, h in product(range(batch), range(heads)):
         of_sample = None if token_mask is None else token_mask[b]
         of_group = qkv.key[b, :, h * qkv.key.shape[2] // heads]
-        query = _cell_means(qkv.query[b, :, h], q_blocks, block // n_q, of_sample)
+        query = _cell_means(qkv.query[b, :, h], q_blocks, longest // n_q, of_sample)
         key = _cell_means(of_group, k_blocks, block // n_k, of_sample)
         for i, rows in enumerate(query):
             scores = [
