@@ -136,6 +136,19 @@ def test_chunks_are_the_frames_of_the_whole_video(generator, whole) -> None:
     assert made.report.summary() == whole.report.summary()
 
 
+def test_a_stream_keeps_its_first_record_where_another_file_is_taken(generator, tmp_path) -> None:
+    report = tmp_path / "attention.json"
+    with pytest.raises(UsageError, match=r"record_attention must not exist yet, got .*meanwhile"):
+        generator.generate(
+            **{**HELIOS_CALL, "prompt": "a fox", "stream": True, "output_path": tmp_path / "a.mp4"},
+            record_attention=report,
+            on_chunk=lambda chunk: report.write_text("mine"),
+        )
+    assert {file.name for file in tmp_path.iterdir()} == {"a.mp4", "a.json", report.name}
+    assert json.loads((tmp_path / "a.json").read_text())["interrupted"] is True
+    assert report.read_text() == "mine"
+
+
 @pytest.mark.slow
 def test_nothing_of_a_stream_stays_with_the_pipeline(generator, whole) -> None:
     streamed(generator)

@@ -4,7 +4,8 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -508,7 +509,7 @@ def _save(
     while True:
         names = streamed or target.names(len(made.pixels))
         try:
-            with ending_signals_raise():
+            with ending_signals_raise(), _put_back(None if streamed is None else names.record):
                 return _write(target, made, timings, mark, also, names)
         except FileExistsError as error:
             taken = Path(error.filename2 or error.filename)
@@ -523,6 +524,18 @@ def _save(
             raise UsageError(
                 f"the output could not be written to {target.path}: {error}"
             ) from error
+
+
+@contextmanager
+def _put_back(path: Path | None) -> Iterator[None]:
+    """Give a file its content back where the block removes it and fails."""
+    held = path.read_bytes() if path is not None and path.is_file() else None
+    try:
+        yield
+    except BaseException:
+        if path is not None and held is not None and not path.exists():
+            path.write_bytes(held)
+        raise
 
 
 def _write(
