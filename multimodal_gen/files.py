@@ -157,14 +157,19 @@ class Staging:
     def __init__(self, *, overwrite: bool = False, mark: str = "") -> None:
         self._overwrite = overwrite
         self._mark = mark
-        self._moves: list[tuple[Path, Path]] = []
+        self._moves: list[tuple[Path, Path, bool]] = []
         self._temporaries: list[Path] = []
 
-    def path(self, final: Path) -> Path:
-        """Return the temporary path to write for `final`; it has the same suffix."""
+    def path(self, final: Path, *, overwrite: bool = False) -> Path:
+        """Return the temporary path to write for `final`; it has the same suffix.
+
+        Args:
+            final: the final name.
+            overwrite: replace this file even where others are not replaced.
+        """
         final.parent.mkdir(parents=True, exist_ok=True)
         temporary = self._temporary(final, _PARTIAL)
-        self._moves.append((temporary, final))
+        self._moves.append((temporary, final, overwrite or self._overwrite))
         return temporary
 
     def __enter__(self) -> "Staging":
@@ -179,8 +184,8 @@ class Staging:
         try:
             if error is None:
                 with ExitStack() as undo:
-                    for temporary, final in self._moves:
-                        self._place(temporary, final, undo)
+                    for move in self._moves:
+                        self._place(*move, undo)
                     undo.pop_all()
         finally:
             for temporary in self._temporaries:
@@ -191,8 +196,8 @@ class Staging:
         self._temporaries.append(temporary)
         return temporary
 
-    def _place(self, temporary: Path, final: Path, undo: ExitStack) -> None:
-        if not self._overwrite:
+    def _place(self, temporary: Path, final: Path, overwrite: bool, undo: ExitStack) -> None:
+        if not overwrite:
             _rename_to_free(temporary, final)
             undo.callback(final.unlink, missing_ok=True)
             return

@@ -4,8 +4,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -509,7 +508,7 @@ def _save(
     while True:
         names = streamed or target.names(len(made.pixels))
         try:
-            with ending_signals_raise(), _put_back(None if streamed is None else names.record):
+            with ending_signals_raise():
                 return _write(target, made, timings, mark, also, names)
         except FileExistsError as error:
             taken = Path(error.filename2 or error.filename)
@@ -524,18 +523,6 @@ def _save(
             raise UsageError(
                 f"the output could not be written to {target.path}: {error}"
             ) from error
-
-
-@contextmanager
-def _put_back(path: Path | None) -> Iterator[None]:
-    """Give a file its content back where the block removes it and fails."""
-    held = path.read_bytes() if path is not None and path.is_file() else None
-    try:
-        yield
-    except BaseException:
-        if path is not None and held is not None and not path.exists():
-            path.write_bytes(held)
-        raise
 
 
 def _write(
@@ -569,10 +556,10 @@ def _write(
             "timings_s": timings.as_dict(),
             "notes": list(notes),
         }
-        for path, each in {names.record: record, **also}.items():
+        # A video that was streamed has a record, that of one which is not done.
+        output.write_record(record, staging.path(names.record, overwrite=not made.pixels))
+        for path, each in also.items():
             output.write_record(each, staging.path(path))
-        if not made.pixels:
-            names.record.unlink(missing_ok=True)  # that of a video which is not done
     return replace(
         made,
         record=record,
