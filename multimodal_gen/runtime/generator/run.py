@@ -30,7 +30,7 @@ from multimodal_gen.runtime.generator.denoise import (
     produced,
 )
 from multimodal_gen.runtime.generator.index import PipelineIndex
-from multimodal_gen.runtime.generator.inputs import as_typed, read_inputs
+from multimodal_gen.runtime.generator.inputs import INPUTS, as_typed, read_inputs
 from multimodal_gen.runtime.generator.library_errors import (
     not_told,
     out_of_memory_explained,
@@ -158,10 +158,14 @@ def prepare(
     settled, targets = [], []
     sized = any(args.height is not None or args.width is not None for args in asked)
     bare = without_weights(index) if sized else None
+    read: list[list[object]] = []
     for args in asked:
         try:
             settled.append(_checked(index, args))
-            read_inputs(index, args)
+            given = [getattr(args, name) for name in (*INPUTS, "pipeline_arg")]
+            if given not in read:  # the prompts of a file share theirs
+                read_inputs(index, args)
+                read.append(given)
             if bare is not None:
                 check_sizes(bare, args)
             if is_main_rank():
