@@ -57,21 +57,20 @@ def _all_configurations() -> Iterator[tuple[str, str]]:
         middle = budgets[STUDY["middle"]]
         for variant, more in STUDY["variants"].items():
             changed = given["advice"] if variant == "dense first" else more
-            if changed.keys() <= _parameters(backend):
+            if changed.keys() <= _parameters(backend) - set(given.get("without", ())):
                 settings = {**base, **middle, **changed}
                 yield f"{backend} {_short(middle)}, {variant}", _text(backend, settings)
 
 
 def _parameters(backend: str) -> set[str]:
-    """Return the parameters of a method that the study may vary."""
+    """Return the names of a method's parameters."""
     from multimodal_gen.runtime.layers.attention.backends.registry import backends_of
     from multimodal_gen.runtime.layers.attention.config import parameters_of
     from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
     (found,) = backends_of(AttentionBackendEnum.parse(backend))
     assert found.config_cls is not None
-    known = set(parameters_of(found.config_cls))
-    return known - {"tail"} if backend == "pisa_attn" else known
+    return set(parameters_of(found.config_cls))
 
 
 def _short(settings: Mapping[str, Any]) -> str:
