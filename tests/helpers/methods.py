@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 
 from multimodal_gen.kernels.select.row_reference import Rule
-from multimodal_gen.runtime.layers.attention.sparse.windows import kept_map
 from multimodal_gen.runtime.managers.forward_context import TextSpan
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from tests.helpers.inputs import QKV
@@ -29,6 +28,7 @@ from tests.helpers.sparse import (
     best_blocks,
     block_inputs,
     joint_mask,
+    kept_map,
     pair_mask,
     run_sparse,
     text_places,

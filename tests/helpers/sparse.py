@@ -21,6 +21,7 @@ from multimodal_gen.runtime.layers.attention.config import build_config
 from multimodal_gen.runtime.layers.attention.request import LayerSite
 from multimodal_gen.runtime.layers.attention.scope import BackendPreference, SelectionScope, Source
 from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import KeptPairs
+from multimodal_gen.runtime.layers.attention.sparse.windows import Window, kept_indices
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 from tests.helpers.inputs import QKV, make_qkv
@@ -307,3 +308,10 @@ def assert_same_gradients(
     wanted = torch.autograd.grad(definition(*doubles), doubles, upstream.double())
     for mine, exact in zip(found, wanted, strict=True):
         torch.testing.assert_close(mine.double(), exact, rtol=1e-3, atol=1e-4)
+
+
+def kept_map(window: Window, tiles: Window) -> torch.Tensor:
+    """Return whether query tile i attends to key tile j by a window's lists: bool [N, N]."""
+    num = math.prod(tiles)
+    listed = kept_indices(window, tiles).long()
+    return torch.zeros(num, num, dtype=torch.bool).scatter_(1, listed, True)

@@ -90,13 +90,6 @@ def kept_indices(window: Window, tiles: Window, device: torch.device | str = "cp
     return listed.reshape(tiles[0] * tiles[1] * tiles[2], -1)
 
 
-def kept_map(window: Window, tiles: Window, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Return whether query tile i attends to key tile j: bool [N, N]."""
-    num = tiles[0] * tiles[1] * tiles[2]
-    listed = kept_indices(window, tiles, device)
-    return torch.zeros(num, num, dtype=torch.bool, device=device).scatter_(1, listed.long(), True)
-
-
 def kept_width(window: int, tiles: int) -> int:
     """Return how many of the tiles along an axis a window keeps."""
     # An even window below the axis keeps one more; below the axis, so that still fits.

@@ -9,13 +9,13 @@ from multimodal_gen.runtime.layers.attention.sparse.windows import (
     effective_window,
     is_full,
     kept_indices,
-    kept_map,
     pair_density,
     tile_count,
     tile_density,
     tiles_of,
 )
 from tests.helpers.block_plans import tile_lists
+from tests.helpers.sparse import kept_map
 
 SIZES = st.tuples(*[st.integers(1, 6)] * 3)
 WINDOWS = st.tuples(*[st.integers(1, 8)] * 3)

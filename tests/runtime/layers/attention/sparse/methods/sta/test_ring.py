@@ -15,13 +15,13 @@ from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import shards_of
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout
 from multimodal_gen.runtime.layers.attention.sparse.windows import (
     effective_window,
-    kept_map,
     tiles_of,
 )
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.server_args import ServerArgs
 from tests.helpers.inputs import make_qkv
 from tests.helpers.processes import own
+from tests.helpers.sparse import kept_map
 
 GRID, TILE = (10, 3, 5), (2, 2, 2)
 LENGTHS = (43, 20, 51, 36)
