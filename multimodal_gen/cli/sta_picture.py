@@ -57,7 +57,7 @@ def draw(strategy: "Strategy", tiles: "Window", path: Path) -> None:
     style = {"aspect": "auto", "interpolation": "nearest"}
     top.imshow(pixels, cmap=ListedColormap(colours), vmin=0, vmax=len(windows) - 0.5, **style)
     top.set_xticks([layer * heads - 0.5 for layer in range(strategy.num_layers)], [])
-    top.yaxis.get_major_locator().set_params(integer=True)
+    top.yaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     top.set_xlabel(f"{strategy.num_layers} layers of {heads} heads")
     top.set_ylabel(f"{strategy.num_steps} steps")
     for window, colour, axes in zip(named, colours, legend, strict=False):
