@@ -1,4 +1,9 @@
+#!/usr/bin/env python3
 """How much of a caption a clip holds, read from its pixels without a network.
+
+    python scripts/shapes/score.py CAPTION VIDEO [VIDEO ...]
+
+prints that of each video, and how far the others are from the first.
 
 `score` finds the shapes of a clip by their hue, as grounds are grey, and reads kind, motion and
 speed from the area that each covers over the frames. What it reads is compared with what the
@@ -7,9 +12,13 @@ colour is there, its kind, its motion, and its speed where one is said. The scor
 facts that hold.
 """
 
+import argparse
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -167,3 +176,51 @@ def _word(step: Floats) -> str:
     """Return the direction of a step."""
     axis = int(np.abs(step).argmax())
     return (("left", "right"), ("up", "down"))[axis][int(step[axis] > 0)]
+
+
+def psnr(video: Floats, reference: Floats) -> float:
+    """Return how near a clip is to another in decibels; infinite where they are the same."""
+    with np.errstate(divide="ignore"):
+        return float(-10 * np.log10(np.mean(np.square(video - reference))))
+
+
+def _read(path: Path) -> Floats:
+    """Return the clip of a file.
+
+    Raises:
+        ValueError: it holds none.
+    """
+    from imageio_ffmpeg import get_ffmpeg_exe
+
+    words = [get_ffmpeg_exe(), "-v", "error", "-i", path, "-f", "image2pipe", "-c:v", "ppm", "-"]
+    done = subprocess.run(words, capture_output=True)
+    header = re.match(rb"P6\n(\d+) (\d+)\n255\n", done.stdout)
+    if header is None:
+        said = done.stderr.decode().strip().rpartition("\n")[2]
+        raise ValueError(f"{path} must be a video: {said or 'it has no frame'}")
+    width, height = map(int, header.groups())
+    frames = np.frombuffer(done.stdout, np.uint8).reshape(-1, header.end() + 3 * width * height)
+    return as_array(frames[:, header.end() :].reshape(-1, height, width, 3))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("caption", help="what the videos should show")
+    parser.add_argument("videos", type=Path, nargs="+", help="the first is the reference")
+    given = parser.parse_args(argv)
+    try:
+        first, *others = clips = [_read(path) for path in given.videos]
+        scores = [score(clip, given.caption) for clip in clips]
+    except ValueError as error:
+        parser.error(str(error))
+    if any(clip.shape != first.shape for clip in others):
+        parser.error("videos must have the same size and length")
+    for path, found, clip in zip(given.videos, scores, clips, strict=True):
+        apart = "" if clip is first else f", PSNR {psnr(clip, first):.1f} dB from {given.videos[0]}"
+        print(f"{path}: {found:.0%} of the caption{apart}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

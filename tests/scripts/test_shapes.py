@@ -2,6 +2,8 @@
 
 import importlib
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -87,6 +89,30 @@ def test_a_speed_that_the_caption_does_not_say_is_no_fact(shapes) -> None:
 def test_a_caption_without_a_shape_is_refused(shapes) -> None:
     with pytest.raises(ValueError, match="must name a shape, got 'a fox'"):
         shapes[1].score(shapes[2][0], "a fox")
+
+
+def test_videos_are_compared_with_their_caption_and_the_first(shapes, tmp_path, capsys) -> None:
+    from multimodal_gen.runtime.generator.output import write_video
+
+    _, score, videos, captions = shapes
+    paths = [str(tmp_path / f"{name}.mp4") for name in ("whole", "frozen")]
+    for path, clip in zip(paths, (videos[0], videos[0][:1].repeat(FRAMES, 0)), strict=True):
+        write_video(clip, Path(path), fps=8)
+    assert score.main([captions[0], *paths]) == 0
+    whole, frozen = capsys.readouterr().out.splitlines()
+    assert whole == f"{paths[0]}: 100% of the caption"
+    told = rf"{paths[1]}: (\d+)% of the caption, PSNR (\S+) dB from {paths[0]}"
+    found = re.fullmatch(told, frozen)
+    assert int(found[1]) < 100
+    wanted = score.psnr(videos[0][:1].repeat(FRAMES, 0), videos[0])
+    assert float(found[2]) == pytest.approx(wanted, abs=0.5)
+    assert score.psnr(videos[0], videos[0]) == math.inf
+
+
+def test_a_video_that_is_not_there_is_one_line(shapes, capsys) -> None:
+    with pytest.raises(SystemExit):
+        shapes[1].main(["a red ball moves up over a plain ground", "nowhere.mp4"])
+    assert "nowhere.mp4 must be a video: " in capsys.readouterr().err
 
 
 def test_a_model_is_trained_in_pieces_and_saved(tmp_path, monkeypatch, capsys) -> None:
