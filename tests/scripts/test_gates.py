@@ -132,17 +132,20 @@ def test_the_test_script_passes_its_arguments_to_pytest(checkout: Path) -> None:
     assert result.stdout.endswith("-k two words -x\n")
 
 
-def test_the_demo_makes_a_model_and_generates_with_it(checkout: Path) -> None:
+def test_the_demo_generates_twice_and_compares(checkout: Path) -> None:
     _write_script(checkout / "bin" / "sglang", 'echo "sglang $*"')
     helper = checkout / "scripts" / "_environment.sh"
     helper.write_text(helper.read_text() + f'ENVIRONMENT="{checkout}"\n')
-    result = _run(checkout / "scripts" / "demo", "--seed", "3")
+    result = _run(checkout / "scripts" / "demo", "--fps", "8")
     assert result.returncode == 0, result.stderr
-    made, generated = result.stdout.splitlines()
-    assert made == "ran scripts/make_tiny_model.py wan outputs/tiny-wan"
-    assert generated.startswith("sglang generate --model-path outputs/tiny-wan ")
-    assert "--backend sglang" in generated
-    assert generated.endswith("--seed 3")
+    dense, sparse, compared = result.stdout.splitlines()
+    for line in (dense, sparse):
+        assert line.startswith("sglang generate --model-path scripts/shapes/small ")
+        assert " --fps 8 " in line
+    assert dense.endswith(" --output-path outputs/dense.mp4 --attention-backend torch_sdpa")
+    assert " --output-path outputs/sparse.mp4 --attention-backend video_sparse_attn " in sparse
+    assert compared.startswith("ran scripts/shapes/score.py a red ball moves right ")
+    assert compared.endswith(" outputs/dense.mp4 outputs/sparse.mp4")
 
 
 @pytest.mark.parametrize(("test", "check", "status"), [(0, 0, 0), (1, 0, 1), (0, 1, 1), (1, 1, 1)])
