@@ -1,8 +1,8 @@
-"""The examples of README and docs run, page by page, with a tiny model in place of a large one.
+"""The examples of README and docs run, page by page, with a small model in place of a large one.
 
 Blocks of a page run in their order, in one namespace, and in a folder of their own. Of commands
-those run that need nothing but the tiny model of the first page; test_docs.py parses the others. A
-block that cannot run here says why in the line above it.
+those run that need nothing but the model in the repository; test_docs.py parses the others. A block
+that cannot run here says why in the line above it.
 """
 
 import contextlib
@@ -20,7 +20,8 @@ import torch
 from multimodal_gen.cli.main import main
 from tests.architecture.test_docs import REPOSITORY, commands, pages
 
-# What the first page makes, and others go on with.
+# What a checkout has, and what stands for a large model.
+SHAPES = "scripts/shapes/small"
 TINY = "outputs/tiny-wan"
 # What stands in examples, and what runs here.
 SMALLER = {
@@ -86,12 +87,12 @@ def runs(page: str, block: Block) -> bool:
 
 
 def is_run(words: list[str]) -> bool:
-    """Tell whether a command needs nothing but the tiny model."""
+    """Tell whether a command needs nothing but the model in the repository."""
     if words[0] not in ("sglang", "multimodal-gen"):
         return False
     if words[1:3] in (["attention", "list"], ["attention", "describe"]):
         return True
-    return "--model-path" in words and words[words.index("--model-path") + 1] == TINY
+    return "--model-path" in words and words[words.index("--model-path") + 1] == SHAPES
 
 
 def missing(excerpt: str, output: str) -> list[str]:
@@ -104,9 +105,10 @@ def missing(excerpt: str, output: str) -> list[str]:
 def folder(
     tiny_pipeline: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
-    """Be in a folder where the model of the first page lies, on a terminal of 100 columns."""
-    (tmp_path / TINY).parent.mkdir()
+    """Be in a folder where both models lie, on a terminal of 100 columns."""
     shutil.copytree(tiny_pipeline("wan"), tmp_path / TINY)
+    (tmp_path / SHAPES).parent.mkdir(parents=True)
+    (tmp_path / SHAPES).symlink_to(REPOSITORY / SHAPES)
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.chdir(tmp_path)
     before = torch.is_grad_enabled()
@@ -147,17 +149,6 @@ def test_every_example_of_a_page_runs_and_prints_what_it_shows(page: str) -> Non
             assert missing(block.text, printed) == [], printed
 
 
-def test_the_first_example_makes_its_model_and_runs_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    page = "docs/pages/start.md"
-    code = next(block.text for block in blocks_of(page) if block.language == "python")
-    for _ in range(2):
-        assert "transformer.self" in run_code(code, page, {})
-    assert (tmp_path / TINY / "model_index.json").is_file()
-
-
 def test_what_does_not_run_says_why() -> None:
     told = [
         block.reason
@@ -188,4 +179,4 @@ def test_blocks_are_told_apart() -> None:
     assert first.reason == "needs a GPU"
     assert (second.language, second.reason) == ("bash", "")
     assert not is_run(["sglang", "generate", "--model-path", "m"])
-    assert is_run(["sglang", "attention", "explain", "--model-path", TINY])
+    assert is_run(["sglang", "attention", "explain", "--model-path", SHAPES])
