@@ -1,5 +1,6 @@
 """The parts of the shapes model, of the real classes, and the pipeline folder that they make."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,3 +181,5 @@ def make_pipeline(tokenizer: Any, text_encoder: Any, vae: Any, transformer: Any)
 def save(pipeline: Any, folder: Path) -> None:
     """Write a pipeline folder with weights of 16 bits."""
     pipeline.to(dtype=torch.float16).save_pretrained(folder)
+    words = folder / "tokenizer" / "tokenizer.json"  # in ASCII, as all texts of the repository
+    words.write_text(json.dumps(json.loads(words.read_text("utf-8")), indent=2) + "\n")
