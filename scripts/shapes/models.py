@@ -69,13 +69,15 @@ SIZES = {
         heads=3, head_size=64, layers=6, ffn=512, text=96, latent=12, vae=16, patch=(1, 1, 1),
         stages=(Stage(frames=17, height=128, width=128, batch=64, clips=12_288, steps=18_000),),
     ),
-    # Its autoencoder is that of the small one; the last stage has the tokens of Wan's 480p.
+    # Its autoencoder is that of the small one. What captions mean is learnt on short, small clips,
+    # of which a step holds many; the last stage has the tokens of Wan's 480p.
     "large": Size(
         heads=3, head_size=128, layers=6, ffn=1024, text=128, latent=12, vae=16, patch=(1, 2, 2),
         stages=(
-            Stage(frames=33, height=240, width=416, batch=16, clips=4096, steps=10_000),
-            Stage(frames=49, height=352, width=608, batch=4, clips=1024, steps=3000),
-            Stage(frames=81, height=480, width=832, batch=2, clips=384, steps=2000),
+            Stage(frames=17, height=128, width=224, batch=64, clips=12_288, steps=20_000),
+            Stage(frames=33, height=240, width=416, batch=16, clips=4096, steps=4000),
+            Stage(frames=49, height=352, width=608, batch=4, clips=1024, steps=1500),
+            Stage(frames=81, height=480, width=832, batch=2, clips=384, steps=1200),
         ),
     ),
     "smoke": Size(
