@@ -58,7 +58,8 @@ PIXELS = 64 * 17 * 128 * 128  # that are drawn and encoded at once
 class Training:
     """Steps of AdamW with a warm-up and a cosine, an average of the weights, and a state on disk.
 
-    On a GPU a step is one CUDA graph: the models are so small that launches would take longer.
+    The optimiser's moments are not in the state: every run makes them anew, hence its warm-up. On a
+    GPU a step is one CUDA graph: the models are so small that launches would take longer.
 
     Args:
         modules: what is trained, by name.
@@ -91,6 +92,7 @@ class Training:
         self._since = 0
         if path.exists():
             self._load()
+        self._began = self.step
 
     def run(
         self,
@@ -160,7 +162,7 @@ class Training:
         return graph.replay
 
     def _schedule(self) -> float:
-        warm = min(1.0, (self.step + 1) / 200)
+        warm = min(1.0, (self.step - self._began + 1) / 200)
         return warm * 0.5 * (1 + math.cos(math.pi * self.step / self.steps))
 
     def _note(self, seconds: float) -> None:
@@ -178,19 +180,11 @@ class Training:
             print(f"step {self.step}: loss {loss:.4f}, {seconds:.0f} s", flush=True)
 
     def save(self) -> None:
-        """Write the state: weights, their average and the moments in 16 bits."""
+        """Write the state: weights and their average in 16 bits."""
         state = {
             "step": self.step,
             "weights": {key: value.detach().half().cpu() for key, value in self._named.items()},
             "average": {key: value.half().cpu() for key, value in self._average.items()},
-            "moments": {
-                key: {
-                    name: self._optimizer.state[value][name].bfloat16().cpu()
-                    for name in ("exp_avg", "exp_avg_sq")
-                }
-                for key, value in self._named.items()
-                if value in self._optimizer.state
-            },
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(state, self.path)
@@ -202,12 +196,6 @@ class Training:
             for key, value in self._named.items():
                 value.copy_(state["weights"][key])
                 self._average[key].copy_(state["average"][key])
-                moments = state["moments"].get(key)
-                if moments is not None:
-                    self._optimizer.state[value] = {
-                        "step": torch.tensor(float(self.step), device=DEVICE),
-                        **{name: moment.float() for name, moment in moments.items()},
-                    }
 
 
 def clips_of(stage: Stage, seed: int, count: int) -> tuple[list[Scene], torch.Tensor]:
