@@ -235,8 +235,9 @@ class ServerArgs:
         Setting(
             metavar="NAME:K=V",
             empty=False,
-            help="Step cache of diffusers, e.g. first_block:threshold=0.1: first_block, mag, "
-            "taylorseer, pyramid, faster, sea or text_kv, with the fields of its configuration. "
+            help="Step cache, e.g. first_block:threshold=0.1: diffusers' first_block, mag, "
+            "taylorseer, pyramid, faster, sea or text_kv, with the fields of its configuration, or "
+            "cross_attention, which is exact: keys and values of the text are computed once. "
             "Default: none.",
         ),
     ] = None

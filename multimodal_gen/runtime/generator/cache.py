@@ -1,7 +1,8 @@
-"""diffusers' step caches by name: `first_block:threshold=0.1`.
+"""Caches over denoising steps by name: `first_block:threshold=0.1`.
 
-A cache is a configuration class of diffusers; its fields are the keys. What only code can give, as
-callbacks, is given here.
+`cross_attention` is exact and our own; the others are diffusers'. Of these a cache is a
+configuration class, whose fields are the keys. What only code can give, as callbacks, is given
+here.
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 from multimodal_gen.errors import ConfigError, UsageError, nearest, short
 from multimodal_gen.files import MalformedError
 from multimodal_gen.runtime.distributed.groups import parallel_groups
+from multimodal_gen.runtime.generator.cross_attention_cache import layers_of_text, remember
 from multimodal_gen.runtime.generator.library_errors import told
 from multimodal_gen.settings import MismatchError, Parameter, text_as_mapping
 
@@ -30,7 +32,8 @@ CACHES = MappingProxyType(
         "text_kv": "TextKVCacheConfig",
     }
 )
-"""The caches by their names here, and the classes of diffusers that configure them."""
+"""diffusers' caches by their names here, and the classes that configure them."""
+CROSS_ATTENTION = "cross_attention"
 
 _TIMESTEP = "current_timestep_callback"
 _STEPS = "num_inference_steps"
@@ -41,7 +44,7 @@ class Cache:
     """A cache that was asked for.
 
     Attributes:
-        name: a key of `CACHES`.
+        name: a key of `CACHES`, or `CROSS_ATTENTION`.
         text: as it was asked for.
         parameters: fields of its configuration, in their types.
     """
@@ -84,10 +87,11 @@ def read_cache(text: str, *, name: str = "--cache") -> Cache:
     """
     given, _, rest = text.strip().partition(":")
     cache = given.strip().lower().replace("-", "_")
-    if cache not in CACHES:
+    names = (*CACHES, CROSS_ATTENTION)
+    if cache not in names:
         raise ConfigError(
-            f"{name} must be one of {', '.join(CACHES)}, got {short(given.strip())}"
-            f"{nearest(cache, CACHES)}"
+            f"{name} must be one of {', '.join(names)}, got {short(given.strip())}"
+            f"{nearest(cache, names)}"
         )
     try:
         values = text_as_mapping(rest)
@@ -119,7 +123,14 @@ def _parameters(cache: str, values: Mapping[object, object], name: str) -> dict[
     return found
 
 
+@dataclasses.dataclass(frozen=True)
+class _NoParameters:
+    """The configuration of a cache that has none."""
+
+
 def _config_class(cache: str) -> Any:
+    if cache == CROSS_ATTENTION:
+        return _NoParameters
     from diffusers import hooks
 
     return getattr(hooks, CACHES[cache])
@@ -187,6 +198,11 @@ class Skipped:
             undo.callback(setattr, reference, "original_forward", compute)
             undo.enter_context(module.register_forward_pre_hook(self._called))
 
+    def count(self, computed: bool) -> None:
+        """Note a call, and whether it was computed."""
+        self.calls += 1
+        self.computed += computed
+
     def _called(self, *call: Any) -> None:
         self.calls += 1
 
@@ -225,8 +241,22 @@ def cached(
     skipped = Skipped(cache.text)
     with ExitStack() as undo, told(partial(_misfit, type(pipe).__name__, cache)):
         for name, model in models.items():
+            if cache.name == CROSS_ATTENTION:
+                _remember_text(name, model, skipped, undo)
+                continue
             _enable(pipe, name, model, cache, num_steps, skipped, undo)
         yield skipped
+
+
+def _remember_text(name: str, model: Any, skipped: Skipped, undo: ExitStack) -> None:
+    layers = list(layers_of_text(model))
+    if not layers:
+        raise UsageError(
+            f"cache {CROSS_ATTENTION} must be used with a model that has cross-attention to its "
+            f"text, got {name} ({type(model).__name__}), which has none; leave it out"
+        )
+    for layer in layers:
+        remember(layer, undo, skipped.count)
 
 
 def _misfit(pipeline: str, cache: Cache, error: Exception) -> str:
