@@ -15,7 +15,7 @@ from typing import Any
 
 from multimodal_gen.errors import ConfigError, UsageError, short
 from multimodal_gen.runtime.comparison.score import Score, read_score
-from multimodal_gen.runtime.generator.cache import CACHES, Cache, read_cache
+from multimodal_gen.runtime.generator.cache import CACHE_NAMES, Cache, read_cache
 from multimodal_gen.runtime.layers.attention.config import config_as_dict, settings_text
 from multimodal_gen.runtime.layers.attention.scope import SelectionScope, scope_from
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
@@ -42,7 +42,7 @@ ONE_DEVICE = (
 """What a comparison on several ranks is told."""
 
 # A path may have a plus, too: behind one without a blank before it stands the name of a cache.
-_NAMES = "|".join(name.replace("_", "[-_]") for name in CACHES)
+_NAMES = "|".join(name.replace("_", "[-_]") for name in CACHE_NAMES)
 _CACHE = re.compile(rf"\s\+\s*(?=[A-Za-z])|\+\s*(?=(?:{_NAMES})\b)", re.IGNORECASE)
 _CLOSING: Mapping[str, str] = {"[": "]", "{": "}", "(": ")"}
 

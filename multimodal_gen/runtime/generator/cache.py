@@ -34,6 +34,7 @@ CACHES = MappingProxyType(
 )
 """diffusers' caches by their names here, and the classes that configure them."""
 CROSS_ATTENTION = "cross_attention"
+CACHE_NAMES = (*CACHES, CROSS_ATTENTION)
 
 _TIMESTEP = "current_timestep_callback"
 _STEPS = "num_inference_steps"
@@ -44,7 +45,7 @@ class Cache:
     """A cache that was asked for.
 
     Attributes:
-        name: a key of `CACHES`, or `CROSS_ATTENTION`.
+        name: one of `CACHE_NAMES`.
         text: as it was asked for.
         parameters: fields of its configuration, in their types.
     """
@@ -87,11 +88,10 @@ def read_cache(text: str, *, name: str = "--cache") -> Cache:
     """
     given, _, rest = text.strip().partition(":")
     cache = given.strip().lower().replace("-", "_")
-    names = (*CACHES, CROSS_ATTENTION)
-    if cache not in names:
+    if cache not in CACHE_NAMES:
         raise ConfigError(
-            f"{name} must be one of {', '.join(names)}, got {short(given.strip())}"
-            f"{nearest(cache, names)}"
+            f"{name} must be one of {', '.join(CACHE_NAMES)}, got {short(given.strip())}"
+            f"{nearest(cache, CACHE_NAMES)}"
         )
     try:
         values = text_as_mapping(rest)

@@ -3,7 +3,9 @@
 A denoiser gets the same text in every step, so that the layers which see nothing else give the
 same again: the text's projection, and those of keys and values in cross-attention. What they gave
 is kept and given again, bit for bit. A tensor is known again by its place in memory, which is held,
-and by its version, which PyTorch counts up with every write.
+and by its version, which PyTorch counts up with every write. So are the layer's weights, and of
+adapters which are on, merged and how strong: what changes any of them is computed. A write through
+`.data`, which PyTorch does not count, is not seen.
 """
 
 import functools
@@ -29,21 +31,33 @@ _KEYS_AND_VALUES = (
 )
 
 
+_ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
+"""What peft changes in a layer besides its weights."""
+
+
 class _Kept(NamedTuple):
-    """A result, the input it belongs to, and how often either was written to."""
+    """A result, its version, and what it was made of, which is held: no other takes its place."""
 
-    given: Tensor
+    made_of: tuple[object, ...]
+    held: tuple[Tensor, ...]
     result: Tensor
-    versions: tuple[int, int]
+    version: int
 
-    def serves(self, x: Tensor) -> bool:
-        y = self.given
-        return (
-            (x.data_ptr(), x.shape, x.stride(), x.dtype, x.device)
-            == (y.data_ptr(), y.shape, y.stride(), y.dtype, y.device)
-            and x._version == self.versions[0]
-            and self.result._version == self.versions[1]
-        )
+
+def _made_of(layer: nn.Module, x: Tensor) -> tuple[object, ...]:
+    """Return what the result of a layer depends on, so that equal ones have equal results."""
+    kind = x.device.type
+    return (
+        (x.data_ptr(), x.shape, x.stride(), x.dtype, x.device, x._version),
+        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
+        *((id(weight), weight._version) for weight in layer.parameters()),
+        *(
+            repr(vars(module)[name])
+            for module in layer.modules()
+            for name in _ADAPTERS
+            if name in vars(module)
+        ),
+    )
 
 
 def layers_of_text(model: nn.Module) -> Iterator[nn.Module]:
@@ -54,7 +68,7 @@ def layers_of_text(model: nn.Module) -> Iterator[nn.Module]:
     """
     found: list[nn.Module] = []
     for path, module in model.named_modules():
-        is_cross = getattr(module, "is_cross_attention", path.endswith(".attn2"))
+        is_cross = getattr(module, "is_cross_attention", path.endswith("attn2"))
         if is_cross is True and not isinstance(module, nn.Sequential):
             layers = (getattr(module, name, None) for name in _KEYS_AND_VALUES)
             found += [layer for layer in layers if isinstance(layer, nn.Module)]
@@ -70,7 +84,8 @@ def remember(layer: nn.Module, undo: ExitStack, count: Callable[[bool], None]) -
     """Have a layer give again what it gave for the same tensor, until `undo` ends.
 
     Nothing is kept of calls with gradients, with more than one tensor, or of tensors that have no
-    version, as those of `torch.inference_mode`.
+    version, as those of `torch.inference_mode`; and no more of a layer whose first inputs never
+    came again.
 
     Args:
         layer: a layer of one tensor.
@@ -79,21 +94,29 @@ def remember(layer: nn.Module, undo: ExitStack, count: Callable[[bool], None]) -
     """
     compute = layer.forward
     kept: deque[_Kept] = deque(maxlen=_KEPT)
+    came_again: bool | None = None
 
     @functools.wraps(compute)
     def forward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal came_again
         x = args[0] if len(args) == 1 and not kwargs else None
-        if not isinstance(x, Tensor) or x.is_inference() or torch.is_grad_enabled():
+        held = (x, *layer.parameters()) if isinstance(x, Tensor) else ()
+        if not held or torch.is_grad_enabled() or any(each.is_inference() for each in held):
             count(True)
             return compute(*args, **kwargs)
+        made_of = _made_of(layer, held[0])
         for each in kept:
-            if each.serves(x):
+            if each.made_of == made_of and each.result._version == each.version:
+                came_again = True
                 count(False)
                 return each.result
         count(True)
-        result = compute(x)
-        if isinstance(result, Tensor):
-            kept.append(_Kept(x, result, (x._version, result._version)))
+        result = compute(*args)
+        if len(kept) == _KEPT and came_again is None:
+            came_again = False
+            kept.clear()
+        if isinstance(result, Tensor) and came_again is not False:
+            kept.append(_Kept(made_of, held, result, result._version))
         return result
 
     undo.callback(kept.clear)

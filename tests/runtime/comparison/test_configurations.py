@@ -39,6 +39,7 @@ def test_semicolons_and_colons_inside_quotes_and_brackets_are_part_of_a_value() 
 def test_a_cache_may_stand_behind_a_plus() -> None:
     text = "fa;fa + first-block:threshold=0.1;fa+mag:mag_ratios=[1e+0]"
     plain, first, mag = read_configurations(text)
+    assert cache_of("fa+cross-attention") == "cross-attention"
     assert [each.name for each in (plain, first, mag)] == ["fa", "fa+first_block", "fa+mag"]
     assert {each.backend for each in (plain, first, mag)} == {"fa"}
     assert first.cache is not None

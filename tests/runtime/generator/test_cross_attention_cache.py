@@ -1,5 +1,6 @@
 """Keys and values of the text are computed once, and every bit of the output is the same."""
 
+import weakref
 from contextlib import ExitStack
 
 import pytest
@@ -8,17 +9,18 @@ import torch
 from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.runtime.generator.cache import cached, read_cache
 from multimodal_gen.runtime.generator.cross_attention_cache import layers_of_text, remember
+from multimodal_gen.runtime.server_args import ServerArgs
 from multimodal_gen.testing.tiny_models import FAMILIES
 
 CACHE = read_cache("cross_attention")
 SIZES = {"height": 32, "width": 32, "num_frames": 5, "num_inference_steps": 3}
 
 
-def generated(pipe, prompt):
+def generated(pipe, prompt, **more):
     pipe.set_progress_bar_config(disable=True)
     generator = torch.Generator().manual_seed(0)
     arguments = {"guidance_scale": 3.0, "generator": generator, "output_type": "latent", **SIZES}
-    return pipe(prompt, **arguments).frames
+    return pipe(prompt, **arguments, **more).frames
 
 
 @pytest.mark.parametrize("family", ["wan", "ltx"])
@@ -37,6 +39,72 @@ def test_the_output_is_the_same_bit_for_bit_and_the_layers_are_left_as_they_were
             f"the cache cross_attention skipped 67% of {skipped.calls} calls that it watched"
         )
     assert not any("forward" in vars(module) for module in pipe.transformer.modules())
+
+
+def _half_a_weight(pipe, step):
+    with torch.no_grad():
+        pipe.transformer.blocks[0].attn2.to_k.weight.mul_(0.5)
+
+
+def _another_scale(pipe, step):
+    pipe._attention_kwargs["scale"] = 0.5 - step / 10
+
+
+def _weaker(pipe, step):
+    pipe.transformer.set_adapters(["default"], [0.5 - step / 10])
+
+
+def _off_and_on(pipe, step):
+    (pipe.transformer.enable_adapters, pipe.transformer.disable_adapters)[step == 0]()
+
+
+def _fused(pipe, step):
+    if step == 0:
+        pipe.transformer.fuse_lora()
+
+
+def _second(pipe, step):
+    if step == 0:
+        _add_adapter(pipe, "second")
+
+
+def _removed(pipe, step):
+    if step == 0:
+        pipe.transformer.unload_lora()
+
+
+def _add_adapter(pipe, name):
+    from peft import LoraConfig
+
+    torch.manual_seed(len(name))
+    config = LoraConfig(r=2, init_lora_weights=False, target_modules=["to_k", "to_v"])
+    pipe.transformer.add_adapter(config, name)
+    pipe.transformer.eval()
+
+
+@pytest.mark.filterwarnings("ignore")  # of peft, on layers with more than one adapter
+@pytest.mark.parametrize(
+    "change", [_half_a_weight, _another_scale, _weaker, _off_and_on, _fused, _second, _removed]
+)
+def test_weights_and_adapters_that_change_between_steps_are_seen(change):
+    found = []
+    for cache in (None, CACHE):
+        pipe = FAMILIES["wan"].build(0)
+        _add_adapter(pipe, "default")
+
+        def ended(pipe, step, *rest):
+            change(pipe, step)
+            return {}
+
+        with cached(pipe, {"transformer": pipe.transformer}, cache, 3):
+            more = {"attention_kwargs": {"scale": 1.0}, "callback_on_step_end": ended}
+            found.append(generated(pipe, "a fox", **more))
+    assert torch.equal(*found)
+
+
+def test_offloading_layer_by_layer_is_refused():
+    with pytest.raises(ConfigError, match="cross_attention must not be given with --offload leaf"):
+        ServerArgs(model_path="m", prompt="", cache="Cross-Attention", offload="leaf")
 
 
 def test_a_model_without_cross_attention_is_refused():
@@ -95,6 +163,19 @@ def test_only_the_last_inputs_are_held(layer):
         for x in (*inputs, inputs[0]):
             layer(x)
     assert computed == [True] * 6
+
+
+def test_nothing_is_held_of_inputs_that_never_come_again(layer):
+    layer, computed = layer
+    held = []
+    with torch.no_grad():
+        for _ in range(6):
+            x = torch.randn(2, 3)
+            held.append(weakref.ref(x))
+            layer(x)
+            del x
+    assert computed == [True] * 6
+    assert [each() for each in held] == [None] * 6
 
 
 def test_calls_with_gradients_and_of_inference_tensors_are_computed(layer):
