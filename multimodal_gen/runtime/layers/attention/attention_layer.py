@@ -6,6 +6,7 @@ Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ from multimodal_gen.runtime.layers.attention.binding import (
 )
 from multimodal_gen.runtime.layers.attention.call import (
     AttentionCall,
+    Guard,
     LayerGeometry,
     current_watch,
     device_type,
@@ -111,6 +113,9 @@ class AttentionLayer(nn.Module):
         prepare: changes every call of the layer before it is looked at; runs outside of compiled
             graphs, so what it reads is never frozen into one.
 
+    Attributes:
+        guard: serves the calls of the layer in its place; None for no guard, as in copies.
+
     Raises:
         UsageError: a size is not positive, or heads are not a multiple of key heads.
         UnsupportedBackendError: the requested backend cannot serve the layer.
@@ -150,6 +155,7 @@ class AttentionLayer(nn.Module):
             layer=layer_of(prefix),
         )
         self.prepare = prepare
+        self.guard: Guard | None = None
         self.projection: nn.Linear | None = None
         self._scope = scope or current_scope()
         self.geometry = LayerGeometry(
@@ -302,6 +308,8 @@ class AttentionLayer(nn.Module):
             raise self._refused(error, exchange=call.exchange) from None
         front, _, keys_in_front = call.replicated
         serve = self._attend_with_front if front or keys_in_front else self._attend
+        if self.guard is not None:
+            serve = partial(self.guard, self, serve)
         watch = current_watch()
         out = serve(call) if watch is None else watch(self, call, serve)
         return F.pad(out, (0, 0, 0, 0, 0, call.zero_rows)) if call.zero_rows else out
@@ -390,8 +398,8 @@ class AttentionLayer(nn.Module):
                 return self._attend(call.autocast())
         entry = self.entry_for(query)
         bound, context = entry.primary, current_forward_context()
-        if call.no_grid and bound.is_sparse:
-            bound, call = bound.without_grid(call.no_grid), call._replace(gate=None)
+        if call.exact or (call.no_grid and bound.is_sparse):
+            bound, call = _in_place_of(bound, call)
         if call.cache is not None or call.block_mask is not None or call.sink_logits is not None:
             from multimodal_gen.runtime.layers.attention.kinds.cache import attend_extended
 
@@ -503,12 +511,23 @@ class AttentionLayer(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is a layer of its own: it binds and counts anew, under its own number.
-        return {**self.__dict__, "_schedules": {}, "_served": None, "_layer_id": None}
+        state = {**self.__dict__, "_schedules": {}, "_served": None, "_layer_id": None}
+        return {**state, "guard": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._last = (self.dtype, current_platform().device_type)
         self._layer_id = self._registered()
+
+
+def _in_place_of(bound: Binding, call: AttentionCall) -> tuple[Binding, AttentionCall]:
+    """Return what serves a call that is to be exact, or lacks a grid, and the call as it gets it.
+
+    Without a grid there is no coarse branch that a gate could weigh.
+    """
+    if call.no_grid and bound.is_sparse:
+        return bound.without_grid(call.no_grid), call._replace(gate=None)
+    return bound.exact(call.exact), call
 
 
 def _binding_at(bound: Binding, call: AttentionCall, context: ForwardContext | None) -> Binding:

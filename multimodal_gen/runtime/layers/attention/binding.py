@@ -186,6 +186,17 @@ class Binding:
         """Return what serves calls that a sparse method hands over, as its dense steps are."""
         return self._alternate(reason, lambda: bind(self.demand.dense(reason), own=False))
 
+    @property
+    def rounds(self) -> bool:
+        """Whether its backend rounds operands to less than 16 bits; of dense ones alone."""
+        request = self.demand.request
+        cls = find_backend(self.selection.backend, request.environment.platform)
+        return cls.operand_bits < 16 and not self.is_sparse
+
+    def exact(self, reason: str) -> "Binding":
+        """Return what serves calls that it may only approximate: itself where it does not."""
+        return self.dense(reason) if self.is_sparse or self.rounds else self
+
     def without_grid(self, reason: str) -> "Binding":
         """Return what serves calls without a latent grid, which a sparse method cannot.
 

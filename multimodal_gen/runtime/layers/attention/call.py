@@ -78,6 +78,8 @@ class AttentionCall(NamedTuple):
             one; None without.
         block_mask: which blocks are attended to, in place of `mask`; of the whole sequence also
             where tokens are split over ranks.
+        exact: why neither a sparse method nor rounded operands may serve the call; "" where they
+            may.
         sink_logits: [H] logit of a key without a value that every query of a head sees, of all
             heads of the layer; or None.
     """
@@ -102,6 +104,7 @@ class AttentionCall(NamedTuple):
     cache: "LayerCache | None" = None
     block_mask: "AnyBlockMask | None" = None
     sink_logits: torch.Tensor | None = None
+    exact: str = ""
 
     def is_extended(self) -> bool:
         """Whether it has a cache, a mask of blocks or sink logits."""
@@ -150,6 +153,12 @@ Watch: TypeAlias = Callable[
 ]
 """Looks at the calls of all layers: gets the layer, the call as it is to be served, and what serves
 it, and returns the output."""
+
+Guard: TypeAlias = Callable[
+    [Any, Callable[[AttentionCall], torch.Tensor], AttentionCall], torch.Tensor
+]
+"""Serves the calls of a layer, maybe otherwise than was asked for: gets the layer, what serves a
+call, and the call as it is to be served, and returns the output."""
 
 _WATCH: ContextVar[Watch | None] = ContextVar("multimodal_gen_attention_watch", default=None)
 

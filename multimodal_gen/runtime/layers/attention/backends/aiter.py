@@ -72,6 +72,7 @@ class AiterSageBackend(DenseBackend):
     backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.AITER_SAGE
     summary: ClassVar[str] = "AITER SageAttention for AMD GPUs: quantised operands"
     never_unasked: ClassVar[str] = "rounds to 8 bits"
+    operand_bits: ClassVar[int] = 8
     impl: ClassVar[type[AttentionImpl]] = AiterSageImpl
     variants: ClassVar[tuple[Variant, ...]] = (
         Variant(

@@ -292,6 +292,7 @@ class AttentionBackend(ABC):
         config_cls: its configuration dataclass.
         packages: packages that its configuration may demand, apart from those of the variants.
         never_unasked: why it is only for those who ask for it, however fast; "" for others.
+        operand_bits: to how many bits it rounds operands, where those are less than 16.
         trained_by: the backend whose training serves it, where it has no backward pass.
         head_groups: in how many groups of heads a forward under Ulysses was faster than in one, by
             the rows of scripts/bench/results/parallel.csv; 1 where none was, or none was measured.
@@ -310,6 +311,7 @@ class AttentionBackend(ABC):
     config_cls: ClassVar[type[BackendConfig]] = BackendConfig
     packages: ClassVar[tuple[PackageProbe, ...]] = ()
     never_unasked: ClassVar[str] = ""
+    operand_bits: ClassVar[int] = 16
     trained_by: ClassVar[str] = ""
     head_groups: ClassVar[int] = 1
     dense_above: ClassVar[DenseLimits] = MappingProxyType({})

@@ -222,6 +222,7 @@ class QuantizedBackend(AttentionBackend):
     """A backend on the engine, whose own kernels take the parameter `values`."""
 
     never_unasked: ClassVar[str] = "rounds to 8 bits"
+    operand_bits: ClassVar[int] = 8
 
     @override
     @classmethod

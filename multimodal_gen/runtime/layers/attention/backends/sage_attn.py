@@ -335,6 +335,7 @@ class SageAttention3Backend(DenseBackend):
     backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.SAGE_ATTN_3
     summary: ClassVar[str] = "SageAttention 3: FP4 operands, for SM12x GPUs"
     never_unasked: ClassVar[str] = "rounds to 4 bits"
+    operand_bits: ClassVar[int] = 4
     impl: ClassVar[type[AttentionImpl]] = SageAttention3Impl
     variants: ClassVar[tuple[Variant, ...]] = (
         Variant(
