@@ -1,7 +1,7 @@
 """What ran in the attention of a model, and why: layers that ran alike are one line."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -14,6 +14,7 @@ from multimodal_gen.runtime.layers.attention.report import (
     ranges,
     times_as_dict,
 )
+from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.selector import Rejected, Selection, condensed
 
 _WORTH_A_REFERENCE = 24  # characters of a reason
@@ -21,6 +22,81 @@ _WORTH_A_REFERENCE = 24  # characters of a reason
 # A line has room for about as many densities.
 _MOST_PARTS = 8
 _MOST_SHAPES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardMiss:
+    """A layer that missed its bound, and runs exactly from its next call on.
+
+    Attributes:
+        component: pipeline component, or None outside a pipeline.
+        name: dotted path of the attention module.
+        role: what the layer attends to.
+        layer: index among the layers of its role in its component, or None.
+        step: the denoising step of the call that missed.
+        error: the relative L2 error of its worst head; None where its output was not finite.
+        bound: the most it may have been; None where it only had to be finite.
+        dense: whether the layer runs dense now; else in 16 bits.
+    """
+
+    component: str | None
+    name: str
+    role: AttentionRole
+    layer: int | None
+    step: int
+    error: float | None
+    bound: float | None
+    dense: bool
+
+    def __str__(self) -> str:
+        where = "unnumbered layer" if self.layer is None else f"layer {self.layer}"
+        found = "was not finite"
+        if self.error is not None:
+            found = f"had an error of {self.error:.3g}, above {self.bound:g},"
+        runs = "dense" if self.dense else "in 16 bits"
+        return (
+            f"{self.component or '-'}.{self.role}, {where} ({self.name}) {found} in step "
+            f"{self.step}, and runs {runs} from its next call on"
+        )
+
+    def as_dict(self) -> dict[str, Json]:
+        """Return it as JSON data."""
+        return {**asdict(self), "role": str(self.role)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardReport:
+    """What the attention guard found.
+
+    Attributes:
+        quantized: the relative L2 error that backends may have that round to 8 bits or less.
+        sparse: the same of sparse methods, or None for any that is finite.
+        calls: how many calls were checked.
+        missed: the layers that missed their bound, in the order in which they did.
+    """
+
+    quantized: float
+    sparse: float | None
+    calls: int
+    missed: tuple[GuardMiss, ...]
+
+    def as_dict(self) -> dict[str, Json]:
+        """Return it as JSON data."""
+        return {
+            "bounds": {"quantized": self.quantized, "sparse": self.sparse},
+            "calls": self.calls,
+            "missed": [each.as_dict() for each in self.missed],
+        }
+
+    def lines(self) -> list[str]:
+        """Return it as text: how much was checked, and a line for each layer that missed."""
+        checked = f"guard: {self.calls} calls were checked"
+        if not self.calls:
+            return [f"{checked}: none that it can check was approximate on its turn"]
+        return [
+            f"{checked}, {len(self.missed)} layers missed their bound",
+            *(f"guard: {each}" for each in self.missed),
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +108,13 @@ class AttentionReport:
         notes: sentences about what was left alone, and why.
         gathering: what splitting and gathering the tokens of denoisers took, where ranks share
             them.
+        guard: what the attention guard found, where one was asked for.
     """
 
     layers: tuple[LayerReport, ...]
     notes: tuple[str, ...] = ()
     gathering: TimeTaken | None = None
+    guard: GuardReport | None = None
 
     @property
     def times(self) -> TimeTaken | None:
@@ -48,6 +126,7 @@ class AttentionReport:
         return {
             "layers": [layer.as_dict() for layer in self.layers],
             "notes": list(self.notes),
+            **({} if self.guard is None else {"guard": self.guard.as_dict()}),
             **times_as_dict(self.times),
         }
 
@@ -79,7 +158,8 @@ class AttentionReport:
                 f"{calls} {'call' if calls == 1 else 'calls'} each; {because}"
             )
         notes = [f"note: {note}" for note in self.notes]
-        lines += [*_not_run_lines(self), *_time_line(self), *notes, *footnotes.lines()]
+        guard = [] if self.guard is None else self.guard.lines()
+        lines += [*_not_run_lines(self), *guard, *_time_line(self), *notes, *footnotes.lines()]
         return "\n".join(lines)
 
 

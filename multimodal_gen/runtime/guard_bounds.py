@@ -1,0 +1,69 @@
+"""How far attention may be from exact attention before a layer is served exactly.
+
+Importing this module imports neither torch nor diffusers.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from numbers import Real
+
+from multimodal_gen.errors import ConfigError, short
+from multimodal_gen.settings import mapping_of
+
+_FORM = "a number above 0, for backends that round to 8 bits or less, or quantized=B,sparse=B"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardBounds:
+    """The largest relative L2 error that the worst head of a layer may have.
+
+    Attributes:
+        quantized: of backends that round operands to 8 bits or less.
+        sparse: of sparse methods; None for any error that is finite: what they drop is meant.
+    """
+
+    quantized: float = 0.05
+    sparse: float | None = None
+
+    def __str__(self) -> str:
+        both = (f"quantized={self.quantized}", f"sparse={self.sparse}")
+        return ",".join(both if self.sparse is not None else both[:1])
+
+
+def parse_guard_bounds(value: object, *, name: str = "attention_guard") -> GuardBounds | None:
+    """Return bounds in any of their forms; None for None.
+
+    Args:
+        value: a number such as 0.05, a mapping with the keys `quantized` and `sparse`, or either as
+            text, such as "0.05" or "quantized=0.05,sparse=0.3".
+        name: what messages call it.
+
+    Raises:
+        ConfigError: it is something else, or a bound is not a finite number above 0.
+    """
+    if value is None or isinstance(value, GuardBounds):
+        return value
+    if not isinstance(value, (str, Mapping)):
+        return GuardBounds(quantized=_bound(value, value, name))
+    if isinstance(value, str) and "=" not in value and "{" not in value:
+        return GuardBounds(quantized=_bound(value, value, name))
+    given = mapping_of(value, name, "quantized=B,sparse=B")
+    unknown = [key for key in given if key not in {field.name for field in fields(GuardBounds)}]
+    if unknown or not given:
+        raise _wrong(value, name)
+    return GuardBounds(**{key: _bound(bound, value, name) for key, bound in given.items()})
+
+
+def _bound(bound: object, value: object, name: str) -> float:
+    try:
+        found = float(bound) if isinstance(bound, (str, Real)) else math.nan
+    except (ValueError, OverflowError):
+        found = math.nan
+    if isinstance(bound, bool) or not 0 < found < math.inf:
+        raise _wrong(value, name)
+    return found
+
+
+def _wrong(value: object, name: str) -> ConfigError:
+    return ConfigError(f"{name} must be {_FORM}, got {short(value)}; give for example 0.05")

@@ -1,0 +1,100 @@
+"""The guard on a GPU: nothing in a layer waits for the device, and graphs are refused."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from multimodal_gen.errors import UsageError
+from multimodal_gen.runtime.generator.attention_guard import AttentionGuard, dense_unless
+from multimodal_gen.runtime.guard_bounds import GuardBounds
+from multimodal_gen.runtime.layers.attention import LocalAttention
+from multimodal_gen.runtime.layers.attention.scope import LayerSite, scope_from
+from multimodal_gen.runtime.managers.forward_context import set_forward_context
+
+HEADS, SIZE, TOKENS = 4, 128, 2048
+SCALE = SIZE**-0.5
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Let everything that waits for the device be an error."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    q, k, v = (x.transpose(1, 2).float() for x in (q, k, v))
+    return scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+
+def inputs() -> list[torch.Tensor]:
+    """Return inputs that 8 bits cannot serve: one channel is a thousand times the rest."""
+    torch.manual_seed(0)
+    shape = (1, TOKENS, HEADS, SIZE)
+    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    q[..., 0] *= 1000
+    k[..., 0] /= 1000
+    return [q, k, v]
+
+
+def guarded() -> tuple[LocalAttention, AttentionGuard]:
+    site = LayerSite(name="blocks.0", component="transformer", layer=0, num_layers=1)
+    layer = LocalAttention(
+        HEADS,
+        SIZE,
+        compute_dtype=torch.bfloat16,
+        site=site,
+        scope=scope_from(attention_backend="sage_attn"),
+    )
+    layer.guard = guard = AttentionGuard(GuardBounds())
+    return layer, guard
+
+
+def test_a_layer_is_saved_and_its_calls_wait_for_nothing() -> None:
+    layer, guard = guarded()
+    given = inputs()
+    with set_forward_context(0):
+        layer(*given)  # compiles, and makes what is static
+    guard.settle()
+    assert guard.report().missed
+    layer.guard = guard = AttentionGuard(GuardBounds())
+    with no_waiting(), set_forward_context(1):
+        wrong = layer(*given)
+    guard.settle()
+    with set_forward_context(2):
+        right = layer(*given)
+    truth = exact(*given)
+    assert (wrong - truth).norm() > 0.05 * truth.norm()
+    assert (right - truth).norm() < 0.01 * truth.norm()
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_the_device_decides_whether_a_call_is_computed_again(done: bool) -> None:
+    given, decided = inputs(), torch.tensor(done, device="cuda")
+    dense_unless(decided, *given, scale=SCALE)  # compiles
+    with no_waiting():
+        out = dense_unless(decided, *given, scale=SCALE)
+    truth = exact(*given)
+    wanted = torch.zeros_like(truth) if done else truth
+    assert (out - wanted).norm() <= 0.01 * truth.norm()
+
+
+def test_a_capture_is_refused() -> None:
+    layer, _ = guarded()
+    given = inputs()
+    with set_forward_context(0):
+        layer(*given)
+    torch.cuda.synchronize()
+    with (
+        pytest.raises(UsageError, match="while a CUDA graph is captured"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+        set_forward_context(1),
+    ):
+        layer(*given)

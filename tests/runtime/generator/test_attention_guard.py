@@ -1,0 +1,242 @@
+"""Layers that 8 bits, or a sparse method, cannot serve are found, and served exactly."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from multimodal_gen.errors import ConfigError
+from multimodal_gen.runtime.attention_report import AttentionReport
+from multimodal_gen.runtime.generator.attention_guard import EVERY, AttentionGuard, dense_unless
+from multimodal_gen.runtime.guard_bounds import GuardBounds, parse_guard_bounds
+from multimodal_gen.runtime.layers.attention import LocalAttention
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
+from multimodal_gen.runtime.layers.attention.scope import LayerSite, scope_from
+from multimodal_gen.runtime.managers.forward_context import set_forward_context
+
+HEADS, SIZE, GRID = 2, 64, (3, 8, 8)
+TOKENS = 192
+TILES = {"window": [1, 1, 1], "tile_size": [1, 4, 4], "skip_time_steps": 0}
+TENSORS = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def inputs(dtype: torch.dtype = torch.bfloat16) -> TENSORS:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, TOKENS, HEADS, SIZE, generator=generator).to(dtype) for _ in range(3))
+    return q, k, v
+
+
+def beyond_the_range() -> TENSORS:
+    """Return inputs whose scores are in the thousands, so that their steps of 8 bits are many."""
+    q, k, v = inputs()
+    return 60 * q, 60 * k, v
+
+
+def one_large_channel() -> TENSORS:
+    """Return inputs one of whose channels is a thousand times the rest, in the queries alone.
+
+    All of the others round to zero.
+    """
+    q, k, v = inputs()
+    q[..., 0] *= 1000
+    k[..., 0] = 0.001 * k[..., 0]
+    return q, k, v
+
+
+def truth(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
+    return scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+
+def error(out: torch.Tensor, x: TENSORS) -> float:
+    exact = truth(*x)
+    return float((out.double() - exact).norm() / exact.norm())
+
+
+def layers(count: int, guard: AttentionGuard, **asked: Any) -> list[LocalAttention]:
+    found = []
+    for index in range(count):
+        site = LayerSite(
+            name=f"blocks.{index}", component="transformer", layer=index, num_layers=count
+        )
+        layer = LocalAttention(
+            HEADS, SIZE, compute_dtype=torch.bfloat16, site=site, scope=scope_from(**asked)
+        )
+        layer.guard = guard
+        found.append(layer)
+    return found
+
+
+def step(
+    guard: AttentionGuard,
+    blocks: list[LocalAttention],
+    index: int,
+    given: list[TENSORS],
+    **known: Any,
+) -> list[torch.Tensor]:
+    """Return what layers give in one step, as a denoiser call of it computes them."""
+    guard.settle()
+    with set_forward_context(index, latent_grid=GRID, request_id="one", **known):
+        return [layer(*x) for layer, x in zip(blocks, given, strict=True)]
+
+
+def summary(guard: AttentionGuard, blocks: list[LocalAttention]) -> str:
+    layers = tuple(layer.report() for layer in blocks)
+    return AttentionReport(layers=layers, guard=guard.report()).summary()
+
+
+@pytest.mark.parametrize("hard", [beyond_the_range, one_large_channel])
+def test_a_layer_that_8_bits_cannot_serve_is_saved(eight_bits: None, hard: Any) -> None:
+    guard = AttentionGuard(GuardBounds())
+    blocks = layers(2, guard, attention_backend="sage_attn")
+    given = [inputs(), hard()]
+    errors = [
+        [error(out, x) for out, x in zip(step(guard, blocks, i, given), given, strict=True)]
+        for i in range(5)
+    ]
+    easy, wrong = zip(*errors, strict=True)
+    assert max(easy) < 0.05
+    (miss,) = guard.report().missed
+    assert (miss.layer, miss.dense) == (1, False)
+    assert miss.error is not None
+    assert miss.error > 0.05
+    assert min(wrong[: miss.step + 1]) > 0.05
+    assert max(wrong[miss.step + 1 :]) < 0.01
+    assert miss.step < 2, "both layers had a turn by then"
+    text = summary(guard, blocks)
+    assert f"layer 1 (blocks.1) had an error of {miss.error:.3g}, above 0.05, in step" in text
+    assert "in 16 bits from its next call on" in text
+    assert "it missed the bound of the attention guard" in text
+
+
+def test_the_second_call_of_a_step_is_exact_too(eight_bits: None) -> None:
+    guard = AttentionGuard(GuardBounds())
+    blocks, hard = layers(1, guard, attention_backend="sage_attn"), one_large_channel()
+    outs = [step(guard, blocks, 0, [hard])[0] for _ in range(2)]
+    assert error(outs[0], hard) > 0.05
+    assert error(outs[1], hard) < 0.01
+
+
+def test_layers_take_turns_and_all_have_had_one_in_so_many_steps(eight_bits: None) -> None:
+    count = 2 * EVERY
+    guard = AttentionGuard(GuardBounds(quantized=1e-9))
+    blocks = layers(count, guard, attention_backend="sage_attn")
+    for index in range(EVERY):
+        step(guard, blocks, index, [inputs()] * count)
+    missed = guard.report().missed
+    assert [miss.step for miss in missed] == [i // 2 for i in range(count)]
+    assert sorted(miss.layer or 0 for miss in missed) == list(range(count))
+
+
+def test_sparse_methods_have_a_bound_of_their_own_and_none_unless_given() -> None:
+    asked = {"attention_backend": "sliding_tile_attn", "attention_backend_config": TILES}
+    x = inputs()
+    for bounds, bad in ((GuardBounds(), False), (GuardBounds(sparse=0.1), True)):
+        guard = AttentionGuard(bounds)
+        blocks = layers(1, guard, **asked)
+        first, second = (step(guard, blocks, i, [x])[0] for i in range(2))
+        assert error(first, x) > 0.1
+        assert (error(second, x) < 0.01) == bad
+        assert [miss.dense for miss in guard.report().missed] == [True] * bad
+        assert ("runs dense from its next call on" in summary(guard, blocks)) == bad
+
+
+@pytest.mark.parametrize("backend", ["sage_attn", "sliding_tile_attn"])
+def test_an_output_that_is_not_finite_is_computed_again_at_once(
+    eight_bits: None, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guard = AttentionGuard(GuardBounds(quantized=10.0))
+    config = TILES if backend == "sliding_tile_attn" else None
+    blocks = layers(1, guard, attention_backend=backend, attention_backend_config=config)
+    cls: type[AttentionImpl] = type(blocks[0].attn_impl)
+    forward = cls.forward
+
+    def overflows(*args: Any, **kwargs: Any) -> Any:
+        out = forward(*args, **kwargs)
+        out[0, -1, 0, 0] = torch.inf  # in no sampled row, or in one
+        return out
+
+    monkeypatch.setattr(cls, "forward", overflows)
+    x = inputs()
+    outs = [step(guard, blocks, i, [x])[0] for i in range(2)]
+    assert max(error(out, x) for out in outs) < 0.01
+    (miss,) = guard.report().missed
+    assert (miss.error, miss.step) == (None, 0)
+    assert "was not finite in step 0" in str(miss)
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_what_the_device_decides_is_dense_attention_or_zeros(done: bool) -> None:
+    q, k, v = (x.float() for x in inputs())
+    out = dense_unless(torch.tensor(done), q, k, v, scale=SIZE**-0.5)
+    wanted = torch.zeros_like(out) if done else truth(q, k, v).float()
+    torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_inputs_that_are_not_finite_are_not_the_fault_of_8_bits(eight_bits: None) -> None:
+    guard = AttentionGuard(GuardBounds())
+    blocks = layers(1, guard, attention_backend="sage_attn")
+    q, k, v = inputs()
+    v[0, 0] = torch.nan
+    assert step(guard, blocks, 0, [(q, k, v)])[0].isnan().any()
+    assert guard.report().missed == ()
+
+
+def test_a_masked_call_is_checked_and_saved(eight_bits: None) -> None:
+    guard = AttentionGuard(GuardBounds())
+    (layer,) = layers(1, guard, attention_backend="sage_attn")
+    q, k, v = one_large_channel()
+    keep = torch.arange(TOKENS).expand(1, TOKENS) < TOKENS - 40
+    kept = tuple(x[:, : TOKENS - 40] for x in (q, k, v))
+    errors = []
+    for index in range(2):
+        guard.settle()
+        with set_forward_context(index, request_id="one"):
+            errors.append(error(layer(q, k, v, keep)[:, : TOKENS - 40], kept))
+    assert errors[0] > 0.05 > 0.01 > errors[1]
+
+
+def test_exact_layers_are_not_checked_and_copies_have_no_guard() -> None:
+    guard = AttentionGuard(GuardBounds())
+    blocks = layers(1, guard, attention_backend="torch_sdpa")
+    step(guard, blocks, 0, [inputs()])
+    assert guard.report().calls == 0
+    assert "none that it can check was approximate on its turn" in summary(guard, blocks)
+    assert copy.deepcopy(blocks[0]).guard is None
+
+
+def test_calls_that_need_gradients_are_served_as_ever() -> None:
+    guard = AttentionGuard(GuardBounds(sparse=1e-6))
+    asked = {"attention_backend": "sliding_tile_attn", "attention_backend_config": TILES}
+    blocks = layers(1, guard, **asked)
+    q, k, v = inputs()
+    step(guard, blocks, 0, [(q.requires_grad_(), k, v)])[0].sum().backward()
+    assert q.grad is not None
+    assert guard.report().calls == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (None, None),
+        (0.1, GuardBounds(quantized=0.1)),
+        ("0.1", GuardBounds(quantized=0.1)),
+        ("sparse=0.3", GuardBounds(sparse=0.3)),
+        ({"quantized": 0.2, "sparse": 1}, GuardBounds(quantized=0.2, sparse=1.0)),
+        ('{"quantized": 0.2}', GuardBounds(quantized=0.2)),
+    ],
+)
+def test_bounds_have_several_forms(value: Any, found: GuardBounds | None) -> None:
+    assert parse_guard_bounds(value) == found
+    if found is not None:
+        assert parse_guard_bounds(str(found)) == found
+
+
+@pytest.mark.parametrize(
+    "value", [0, -1, "nan", "inf", "", "many", True, [], {}, "dense=1", {"sparse": None}, "sparse="]
+)
+def test_what_is_no_bound_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match="attention_guard must be"):
+        parse_guard_bounds(value)
