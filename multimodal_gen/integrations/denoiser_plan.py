@@ -40,6 +40,7 @@ from multimodal_gen.integrations.trained_layers import (
 )
 from multimodal_gen.runtime.described_tokens import DescribedTokens
 from multimodal_gen.runtime.distributed.groups import ParallelGroups
+from multimodal_gen.runtime.generator.attention_guard import AttentionGuard
 from multimodal_gen.runtime.layers.attention.report import LayerReport
 from multimodal_gen.runtime.layers.attention.request import AttentionRole, LayerSite
 from multimodal_gen.runtime.layers.attention.scope import SelectionScope
@@ -67,6 +68,7 @@ class DenoiserPlan:
         groups: the groups of this process where it is one of several ranks.
         described: what the user says of its tokens, for a model without an adapter.
         train: whether it will be trained: trained parts that it lacks are made.
+        guard: checks its self-attention while it runs, or None.
 
     Attributes:
         model: the model.
@@ -90,6 +92,7 @@ class DenoiserPlan:
         described: DescribedTokens | None = None,
         *,
         train: bool = False,
+        guard: AttentionGuard | None = None,
     ) -> None:
         adapter = find_adapter(component.model)
         self._described = described if adapter is None else None
@@ -117,6 +120,8 @@ class DenoiserPlan:
         )
         self._hooks.layers = tuple(patched.name for patched in self._patched)
         self._refuse_steps()
+        self._guard = guard
+        self._refuse_guard()
         gated = {m.name: m.module for m in self._gated() if m.layer.takes_gate}
         spare = self._gated() if scope.spare_gates else ()
         self._gates = find_gates(component.model, {m.name: m.module for m in spare} or gated)
@@ -239,12 +244,26 @@ class DenoiserPlan:
         self.parallel.install_outside(undo)
         again = model.register_forward_pre_hook(untraced_hook(self._take_over_again))
         undo.callback(again.remove)
+        if self._guard is not None:
+            self._install_guard(self._guard, undo)
         before = model.register_forward_pre_hook(self._hooks.before, with_kwargs=True)
         undo.callback(before.remove)
         self.parallel.install(undo)
         after = model.register_forward_hook(self._hooks.after, always_call=True)
         undo.callback(after.remove)
         note_branch_names(model, undo)
+
+    def _install_guard(self, guard: AttentionGuard, undo: ExitStack) -> None:
+        """Let `guard` serve the layers, and read what it found before every call of the model."""
+        for patched in self._patched:
+            patched.layer.guard_by(guard)
+            undo.callback(patched.layer.guard_by, None)
+
+        def settle(model: nn.Module, args: object) -> None:
+            del model, args
+            guard.settle()
+
+        undo.callback(self.model.register_forward_pre_hook(untraced_hook(settle)).remove)
 
     def _restore(self, index: int) -> None:
         patched = self._patched[index]
@@ -274,6 +293,7 @@ class DenoiserPlan:
                 continue
             _register_like_stock(again)
             patched.module.processor = again.replacement
+            again.layer.guard_by(self._guard)
             taken[type(processor).__name__] += 1
         for cls, count in taken.items():
             self._scope.warnings.warn(
@@ -369,6 +389,14 @@ class DenoiserPlan:
                     f"have no timestep, and there is no scheduler with a step_index; drop steps, "
                     f"or name another component"
                 )
+
+    def _refuse_guard(self) -> None:
+        if self._guard is not None and self._patched and not self._hooks.tells_steps:
+            raise UsageError(
+                f"attention_guard (--attention-guard) must check models that tell their denoising "
+                f"step, by which layers take turns, got {self.title}, whose calls have no "
+                f"timestep, and there is no scheduler with a step_index; leave it out"
+            )
 
     def _plan(self) -> Iterator[_PatchedModule]:
         found = []

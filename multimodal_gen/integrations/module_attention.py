@@ -27,7 +27,7 @@ from multimodal_gen.runtime.described_tokens import DescribedTokens
 from multimodal_gen.runtime.distributed.timing import sum_of
 from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
 from multimodal_gen.runtime.layers.attention.backends.block_masks import AnyBlockMask, apart
-from multimodal_gen.runtime.layers.attention.call import AttentionCall
+from multimodal_gen.runtime.layers.attention.call import AttentionCall, Guard
 from multimodal_gen.runtime.layers.attention.config import StepSet
 from multimodal_gen.runtime.layers.attention.layer import USPAttention
 from multimodal_gen.runtime.layers.attention.report import LayerReport, ReportEntry
@@ -232,6 +232,7 @@ class ModuleAttention(StandIn):
         self.own_backend: object = None
         self._projection: nn.Linear | None = None
         self._place: tuple[nn.Module, str] | None = None
+        self._guard: Guard | None = None
         self.layer = self._build(params)
         self.others: dict[AttentionParams, USPAttention] = {}
         for other in also:
@@ -314,6 +315,12 @@ class ModuleAttention(StandIn):
         """Drop what is kept for a generation that is over."""
         for layer in (self.layer, *self.others.values()):
             layer.end_request(request_id)
+
+    def guard_by(self, guard: Guard | None) -> None:
+        """Let `guard` serve the calls of all layers of the module; None for no guard."""
+        for layer in (self.layer, *self.others.values()):
+            layer.guard = guard
+        self._guard = guard
 
     def project(
         self, projection: nn.Linear | None, place: tuple[nn.Module, str] | None = None
@@ -414,6 +421,7 @@ class ModuleAttention(StandIn):
         )
         if layer.head_size == self.head_size:
             layer.set_projection(self._projection)
+        layer.guard = self._guard
         return layer
 
     def in_copies(self) -> None:

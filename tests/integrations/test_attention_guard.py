@@ -1,0 +1,107 @@
+"""Pipelines with a guard: the layers that 8 bits cannot serve run in 16, and the video is saved."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from multimodal_gen.errors import ConfigError, UsageError
+from multimodal_gen.integrations import diffusers
+from multimodal_gen.integrations.diffusers import apply
+from tests.integrations.conftest import generate
+
+FEW_TILES = {"window": [1, 1, 1], "tile_size": [1, 2, 2], "skip_time_steps": 0}
+STEPS = 6
+
+
+def spoil(pipe: Any) -> None:
+    """Let a pair of channels of the queries of every layer be a thousand times the rest.
+
+    Those of the keys are as much less, so that exact attention stays what it was.
+    """
+    pipe.transformer.to(torch.bfloat16)
+    with torch.no_grad():
+        for block in pipe.transformer.blocks:
+            block.attn1.norm_q.weight[:2] *= 1000
+            block.attn1.norm_k.weight[:2] /= 1000
+
+
+def test_the_video_of_a_model_that_8_bits_cannot_serve_is_saved(eight_bits: None, fresh) -> None:
+    pipe = fresh("wan")
+    spoil(pipe)
+    found = {}
+    for name, asked in (
+        ("exact", {"attention_backend": "torch_sdpa"}),
+        ("8 bits", {"attention_backend": "sage_attn"}),
+        ("guarded", {"attention_backend": "sage_attn", "attention_guard": 0.05}),
+    ):
+        with apply(pipe, component_attention_backends={"text_encoder": None}, **asked) as handle:
+            found[name] = generate(pipe, "wan", num_inference_steps=STEPS).double()
+            report = handle.report()
+    off = {name: float((x - found["exact"]).norm()) for name, x in found.items()}
+    assert report.guard is not None
+    layers = len(pipe.transformer.blocks)
+    assert {miss.layer for miss in report.guard.missed} == set(range(layers))
+    assert all(miss.error is not None and miss.error > 0.05 for miss in report.guard.missed)
+    assert off["guarded"] < off["8 bits"] / 2
+    assert len(report.as_dict()["guard"]["missed"]) == layers
+
+
+def test_sparse_layers_run_dense_once_they_miss_until_remove(fresh, stock_latents) -> None:
+    pipe = fresh("wan")
+    asked = {"attention_backend": "sliding_tile_attn", "attention_backend_config": FEW_TILES}
+    with apply(pipe, **asked, attention_guard={"sparse": 1e-6}) as handle:
+        generate(pipe, "wan", num_inference_steps=STEPS)
+        report = handle.report()
+        assert report.guard is not None
+        assert report.guard.missed
+        assert all(miss.dense for miss in report.guard.missed)
+        again = generate(pipe, "wan")
+        layers = [each.layer for plan in handle._plans for each in plan.layers]
+    assert (again - stock_latents("wan")).abs().max() <= 1e-3
+    assert all(layer.guard is None for layer in layers)
+
+
+def test_a_guard_changes_nothing_where_all_is_well(fresh) -> None:
+    pipe = fresh("wan")
+    asked = {"attention_backend": "sliding_tile_attn", "attention_backend_config": FEW_TILES}
+    with apply(pipe, **asked):
+        plain = generate(pipe, "wan")
+    with apply(pipe, **asked, attention_guard=0.05) as handle:
+        assert torch.equal(generate(pipe, "wan"), plain)
+        report = handle.report()
+    assert report.guard is not None
+    assert report.guard.calls > 0
+    assert report.guard.missed == ()
+
+
+def test_a_compiled_model_is_guarded_too(fresh) -> None:
+    pipe = fresh("wan")
+    asked = {"attention_backend": "sliding_tile_attn", "attention_backend_config": FEW_TILES}
+    with apply(pipe, **asked, attention_guard={"sparse": 1e-6}) as handle:
+        pipe.transformer.compile_repeated_blocks(fullgraph=True, backend="eager")
+        generate(pipe, "wan", num_inference_steps=STEPS)
+        report = handle.report()
+    assert report.guard is not None
+    assert {miss.layer for miss in report.guard.missed} == set(range(len(pipe.transformer.blocks)))
+
+
+def test_what_is_no_bound_is_refused_before_anything_changes(fresh) -> None:
+    pipe = fresh("wan")
+    with pytest.raises(ConfigError, match="attention_guard must be a number above 0"):
+        apply(pipe, attention_guard="much")
+    assert diffusers.applied(pipe) is None
+
+
+def test_ranks_are_refused(fresh, monkeypatch) -> None:
+    monkeypatch.setattr(diffusers, "parallel_groups", object)
+    with pytest.raises(UsageError, match="must be left out on several ranks"):
+        apply(fresh("wan"), attention_guard=0.05)
+
+
+def test_models_that_do_not_tell_their_step_are_refused(fresh, monkeypatch) -> None:
+    pipe = fresh("wan")
+    hooks = "multimodal_gen.integrations.denoiser_plan.DenoiserHooks.tells_steps"
+    monkeypatch.setattr(hooks, False)
+    with pytest.raises(UsageError, match="must check models that tell their denoising step"):
+        apply(pipe, attention_guard=0.05)
