@@ -78,6 +78,7 @@ class AttentionSettings(TypedDict, total=False):
     component_attention_backends: Mapping[str, AttentionBackendEnum | str | None] | str | None
     attention_config: str | Mapping[str, object] | None
     attention_auto_table: _Path | None
+    attention_guard: Mapping[str, object] | float | str | None
     strict_attention: bool
 
 
@@ -120,7 +121,9 @@ class GenerationSettings(AttentionSettings, total=False):
 _ATTENTION = tuple(AttentionSettings.__annotations__)
 # One of these in a call of `generate` replaces all of those that were given before.
 _CHOICES = tuple(
-    name for name in _ATTENTION if name not in ("attention_auto_table", "strict_attention")
+    name
+    for name in _ATTENTION
+    if name not in ("attention_auto_table", "attention_guard", "strict_attention")
 )
 
 
@@ -331,9 +334,16 @@ class DiffGenerator:
             return DiffusersAttention(pipe, name)
         scope = scope_from_args(args)
         # On several ranks, all of them would compute all of what diffusers ships.
-        nothing_asked = not (self._explicit or scope.default or scope.components or scope.rules)
+        named = scope.default or scope.components or scope.rules or args.attention_guard
+        nothing_asked = not (self._explicit or named)
         try:
-            return apply(pipe, scope=scope, latent_grid=args.latent_grid, text_rows=args.text_rows)
+            return apply(
+                pipe,
+                scope=scope,
+                latent_grid=args.latent_grid,
+                text_rows=args.text_rows,
+                attention_guard=args.attention_guard,
+            )
         except NothingAppliedError as error:
             if not nothing_asked or parallel_groups() is not None:
                 raise

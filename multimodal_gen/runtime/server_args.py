@@ -28,6 +28,7 @@ from multimodal_gen.runtime.described_tokens import (
     parse_latent_grid,
     parse_text_rows,
 )
+from multimodal_gen.runtime.guard_bounds import parse_guard_bounds
 from multimodal_gen.runtime.platforms.interface import AttentionBackendEnum
 from multimodal_gen.settings import Setting, as_flag, as_pairs, declared, frozen
 
@@ -423,6 +424,18 @@ class ServerArgs:
             "tokens, a call takes 64 / S of the products of dense attention, in fp64.",
         ),
     ] = 0
+    attention_guard: Annotated[
+        Mapping[str, object] | float | str | None,
+        Setting(
+            metavar="BOUND",
+            check=lambda setting, value: str(parse_guard_bounds(value, name=setting.flag)),
+            help="Recompute 64 rows of an eighth of the self-attention layers exactly in every "
+            "denoising step, in turn: layers whose relative error is above the bound, e.g. 0.05, "
+            "run in 16 bits from their next call on. The bound is that of backends that round to "
+            "8 bits; quantized=0.05,sparse=0.3 gives sparse methods one too, which then run dense. "
+            "Outputs that are not finite are computed again at once. Default: no guard.",
+        ),
+    ] = None
     dtype: Annotated[
         str,
         Setting(
@@ -587,6 +600,7 @@ class ServerArgs:
             "component_attention_backends",
             "attention_config",
             "attention_auto_table",
+            "attention_guard",
             "latent_grid",
         )
         for name in ours:

@@ -95,9 +95,38 @@ def test_generations_record_and_check_their_attention(sglang, tiny_pipeline, tmp
     assert "--record-attention must be a file that does not exist yet" in outcome.err
 
 
+def test_generations_run_under_a_guard(sglang, tiny_pipeline, tmp_path) -> None:
+    path = tmp_path / "attention.json"
+    outcome = sglang(
+        *("generate", "--model-path", tiny_pipeline("flux"), "--prompt", "a fox", *SIZE),
+        *("--attention-backend", "sliding_tile_attn", "--num-inference-steps", "2"),
+        *("--attention-backend-config", CLOSE.partition(":")[2], "--seed", "0"),
+        *("--output-path", tmp_path / "out", "--record-attention", path),
+        *("--attention-guard", "sparse=0.001"),
+    )
+    assert outcome.code == 0, outcome.err
+    record = json.loads(path.read_text())
+    assert record["arguments"]["attention_guard"] == "quantized=0.05,sparse=0.001"
+    guard = record["attention"]["guard"]
+    assert guard["bounds"] == {"quantized": 0.05, "sparse": 0.001}
+    miss, *_ = guard["missed"]
+    assert (miss["component"], miss["layer"], miss["step"]) == ("transformer", 0, 0)
+    assert miss["error"] > 0.001
+    assert "guard: transformer.self, layer 0" in outcome.out
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (("--attention-guard", "much"), "--attention-guard must be a number above 0"),
+        (
+            ("--attention-guard", "0.05", "--num-gpus", "2"),
+            "--attention-guard must be left out on several GPUs",
+        ),
+        (
+            ("--attention-guard", "0.05", "--backend", "diffusers"),
+            "--attention-guard must not be given with --backend diffusers",
+        ),
         (("--check-attention", "1"), "--check-attention needs --record-attention"),
         (
             ("--check-attention", "1", "--record-attention", "x.json", "--num-gpus", "2"),
