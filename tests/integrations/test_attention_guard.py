@@ -9,6 +9,7 @@ from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.integrations import diffusers
 from multimodal_gen.integrations.diffusers import apply
 from tests.integrations.conftest import generate
+from tests.integrations.test_sparse import METHODS
 
 FEW_TILES = {"window": [1, 1, 1], "tile_size": [1, 2, 2], "skip_time_steps": 0}
 STEPS = 6
@@ -45,6 +46,27 @@ def test_the_video_of_a_model_that_8_bits_cannot_serve_is_saved(eight_bits: None
     assert all(miss.error is not None and miss.error > 0.05 for miss in report.guard.missed)
     assert off["guarded"] < off["8 bits"] / 2
     assert len(report.as_dict()["guard"]["missed"]) == layers
+
+
+@pytest.mark.parametrize("backend", METHODS)
+def test_layers_of_every_sparse_method_are_dense_once_they_missed(
+    backend: str, fresh, stock_latents
+) -> None:
+    method = METHODS[backend]
+    family, config = method.quick[0], {**method.given, **method.some}
+    pipe = fresh(family)
+    with apply(
+        pipe,
+        attention_backend=backend,
+        attention_backend_config=config,
+        attention_guard={"sparse": 1e-6},
+    ) as handle:
+        generate(pipe, family, num_inference_steps=4)
+        report = handle.report()
+        assert report.guard is not None
+        assert len(report.guard.missed) == report.guard.calls == 2
+        again = generate(pipe, family)
+    assert (again - stock_latents(family)).abs().max() <= 1e-3
 
 
 def test_sparse_layers_run_dense_once_they_miss_until_remove(fresh, stock_latents) -> None:

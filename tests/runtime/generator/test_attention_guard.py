@@ -13,6 +13,7 @@ from multimodal_gen.runtime.generator.attention_guard import EVERY, AttentionGua
 from multimodal_gen.runtime.guard_bounds import GuardBounds, parse_guard_bounds
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
+from multimodal_gen.runtime.layers.attention.call import AttentionCall
 from multimodal_gen.runtime.layers.attention.scope import LayerSite, scope_from
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 
@@ -173,6 +174,32 @@ def test_what_the_device_decides_is_dense_attention_or_zeros(done: bool) -> None
     out = dense_unless(torch.tensor(done), q, k, v, scale=SIZE**-0.5)
     wanted = torch.zeros_like(out) if done else truth(q, k, v).float()
     torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_gated_calls_have_to_be_finite_and_keep_their_branch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    guard = AttentionGuard(GuardBounds(sparse=1e-9))
+    asked = {"attention_backend": "video_sparse_attn", "attention_backend_config": {"topk": 1}}
+    (layer,) = layers(1, guard, **asked)
+    q, k, v = inputs()
+    call = AttentionCall(q, k, v, gate=torch.ones_like(q))
+
+    def attend(index: int) -> torch.Tensor:
+        guard.settle()
+        with set_forward_context(index, latent_grid=GRID, request_id="one"):
+            return layer.attend(call)
+
+    attend(0)
+    assert guard.report().missed == ()  # its output is more than attention
+    with set_forward_context(1, latent_grid=GRID, request_id="one"):
+        dense = layer._attend(call._replace(exact="a test asked for it"))
+    assert error(dense, (q, k, v)) > 0.1, "the branch is added"
+    cls: type[AttentionImpl] = type(layer.attn_impl)
+    forward = cls.forward
+    monkeypatch.setattr(cls, "forward", lambda *a, **k: forward(*a, **k) * torch.inf)
+    assert torch.equal(attend(1), dense)
+    assert [miss.error for miss in guard.report().missed] == [None]
 
 
 def test_inputs_that_are_not_finite_are_not_the_fault_of_8_bits(eight_bits: None) -> None:
