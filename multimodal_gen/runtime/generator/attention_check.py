@@ -16,7 +16,7 @@ from multimodal_gen.runtime.layers.attention.call import AttentionCall
 from multimodal_gen.runtime.layers.attention.kinds.masks import KeyMask, normalise_mask
 from multimodal_gen.runtime.layers.attention.masks import bottom_right_causal_mask, zero_masked_rows
 from multimodal_gen.runtime.layers.attention.report import Json, LayerReport
-from multimodal_gen.runtime.layers.attention.request import AttentionRole
+from multimodal_gen.runtime.layers.attention.request import AttentionRole, LayerSite
 from multimodal_gen.runtime.managers.forward_context import current_forward_context
 
 ROWS = 64
@@ -128,6 +128,38 @@ def row_errors(found: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
     return torch.stack((l1, l2, cosines.mean((0, 1))))
 
 
+def sampled(
+    layer: AttentionLayer, call: AttentionCall, out: torch.Tensor, step: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return some rows of an output, and exact attention of them: [B, R, H, D] each.
+
+    Args:
+        layer: whose call it is.
+        call: the call, in the dtype that kernels get or as `torch.autocast` is to change it.
+        out: its output, [B, S, H, D].
+        step: the denoising step, which draws the rows.
+    """
+    seen = call.autocast() if call.autocasts() else call
+    rows = sample_rows(call.query.shape[1], seed=step, device=out.device)
+    (truth,) = exact_rows(layer, seen, rows, (seen.value,))
+    return out[:, rows], truth
+
+
+def step_of_turn(site: LayerSite, at_once: int) -> int | None:
+    """Return the running step if self-attention of a layer is checked at it, or None.
+
+    Args:
+        site: the layer.
+        at_once: how many layers of each component have their turn at a step.
+    """
+    context = current_forward_context()
+    if context is None or site.role is not AttentionRole.SELF or site.layer is None:
+        return None
+    step = context.current_timestep
+    turn = (site.layer - step * at_once) % (site.num_layers or 1)
+    return step if turn < at_once else None
+
+
 def layer_density(report: LayerReport) -> float:
     """Return the share of pairs that a layer attended to, mean over its calls; 1 for dense ones."""
     entries = [entry for entry in (*report.entries, *report.detours) if entry.calls]
@@ -158,27 +190,15 @@ class AttentionCheck:
     ) -> torch.Tensor:
         """Serve a call, and check it where it is its turn."""
         out = serve(call)
-        step = self._step(layer, call)
         site = layer.site
+        step = step_of_turn(site, self._calls_per_step)
+        if call.gate is not None:  # its output is more than attention
+            step = None
         done = self._found.setdefault((site.component, site.name), {})
         if step is not None and step not in done:
             with torch.no_grad():
-                seen = call.autocast() if call.autocasts() else call
-                rows = sample_rows(call.query.shape[1], seed=step, device=out.device)
-                (truth,) = exact_rows(layer, seen, rows, (seen.value,))
-                done[step] = row_errors(out[:, rows], truth)
+                done[step] = row_errors(*sampled(layer, call, out, step))
         return out
-
-    def _step(self, layer: AttentionLayer, call: AttentionCall) -> int | None:
-        """Return the running step if a layer is to be checked at it, or None."""
-        context, site = current_forward_context(), layer.site
-        if context is None or site.role is not AttentionRole.SELF or site.layer is None:
-            return None
-        if call.gate is not None:  # its output is more than attention
-            return None
-        step, layers = context.current_timestep, site.num_layers or 1
-        turn = (site.layer - step * self._calls_per_step) % layers
-        return step if turn < self._calls_per_step else None
 
     def as_dict(self, report: AttentionReport) -> dict[str, Json]:
         """Return what was found as JSON data; waits for the device.

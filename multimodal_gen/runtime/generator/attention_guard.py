@@ -6,7 +6,7 @@ timestep is read too, so which layers are served exactly does not depend on timi
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 
@@ -14,12 +14,12 @@ from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.runtime.attention_report import GuardMiss, GuardReport
-from multimodal_gen.runtime.generator.attention_check import exact_rows, row_errors, sample_rows
+from multimodal_gen.runtime.generator.attention_check import row_errors, sampled, step_of_turn
 from multimodal_gen.runtime.guard_bounds import GuardBounds
 from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
 from multimodal_gen.runtime.layers.attention.binding import Binding
 from multimodal_gen.runtime.layers.attention.call import AttentionCall
-from multimodal_gen.runtime.layers.attention.request import AttentionRole, LayerSite
+from multimodal_gen.runtime.layers.attention.request import LayerSite
 from multimodal_gen.runtime.managers.forward_context import current_forward_context
 
 EVERY = 8
@@ -29,25 +29,6 @@ MISSED = "it missed the bound of the attention guard"
 AGAIN = "the attention guard had a call that may not be finite computed again"
 
 _BLOCK = 128  # queries, and keys, of the plan of a call that is computed again
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Pending:
-    """A call whose error is still on the device.
-
-    Attributes:
-        site: the layer.
-        step: when it was called.
-        bound: the error it may have, or None for any that is finite.
-        dense: whether it is to run dense where it misses; else in 16 bits.
-        found: [3]: the error, whether the output is finite, and whether the truth is.
-    """
-
-    site: LayerSite
-    step: int
-    bound: float | None
-    dense: bool
-    found: torch.Tensor
 
 
 class AttentionGuard:
@@ -63,7 +44,9 @@ class AttentionGuard:
 
     def __init__(self, bounds: GuardBounds) -> None:
         self._bounds = bounds
-        self._pending: list[_Pending] = []
+        # Misses as they are of outputs that are not finite, and on the device: the error, whether
+        # the output is finite, and whether the truth is.
+        self._pending: list[tuple[GuardMiss, torch.Tensor]] = []
         self._missed: dict[tuple[str | None, str], GuardMiss] = {}
         self._calls = 0
         # By layer: the step that was checked last, and shapes of its calls that were.
@@ -96,12 +79,9 @@ class AttentionGuard:
 
     def _step(self, site: LayerSite, call: AttentionCall) -> int | None:
         """Return the running step if a call is to be checked at it, or None."""
+        step = step_of_turn(site, -(-(site.num_layers or 1) // EVERY))
         context = current_forward_context()
-        if context is None or site.role is not AttentionRole.SELF or site.layer is None:
-            return None
-        step, layers = context.current_timestep, site.num_layers or 1
-        at_once = -(-layers // EVERY)
-        if (site.layer - step * at_once) % layers >= at_once:
+        if step is None or context is None:
             return None
         now = (context.request_id, step)
         key, shape = (site.component, site.name), (call.query.shape[1], call.key.shape[1])
@@ -130,19 +110,21 @@ class AttentionGuard:
         if call.gate is not None or projects:
             error, sane = finite.new_zeros((), dtype=torch.float32), finite.new_ones(())
         else:
-            rows = sample_rows(call.query.shape[1], seed=step, device=out.device)
-            (truth,) = exact_rows(layer, seen, rows, (seen.value,))
-            error, sane = row_errors(out[:, rows], truth)[1].max().float(), truth.isfinite().all()
+            rows, truth = sampled(layer, seen, out, step)
+            error, sane = row_errors(rows, truth)[1].max().float(), truth.isfinite().all()
         self._calls += 1
-        self._pending.append(
-            _Pending(
-                site=layer.site,
-                step=step,
-                bound=self._bounds.sparse if bound.is_sparse else self._bounds.quantized,
-                dense=bound.is_sparse,
-                found=torch.stack((error, finite.float(), sane.float())),
-            )
+        site = layer.site
+        miss = GuardMiss(
+            component=site.component,
+            name=site.name,
+            role=site.role,
+            layer=site.layer,
+            step=step,
+            error=None,
+            bound=self._bounds.sparse if bound.is_sparse else self._bounds.quantized,
+            dense=bound.is_sparse,
         )
+        self._pending.append((miss, torch.stack((error, finite.float(), sane.float()))))
         return _finite_or_again(layer, serve, call, seen, out, finite)
 
     def settle(self) -> None:
@@ -152,25 +134,15 @@ class AttentionGuard:
             UsageError: a CUDA graph is being captured.
         """
         pending, self._pending = self._pending, []
-        for each in pending:
-            _refuse_capture(each.found)
-            error, finite, sane = each.found.tolist()
-            bound, site = each.bound, each.site
-            within = bound is None or error <= bound
-            key = (site.component, site.name)
+        for miss, found in pending:
+            _refuse_capture(found)
+            error, finite, sane = found.tolist()
+            within = miss.bound is None or error <= miss.bound
+            key = (miss.component, miss.name)
             # Where exact attention is not finite either, it would not help.
             if not sane or (finite and within) or key in self._missed:
                 continue
-            self._missed[key] = GuardMiss(
-                component=site.component,
-                name=site.name,
-                role=site.role,
-                layer=site.layer,
-                step=each.step,
-                error=error if finite else None,
-                bound=bound,
-                dense=each.dense,
-            )
+            self._missed[key] = replace(miss, error=error if finite else None)
 
     def report(self) -> GuardReport:
         """Return what was found so far; waits for the device."""
