@@ -537,14 +537,6 @@ class ServerArgs:
                 f"--offload-folder needs --offload block or leaf, got --offload {self.offload}"
             )
         self._check_sizes()
-        if (self.cache or "").lower().replace(
-            "-", "_"
-        ) == "cross_attention" and self.offload == "leaf":
-            raise ConfigError(
-                "--cache cross_attention must not be given with --offload leaf, which loads the "
-                "next layer in each one, also in those that the cache leaves out; use --offload "
-                "block"
-            )
         if self.cache is not None and self.enable_torch_compile:
             raise ConfigError(
                 f"--cache must not be given with --enable-torch-compile, which compiles blocks as "

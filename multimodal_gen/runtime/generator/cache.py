@@ -207,6 +207,7 @@ class Skipped:
         self.calls += 1
 
 
+_LEAF = "group_offloading"  # diffusers' hook in a layer that is offloaded by itself
 _HALVES = "faster_cache.py"  # of diffusers, which takes half of a batch for a branch of guidance
 
 
@@ -254,6 +255,12 @@ def _remember_text(name: str, model: Any, skipped: Skipped, undo: ExitStack) -> 
         raise UsageError(
             f"cache {CROSS_ATTENTION} must be used with a model that has cross-attention to its "
             f"text, got {name} ({type(model).__name__}), which has none; leave it out"
+        )
+    if any(hook == _LEAF for layer in layers for _, hook in _hooks_of(layer)):
+        raise UsageError(
+            f"cache {CROSS_ATTENTION} must not be given with --offload leaf, which loads the next "
+            f"layer in each one, also in those that the cache leaves out, got {name} "
+            f"({type(model).__name__}) with it; use --offload block"
         )
     for layer in layers:
         remember(layer, undo, skipped.count)

@@ -9,7 +9,6 @@ import torch
 from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.runtime.generator.cache import cached, read_cache
 from multimodal_gen.runtime.generator.cross_attention_cache import layers_of_text, remember
-from multimodal_gen.runtime.server_args import ServerArgs
 from multimodal_gen.testing.tiny_models import FAMILIES
 
 CACHE = read_cache("cross_attention")
@@ -103,8 +102,15 @@ def test_weights_and_adapters_that_change_between_steps_are_seen(change):
 
 
 def test_offloading_layer_by_layer_is_refused():
-    with pytest.raises(ConfigError, match="cross_attention must not be given with --offload leaf"):
-        ServerArgs(model_path="m", prompt="", cache="Cross-Attention", offload="leaf")
+    from diffusers.hooks import apply_group_offloading
+
+    pipe, cpu = FAMILIES["wan"].build(0), torch.device("cpu")
+    apply_group_offloading(pipe.transformer, cpu, cpu, offload_type="leaf_level")
+    with (
+        pytest.raises(UsageError, match="cross_attention must not be given with --offload leaf"),
+        cached(pipe, {"transformer": pipe.transformer}, CACHE, 3),
+    ):
+        pass
 
 
 def test_a_model_without_cross_attention_is_refused():
