@@ -10,7 +10,7 @@ adapters which are on, merged and how strong: what changes any of them is comput
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -44,13 +44,13 @@ class _Kept(NamedTuple):
     version: int
 
 
-def _made_of(layer: nn.Module, x: Tensor) -> tuple[object, ...]:
+def _made_of(layer: nn.Module, x: Tensor, weights: Sequence[Tensor]) -> tuple[object, ...]:
     """Return what the result of a layer depends on, so that equal ones have equal results."""
     kind = x.device.type
     return (
         (x.data_ptr(), x.shape, x.stride(), x.dtype, x.device, x._version),
         (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
-        *((id(weight), weight._version) for weight in layer.parameters()),
+        *((id(weight), weight._version) for weight in weights),
         *(
             repr(vars(module)[name])
             for module in layer.modules()
@@ -104,7 +104,7 @@ def remember(layer: nn.Module, undo: ExitStack, count: Callable[[bool], None]) -
         if not held or torch.is_grad_enabled() or any(each.is_inference() for each in held):
             count(True)
             return compute(*args, **kwargs)
-        made_of = _made_of(layer, held[0])
+        made_of = _made_of(layer, held[0], held[1:])
         for each in kept:
             if each.made_of == made_of and each.result._version == each.version:
                 came_again = True
