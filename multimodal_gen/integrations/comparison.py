@@ -56,7 +56,8 @@ def compare(
         output: folder for report.json, report.html, the clips and what `resume` finds again.
         seeds: seeds of the noise, for every prompt. Default: 0.
         reference: the dense backend that the others are compared with. Default: torch_sdpa.
-        floor: exact backends for the noise. Default: up to two that this machine has.
+        floor: exact backends for the noise; an empty list for none. Default: up to two that this
+            machine has.
         resume: go on with what the folder holds; otherwise it must be new or empty.
         replayed_steps: denoising steps of a generation whose attention calls are given to all
             backends, for errors by layer and head; 0 for none. Default: one in ten, up to three.

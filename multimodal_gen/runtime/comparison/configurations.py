@@ -85,8 +85,8 @@ class Plan:
         seeds: of every prompt.
         reference: what the others are compared with; a dense backend.
         candidates: what is compared with it.
-        floor: exact kernels for the noise, of sparse methods those of `EXACT_KERNELS`; None for up
-            to two that this machine has.
+        floor: exact kernels for the noise, of sparse methods those of `EXACT_KERNELS`; none where
+            it is empty, None for up to two that this machine has.
         folder: where everything goes.
         resume: go on with what the folder holds.
         replayed_steps: denoising steps whose calls are replayed; 0 for none, None for one in ten,
@@ -171,8 +171,8 @@ def plan_of(
     (dense,) = read_configurations([reference], name=spell("reference"))
     candidates = read_configurations(backends, name=spell("backends"), taken=[dense.name])
     taken = [dense.name, *(each.name for each in candidates)]
-    exact = None
-    if floor is not None:
+    exact: tuple[Configuration, ...] | None = None if floor is None else ()
+    if floor:
         exact = read_configurations(floor, name=spell("floor"), taken=taken, is_noise=True)
     return Plan(
         prompts=tuple(dict.fromkeys(prompts)),

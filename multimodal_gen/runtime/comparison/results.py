@@ -3,6 +3,7 @@
 Shapes: T steps.
 """
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -61,6 +62,9 @@ class Results:
         self.notes: list[str] = []
         self._store, self._plan = store, plan
         self._scores: dict[str, float] = {}
+        self._scoring = (
+            threading.Lock()
+        )  # a function of the user's is called by one thread at a time
 
     def todo(self, served: Sequence[Configuration]) -> Todo:
         """Return what is left to do for the reference and those of the others that can run."""
@@ -221,9 +225,10 @@ class Results:
         score, path = self._plan.score, generation.frames_path
         if score is None or path is None:
             return generation
-        if path not in self._scores:
-            prompt = self._plan.prompts[generation.prompt]
-            self._scores[path] = score.of(self._store.read_array(path), prompt)
+        with self._scoring:
+            if path not in self._scores:
+                prompt = self._plan.prompts[generation.prompt]
+                self._scores[path] = score.of(self._store.read_array(path), prompt)
         return replace(generation, score=self._scores[path])
 
     def _missing(self, configuration: Configuration) -> list[tuple[int, int]]:

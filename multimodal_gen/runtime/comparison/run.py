@@ -17,7 +17,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -168,6 +168,7 @@ class Comparison:
         # While a GPU generates the next clip; a CPU has nothing to spare.
         self._writer = _Writer(in_background=self._device.type != "cpu")
         self._latents: dict[tuple[int, int], Any] = {}
+        self._references: dict[tuple[int, int], Future[None]] = {}
         self._notes: list[str] = []
 
     def run(self) -> Report:
@@ -395,7 +396,9 @@ class Comparison:
         finish = partial(self._finish, configuration, (prompt, seed), keep)
         if is_reference:
             self._latents[prompt, seed] = steps.latents()
-        self._writer.submit(configuration.name, finish)
+            self._references[prompt, seed] = self._writer.submit(configuration.name, finish)
+        else:
+            self._writer.submit(configuration.name, finish)
         self._highest = max(self._highest, meter.highest)
         self._progress.done(f"{configuration.name}, prompt {prompt + 1}, seed {seed}")
         return {} if replay is None else replay.found
@@ -434,9 +437,15 @@ class Comparison:
         if configuration is self._plan.reference:
             self._latents.pop(clip, None)
             self._results.scored(generation)  # a function that fails is known with the first clip
+            return
+        if not self._writer.in_background:
+            return
+        if clip in self._references:  # in an earlier thread, if it was made in this run
+            self._references[clip].result()
         # Networks on the CPU would take time from the next clip, and its clock would run on.
-        elif self._writer.in_background and not available():
+        if not available():
             self._results.measured(configuration, generation)
+            self._results.scored(generation)
 
     def _denoise(
         self,
@@ -452,31 +461,34 @@ class Comparison:
 
 
 class _Writer:
-    """Writes clips, one after another.
+    """Writes clips; they are begun in the order in which they are given.
 
     Args:
-        in_background: measure them too, in a thread, while the next ones are made.
+        in_background: measure them too, in threads, while the next ones are made.
 
     Attributes:
         in_background: the same.
         errors: the first that each configuration met, by name; complete once all is done.
     """
 
-    _MOST = 2  # clips that wait in memory
+    _THREADS = 3
+    _MOST = 4  # clips in memory
 
     def __init__(self, *, in_background: bool) -> None:
         self.in_background = in_background
         self.errors: dict[str, Exception] = {}
-        self._pool = ThreadPoolExecutor(1)
+        self._pool = ThreadPoolExecutor(self._THREADS)
         self._room = threading.BoundedSemaphore(self._MOST)
 
-    def submit(self, name: str, work: Callable[[], None]) -> None:
+    def submit(self, name: str, work: Callable[[], None]) -> "Future[None]":
         """Do something, or have it done once few other things are still to be done."""
         if not self.in_background:
+            done: Future[None] = Future()
             work()
-            return
+            done.set_result(None)
+            return done
         self._room.acquire()
-        self._pool.submit(self._do, name, work)
+        return self._pool.submit(self._do, name, work)
 
     def check(self, name: str) -> None:
         """Raise what a configuration met, if it met anything."""
