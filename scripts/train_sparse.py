@@ -3,13 +3,14 @@
     python scripts/train_sparse.py MODEL OUT --backend video_sparse_attn --config sparsity=0.9 \
         --data clips --steps 400 --weights lora
 
-`--data` is a folder of clips, each with its prompt in a text file of the same name; without one, a
-synthetic set shows that everything works. A sparsity such as `sparsity={0: 0.5, 0.3: 0.9}` changes
-over the steps of training. The loss is that of flow matching, or with `--target
-dense` the distance from what the model gave with dense attention before. OUT becomes a pipeline's
-folder, which `sglang generate --model-path OUT --attention-backend ...` reads alone;
-`loss.csv` and, with matplotlib, `loss.png` stay next to it. `--resume` goes on from the last state
-that was saved.
+`--data` is a folder of clips, each with its prompt in a text file of the same name, or a
+safetensors file of what was encoded before: `latents` [N, C, T, H, W], normalised, and `prompts`
+[N, L, D]. Without either, a synthetic set shows that everything works. A sparsity such as
+`sparsity={0: 0.5, 0.3: 0.9}` changes over the steps of training. The loss is that of flow matching,
+or with `--target dense` the distance from what the model gave with dense attention before. OUT
+becomes a pipeline's folder, which `sglang generate --model-path OUT --attention-backend ...` reads
+alone; `loss.csv` and, with matplotlib, `loss.png` stay next to it. `--resume` goes on from the last
+state that was saved.
 """
 
 import argparse
@@ -32,6 +33,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from diffusers import WanPipeline
+from diffusers.optimization import get_scheduler
 from tqdm import tqdm
 
 import multimodal_gen
@@ -86,6 +88,8 @@ def latent_size(pipe: WanPipeline, options: argparse.Namespace) -> tuple[int, in
 @torch.no_grad()
 def encoded(pipe: WanPipeline, options: argparse.Namespace, device: torch.device) -> list[Sample]:
     """Return the clips of a folder as latents, and their prompts as embeddings."""
+    if options.data.suffix == ".safetensors":
+        return stored(pipe, options)
     latent_size(pipe, options)
     files = []
     if options.data.is_dir():
@@ -118,6 +122,40 @@ def encoded(pipe: WanPipeline, options: argparse.Namespace, device: torch.device
     for part in (pipe.vae, pipe.text_encoder):
         part.to("cpu")
     return samples
+
+
+def stored(pipe: WanPipeline, options: argparse.Namespace) -> list[Sample]:
+    """Return the samples of a safetensors file."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        found = load_file(options.data)
+    except (OSError, SafetensorError) as error:
+        raise UsageError(
+            f"--data must be a file that can be read, got {options.data}: {error}"
+        ) from error
+    shapes = {
+        key: list(found[key].shape) if key in found else None for key in ("latents", "prompts")
+    }
+    config = pipe.transformer.config
+    wanted = [config.in_channels, *latent_size(pipe, options)]
+    latents, prompts = shapes["latents"], shapes["prompts"]
+    if not (
+        latents
+        and prompts
+        and len(prompts) == 3
+        and prompts[0] == latents[0] > 0
+        and latents[1:] == wanted
+        and prompts[2] == config.text_dim
+    ):
+        expected = ["N", *wanted], ["N", "L", config.text_dim]
+        raise UsageError(
+            f"--data must have latents {expected[0]} and prompts {expected[1]}, got {latents} and "
+            f"{prompts}; --frames, --height and --width are those of the clips"
+        )
+    pairs = zip(found["latents"].float(), found["prompts"], strict=True)
+    return [Sample(latents=clip, prompt=prompt) for clip, prompt in pairs]
 
 
 def read_frames(path: Path, count: int) -> list[Any]:
@@ -220,7 +258,15 @@ class Run:
             parameter.data = parameter.data.float()
         optimizer = torch.optim.AdamW(parameters, lr=options.lr, weight_decay=0.01)
         self.parameters = parameters
-        self.model, self.optimizer = accelerator.prepare(model, optimizer)
+        taken = options.steps // options.accumulate * accelerator.num_processes
+        schedule = get_scheduler(
+            options.lr_scheduler,
+            optimizer,
+            num_warmup_steps=0 if options.lr_scheduler == "constant" else taken // 20,
+            num_training_steps=taken,
+        )
+        prepared = accelerator.prepare(model, optimizer, schedule)
+        self.model, self.optimizer, self.schedule = prepared
         self.dtype, self.step = self.teacher.dtype, 0
 
     @torch.no_grad()
@@ -258,6 +304,7 @@ class Run:
                         f"lower --lr or look at --data, then --resume from the last state"
                     )
             self.optimizer.step()
+            self.schedule.step()
             self.optimizer.zero_grad()
         self.step += 1
         return loss.item()
@@ -355,7 +402,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("out", type=Path, help="folder of the result")
     add("--backend", default="video_sparse_attn", help="sparse backend (video_sparse_attn)")
     add("--config", default="", help="its parameters, as k=v,k=v or JSON")
-    add("--data", type=Path, help="folder of clips and prompts; a synthetic set without it")
+    text = "folder of clips and prompts, or a file of them encoded; a synthetic set without it"
+    add("--data", type=Path, help=text)
     add("--samples", type=count, default=8, help="samples of the synthetic set (8)")
     add("--frames", type=count, default=81, help="frames of a clip (81)")
     add("--height", type=count, default=480, help="height in pixels (480)")
@@ -366,6 +414,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--batch", type=count, default=1, help="samples per step and process (1)")
     add("--accumulate", type=count, default=1, help="steps whose gradients are added up (1)")
     add("--lr", type=number, default=1e-5, help="learning rate (1e-5)")
+    schedules = ("constant", "cosine", "linear")
+    text = (
+        "how the learning rate goes on after a warm-up of a twentieth; constant has none (constant)"
+    )
+    add("--lr-scheduler", choices=schedules, default="constant", help=text)
     add("--shift", type=number, default=3.0, help="shift of the noise levels (3)")
     add("--every", type=count, default=50, help="steps between states and gaps (50)")
     dtypes = ("bfloat16", "float32")
