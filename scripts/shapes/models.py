@@ -26,6 +26,8 @@ class Stage:
         batch: clips of a step.
         clips: clips that are drawn for a run of the script.
         steps: how many.
+        rate: the highest learning rate, which falls to 0 over the steps.
+        shift: of the noise levels.
     """
 
     frames: int
@@ -34,6 +36,8 @@ class Stage:
     batch: int
     clips: int
     steps: int
+    rate: float = 1e-3
+    shift: float = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +78,19 @@ SIZES = {
     "large": Size(
         heads=3, head_size=128, layers=6, ffn=1024, text=128, latent=12, vae=16, patch=(1, 2, 2),
         stages=(
-            Stage(frames=17, height=128, width=224, batch=64, clips=12_288, steps=20_000),
-            Stage(frames=33, height=240, width=416, batch=16, clips=4096, steps=4000),
-            Stage(frames=49, height=352, width=608, batch=4, clips=1024, steps=1500),
-            Stage(frames=81, height=480, width=832, batch=2, clips=384, steps=1200),
+            Stage(frames=17, height=128, width=224, batch=64, clips=12_288, steps=16_000),
+            Stage(
+                frames=33, height=240, width=416, batch=32, clips=4096, steps=4000,
+                rate=6e-4, shift=5,
+            ),
+            Stage(
+                frames=49, height=352, width=608, batch=8, clips=1024, steps=2500,
+                rate=5e-4, shift=6.5,
+            ),
+            Stage(
+                frames=81, height=480, width=832, batch=4, clips=384, steps=1500,
+                rate=5e-4, shift=8,
+            ),
         ),
     ),
     "smoke": Size(
@@ -164,19 +177,27 @@ def embedded(text_encoder: Any, tokens: torch.Tensor, real: torch.Tensor) -> tor
     return torch.nn.functional.pad(hidden, (0, 0, 0, TEXT_TOKENS - tokens.shape[1]))
 
 
-def make_pipeline(tokenizer: Any, text_encoder: Any, vae: Any, transformer: Any) -> Any:
-    """Return a `WanPipeline` of the parts."""
-    from diffusers import UniPCMultistepScheduler, WanPipeline
+def make_scheduler(shift: float) -> Any:
+    """Return the scheduler of the pipeline."""
+    from diffusers import UniPCMultistepScheduler
 
-    scheduler = UniPCMultistepScheduler(
-        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+    return UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift
     )
+
+
+def make_pipeline(
+    tokenizer: Any, text_encoder: Any, vae: Any, transformer: Any, *, shift: float
+) -> Any:
+    """Return a `WanPipeline` of the parts."""
+    from diffusers import WanPipeline
+
     return WanPipeline(
         tokenizer=tokenizer,
         text_encoder=text_encoder,
         vae=vae,
         transformer=transformer,
-        scheduler=scheduler,
+        scheduler=make_scheduler(shift),
     )
 
 

@@ -5,7 +5,9 @@
     python scripts/shapes/train.py transformer --size small --out STATE [--seconds 450]
     python scripts/shapes/train.py export --size small --out STATE --folder FOLDER
 
-`--vae FOLDER` takes an autoencoder that is there already, as `scripts/shapes/small/vae` is.
+`--vae FOLDER` takes an autoencoder that is there already, as `scripts/shapes/small/vae` is. On
+several GPUs, which share every batch, start `transformer` by `python -m torch.distributed.run
+--nproc-per-node N`.
 
 A run stops after `--seconds` and leaves its state in STATE, with which the next one goes on. Clips
 are made on the device; seeds are fixed. The curve of the loss is in STATE/vae.csv and
@@ -14,6 +16,11 @@ STATE/transformer.csv.
 The transformer is trained by flow matching (Lipman et al. 2023; Esser et al. 2024, eq. 13): at
 noise s a latent is x_s = (1 - s) x + s e, and the model predicts e - x; s is uniform, shifted as
 the pipeline's scheduler does. A tenth of the captions is left out, for guidance.
+
+Later stages have larger grids. So that what captions mean need not be learnt again, positions of a
+smaller grid are stretched over the last one, as far as its clips are the same in time and space;
+and the more tokens show the same thing, the more noise it takes to hide it, so the shift grows
+(Esser et al. 2024, eq. 23, has the root of the ratio of tokens).
 """
 
 import argparse
@@ -26,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 # A checkout works without being installed.
@@ -47,12 +55,37 @@ from models import (
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SHIFT = 3.0
 NO_CAPTION = 0.1
 AVERAGE = 0.999
 TRAINING_SEEDS = 1_000_000  # below are those of evaluations
 CURVE_EVERY = 50
 PIXELS = 64 * 17 * 128 * 128  # that are drawn and encoded at once
+
+
+def rank() -> int:
+    """Return the number of this process."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def ranks() -> int:
+    """Return the number of processes."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def join_ranks() -> None:
+    """Begin to work with the other processes, where `torch.distributed.run` has started several."""
+    if dist.is_torchelastic_launched():
+        if DEVICE == "cuda":
+            torch.cuda.set_device(dist.get_node_local_rank())
+        dist.init_process_group()
+
+
+def leave_ranks() -> int:
+    """End that; return the number that this process had."""
+    number = rank()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return number
 
 
 class Training:
@@ -61,17 +94,16 @@ class Training:
     The optimiser's moments are not in the state: every run makes them anew, hence its warm-up. On a
     GPU a step is one CUDA graph: the models are so small that launches would take longer.
 
+    Ranks, if there are several, average their gradients and stop together; the first one writes.
+
     Args:
         modules: what is trained, by name.
         path: the file of the state; the curve is a CSV file next to it.
         steps: steps in all.
-        rate: the highest learning rate.
     """
 
-    def __init__(
-        self, modules: dict[str, torch.nn.Module], path: Path, *, steps: int, rate: float
-    ) -> None:
-        self.path, self.steps, self.rate, self.step = path, steps, rate, 0
+    def __init__(self, modules: dict[str, torch.nn.Module], path: Path, *, steps: int) -> None:
+        self.path, self.steps, self.step = path, steps, 0
         self._named = {
             f"{name}.{key}": value
             for name, module in modules.items()
@@ -92,7 +124,6 @@ class Training:
         self._since = 0
         if path.exists():
             self._load()
-        self._began = self.step
 
     def run(
         self,
@@ -100,7 +131,9 @@ class Training:
         loss_of: Callable[[], torch.Tensor],
         seconds: float,
         *,
+        rate: float,
         until: int | None = None,
+        cosine: range | None = None,
     ) -> None:
         """Train until all steps are done, or the time is over; then write the state.
 
@@ -108,12 +141,15 @@ class Training:
             feed: writes what a step is trained on to where `loss_of` reads it.
             loss_of: gives the loss.
             seconds: when to stop.
+            rate: the highest learning rate.
             until: the step to stop at; default: all steps.
+            cosine: the steps over which the rate falls to 0; default: all.
         """
         start, last, began = time.monotonic(), min(self.steps, until or self.steps), self.step
         take: Callable[[], None] | None = None
-        while self.step < last and time.monotonic() - start < seconds:
-            self._rate.fill_(self.rate * self._schedule())
+        while self.step < last and not self._is_late(time.monotonic() - start > seconds):
+            warm = min(1.0, (self.step - began + 1) / 200)
+            self._rate.fill_(rate * warm * self._share_of_rate(cosine or range(self.steps)))
             feed(self.step)
             take = take or self._captured(loss_of)
             take()
@@ -121,7 +157,7 @@ class Training:
             self._since += 1
             if self.step % CURVE_EVERY == 0:
                 self._note(time.monotonic() - start)
-        if self.step > began:
+        if self.step > began and rank() == 0:
             self.save()
         print(f"{self.step} of {self.steps} steps, {time.monotonic() - start:.0f} s", flush=True)
 
@@ -131,20 +167,37 @@ class Training:
             for key, value in self._named.items():
                 value.copy_(self._average[key])
 
+    def _is_late(self, late: bool) -> bool:
+        """Whether the first rank's time is over; several ask now and then only."""
+        if ranks() == 1:
+            return late
+        if self.step % CURVE_EVERY:
+            return False
+        told = torch.tensor(float(late), device=DEVICE)
+        dist.broadcast(told, 0)
+        return bool(told)
+
     def _captured(self, loss_of: Callable[[], torch.Tensor]) -> Callable[[], None]:
         """Return one step; on a GPU it is run three times before it is captured."""
 
-        def step() -> None:
+        def backward() -> None:
             self._optimizer.zero_grad(set_to_none=True)
             loss = loss_of()
             loss.backward()  # type: ignore[no-untyped-call]
+            self._loss += loss.detach()
+
+        def update() -> None:
             parameters = [x for x in self._named.values() if x.grad is not None]
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             self._optimizer.step()
             with torch.no_grad():
                 averages = list(self._average.values())
                 torch._foreach_lerp_(averages, list(self._named.values()), 1 - AVERAGE)
-                self._loss += loss.detach()
+
+        def step() -> None:
+            backward()
+            self._share_gradients()
+            update()
 
         if DEVICE != "cuda":
             return step
@@ -156,19 +209,40 @@ class Training:
         torch.cuda.current_stream().wait_stream(stream)
         self._loss.zero_()
         self._since = 0
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
-        return graph.replay
+        graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        for graph, part in zip(graphs, (backward, update), strict=True):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                part()
 
-    def _schedule(self) -> float:
-        warm = min(1.0, (self.step - self._began + 1) / 200)
-        return warm * 0.5 * (1 + math.cos(math.pi * self.step / self.steps))
+        def replay() -> None:
+            graphs[0].replay()
+            self._share_gradients()
+            graphs[1].replay()
+
+        return replay
+
+    @torch.no_grad()
+    def _share_gradients(self) -> None:
+        """Average the gradients over the ranks."""
+        if ranks() == 1:
+            return
+        gradients = [x.grad for x in self._named.values() if x.grad is not None]
+        flat = torch.cat([each.flatten() for each in gradients]) / ranks()
+        dist.all_reduce(flat)
+        parts = flat.split([each.numel() for each in gradients])
+        torch._foreach_copy_(
+            gradients, [x.view_as(y) for x, y in zip(parts, gradients, strict=True)]
+        )
+
+    def _share_of_rate(self, cosine: range) -> float:
+        return 0.5 * (1 + math.cos(math.pi * (self.step - cosine.start) / len(cosine)))
 
     def _note(self, seconds: float) -> None:
         loss = self._loss.item() / max(self._since, 1)
         self._loss.zero_()
         self._since = 0
+        if rank():
+            return
         curve = self.path.with_suffix(".csv")
         curve.parent.mkdir(parents=True, exist_ok=True)
         new = not curve.exists()
@@ -224,7 +298,7 @@ def train_vae(size: Size, state: Path, options: argparse.Namespace) -> Any:
     """
     torch.manual_seed(0)
     vae = make_vae(size).to(DEVICE)
-    training = Training({"vae": vae}, state / "vae.pt", steps=options.steps or 12_000, rate=3e-3)
+    training = Training({"vae": vae}, state / "vae.pt", steps=options.steps or 12_000)
     stage, left = size.stages[0], options.seconds
     side, short = min(64, stage.height), min(5, stage.frames)
     for frames, until in ((short, training.steps * 3 // 4), (stage.frames, training.steps)):
@@ -247,7 +321,7 @@ def train_vae(size: Size, state: Path, options: argparse.Namespace) -> Any:
             return F.l1_loss(found.float(), given) + 1e-6 * posterior.kl().mean() / 1024
 
         start = time.monotonic()
-        training.run(feed, loss_of, left, until=until)
+        training.run(feed, loss_of, left, rate=3e-3, until=until)
         left -= time.monotonic() - start
     training.use_average()
     return vae.requires_grad_(False)
@@ -283,7 +357,7 @@ def autoencoder(size: Size, state: Path, options: argparse.Namespace) -> Any:
 
 
 class Pool:
-    """Latents of clips with their captions, made once for a run.
+    """Latents of clips with their captions, made once for a run; each rank has a part of its own.
 
     Args:
         vae: the autoencoder.
@@ -300,7 +374,8 @@ class Pool:
             for x in (vae.config.latents_mean, vae.config.latents_std)
         )
         found, captions = [], []
-        for number in range(-(-stage.clips // at_once)):
+        every = -(-stage.clips // (at_once * ranks()))
+        for number in range(every * rank(), every * (rank() + 1)):
             scenes, clips = clips_of(stage, seed + number, at_once)
             with torch.no_grad(), autocast():
                 latents = vae.encode(clips).latent_dist.mean.float()
@@ -326,30 +401,61 @@ def train_transformer(size: Size, state: Path, options: argparse.Namespace) -> A
         {"transformer": transformer, "text_encoder": text_encoder},
         state / "transformer.pt",
         steps=sum(stage.steps for stage in size.stages),
-        rate=1e-3,
     )
     end, last = time.monotonic() + options.seconds, 0
     for stage in size.stages:
-        last += stage.steps
+        first, last = last, last + stage.steps
         if training.step < last and time.monotonic() < end:
             pool = Pool(vae, tokenizer, stage, TRAINING_SEEDS + 100_000 + training.step)
-            feed, loss_of = flow_matching(transformer, text_encoder, pool, stage.batch)
-            training.run(feed, loss_of, end - time.monotonic(), until=last)
+            stretch_positions(transformer.rope, stage, size.stages[-1])
+            feed, loss_of = flow_matching(transformer, text_encoder, pool, stage)
+            training.run(
+                feed,
+                loss_of,
+                end - time.monotonic(),
+                rate=stage.rate,
+                until=last,
+                cosine=range(first, last),
+            )
+    stretch_positions(transformer.rope, size.stages[-1], size.stages[-1])
     training.use_average()
     modules = (text_encoder, vae, transformer)
-    return make_pipeline(tokenizer, *(module.eval() for module in modules))
+    shift = size.stages[-1].shift
+    return make_pipeline(tokenizer, *(module.eval() for module in modules), shift=shift)
+
+
+def stretch_positions(rope: Any, stage: Stage, last: Stage) -> None:
+    """Have a transformer place the tokens of a stage's grid as far apart as those of the last."""
+    from diffusers.models.embeddings import get_1d_rotary_pos_embed
+
+    latents = [((x.frames + 3) // 4, x.height, x.width) for x in (stage, last)]
+    tables = [
+        get_1d_rotary_pos_embed(
+            dim,
+            torch.arange(rope.max_seq_len, dtype=torch.float64) * (whole / part),
+            use_real=True,
+            repeat_interleave_real=True,
+            freqs_dtype=torch.float64,
+        )
+        for dim, part, whole in zip((rope.t_dim, rope.h_dim, rope.w_dim), *latents, strict=True)
+    ]
+    for buffer, axes in zip(
+        (rope.freqs_cos, rope.freqs_sin), zip(*tables, strict=True), strict=True
+    ):
+        buffer.copy_(torch.cat(axes, 1))
 
 
 def flow_matching(
-    transformer: Any, text_encoder: Any, pool: Pool, batch: int
+    transformer: Any, text_encoder: Any, pool: Pool, stage: Stage
 ) -> tuple[Callable[[int], None], Callable[[], torch.Tensor]]:
     """Return what draws the noise and the clips of a step, and the loss on them."""
+    batch, shift = max(1, stage.batch // ranks()), stage.shift
     latents = torch.empty_like(pool.latents[:batch], dtype=torch.float32)
     noise, sigma = torch.empty_like(latents), torch.empty(batch, device=DEVICE)
     tokens, real = pool.tokens[:batch].clone(), pool.real[:batch].clone()
 
     def feed(step: int) -> None:
-        drawn = torch.Generator(DEVICE).manual_seed(step)
+        drawn = torch.Generator(DEVICE).manual_seed(step * ranks() + rank())
         draws = torch.rand(3, batch, generator=drawn, device=DEVICE)
         chosen = (draws[0] * len(pool.latents)).long()
         said = torch.where(draws[1] < NO_CAPTION, len(pool.latents), chosen)
@@ -357,7 +463,7 @@ def flow_matching(
         tokens.copy_(pool.tokens[said])
         real.copy_(pool.real[said])
         noise.normal_(generator=drawn)
-        sigma.copy_(SHIFT * draws[2] / (1 + (SHIFT - 1) * draws[2]))
+        sigma.copy_(shift * draws[2] / (1 + (shift - 1) * draws[2]))
 
     def loss_of() -> torch.Tensor:
         mixed = torch.lerp(latents, noise, sigma.view(-1, 1, 1, 1, 1))
@@ -416,6 +522,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.add_argument(name, **more)
     given = parser.parse_args(argv)
     size = SIZES[given.size]
+    join_ranks()
     if given.part == "vae":
         vae = train_vae(size, given.out, given)
         normalise(vae, size)
@@ -425,6 +532,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.part == "export":
         given.seconds = 0
     pipeline = train_transformer(size, given.out, given)
+    if leave_ranks():
+        return 0
     if given.evaluate:
         evaluate(pipeline, size, given.evaluate, 20)
     if given.folder is not None:
