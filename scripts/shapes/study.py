@@ -1,23 +1,32 @@
 #!/usr/bin/env python3
 """What sparse attention does to a video: every method on the shapes model, scored.
 
-    python scripts/shapes/study.py screen --size large --model FOLDER --out FOLDER [--only REGEX]
-    python scripts/shapes/study.py front --size large --model FOLDER --out FOLDER
+    python scripts/shapes/study.py PART --size large --model FOLDER --out FOLDER [--only REGEX]
 
-`study.yaml` lists methods, budgets and what else is varied, one factor at a time. `screen` makes
-clips of a few captions with every configuration; `front` of many, with those of the screen that no
-other one beats in both score and time. Either is a comparison (`sglang attention compare`) in a
-folder of its own, with its page, and goes on where it was stopped; its rows are in FOLDER/PART.csv.
-The captions are those of clips that training did not see; the score of these clips and that of
-captions swapped among them are rows, too.
+`study.yaml` lists methods, budgets and what else is varied, one factor at a time. PART is one of
+
+- `times`: how long a generation of Wan 1.3B's dimensions takes with each configuration. The shapes
+  model is so small that attention is nearly all it does.
+- `screen`: clips of a few captions with each configuration, scored.
+- `front`: clips of many captions with those that no other one beats in both score and time.
+- `trained`: the same clips after `train_sparse.py` has fine-tuned the model for a method.
+- `all`: one after another.
+
+But for `times` each is a comparison (`sglang attention compare`) in a folder of its own, which goes
+on where it was stopped. Rows are in FOLDER/PART.csv, the scores of clips in FOLDER/PART_clips.csv.
+With `--gpus` the configurations are shared out. The captions are those of clips that training did
+not see; the score of these clips and that of captions swapped among them are rows, too.
 """
 
 import argparse
 import csv
+import itertools
 import json
 import re
+import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +37,11 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from clips import draw_scenes, render
-from models import SIZES, Size, Stage
+from models import SIZES, Size, Stage, embedded, make_scheduler
 from score import score
+from train import DEVICE, TRAINING_SEEDS, Pool
+
+Rows = list[dict[str, Any]]
 
 STUDY = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
 SEED = 11
@@ -97,10 +109,68 @@ def captions_of(size: Size, count: int) -> tuple[list[str], list[float], list[fl
     return said, real, swapped
 
 
+def generations(given: argparse.Namespace, part: str, names: Mapping[str, str]) -> None:
+    """Compare configurations on the captions of a part, and write rows and scores.
+
+    Args:
+        given: the command line.
+        part: "screen" or "front".
+        names: those of the configurations.
+    """
+    texts = [*names][given.shard :: given.gpus]
+    if texts:
+        size = SIZES[given.size]
+        captions, real, swapped = captions_of(size, given.captions or _part(part)["captions"])
+        folder = given.out / _shard(part, given)
+        report = compared(
+            _pipeline(given.model),
+            size.stages[-1],
+            captions,
+            part,
+            texts,
+            folder,
+            noise=given.shard == 0,
+        )
+        ends = {"real clips": real, "captions swapped": swapped}
+        rows: Rows = [{"name": key, "clips": len(x), "score": _mean(x)} for key, x in ends.items()]
+        rows += rows_of(report, names, given.commit)
+        write(rows, given.out / f"{_shard(part, given)}.csv")
+        write(scores_of(report, names), given.out / f"{_shard(part, given)}_clips.csv")
+
+
+def _part(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = STUDY["parts"][name]
+    return found
+
+
+def _pipeline(folder: Path) -> Any:
+    from diffusers import WanPipeline
+
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    return WanPipeline.from_pretrained(folder, torch_dtype=dtype).to(DEVICE)
+
+
 def compared(
-    pipe: Any, stage: Stage, captions: Sequence[str], part: str, texts: Any, to: Path
+    pipe: Any,
+    stage: Stage,
+    captions: Sequence[str],
+    part: str,
+    texts: Sequence[str],
+    to: Path,
+    *,
+    noise: bool,
 ) -> Any:
-    """Return the report of a comparison of configurations, which goes on where it was stopped."""
+    """Return the report of a comparison of configurations, which goes on where it was stopped.
+
+    Args:
+        pipe: the pipeline.
+        stage: its clips.
+        captions: of the clips.
+        part: whose seeds they have.
+        texts: the configurations.
+        to: folder of the comparison.
+        noise: whether other exact kernels are compared, too.
+    """
     import multimodal_gen
 
     return multimodal_gen.compare(
@@ -108,10 +178,12 @@ def compared(
         prompts=captions,
         backends=texts,
         output=to,
-        seeds=STUDY["parts"][part]["seeds"],
+        floor=None if noise else (),
+        seeds=_part(part)["seeds"],
         resume=to.exists(),
         layers_for=2,
         score=score,
+        page=False,
         height=stage.height,
         width=stage.width,
         num_frames=stage.frames,
@@ -121,7 +193,7 @@ def compared(
     )
 
 
-def rows_of(report: Any, names: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+def rows_of(report: Any, names: Mapping[str, str], commit: str) -> Iterator[dict[str, Any]]:
     """Yield a row of every run; figures that a run lacks are left out."""
     for run in (report.reference, *report.floor, *report.candidates):
         scores = [each.score for each in run.generations if each.score is not None]
@@ -141,66 +213,291 @@ def rows_of(report: Any, names: Mapping[str, str]) -> Iterator[dict[str, Any]]:
         if run.frames_mean is not None:
             row |= {metric: getattr(run.frames_mean, metric) for metric in METRICS}
         device, versions = report.environment.device, report.environment.versions
-        row |= {"gpu": device, "torch": versions.get("torch"), "commit": report.environment.commit}
+        row |= {"gpu": device, "torch": versions.get("torch"), "commit": commit}
         yield {key: round(x, 5) if isinstance(x, float) else x for key, x in row.items()}
+
+
+def scores_of(report: Any, names: Mapping[str, str]) -> Rows:
+    """Return a row of every clip."""
+    return [
+        {
+            "name": names.get(run.configuration, run.configuration),
+            "caption": report.prompts[clip.prompt],
+            "seed": clip.seed,
+            "score": round(clip.score, 5),
+        }
+        for run in (report.reference, *report.floor, *report.candidates)
+        for clip in run.generations
+        if clip.score is not None
+    ]
 
 
 def _mean(figures: Sequence[float]) -> float | None:
     return sum(figures) / len(figures) if figures else None
 
 
-def front_of(rows: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return the configurations that no other one beats in both score and time."""
-    whole = [row for row in rows if row["status"] == "done" and row["score"] and row["seconds"]]
-    points = [(float(row["score"]), -float(row["seconds"])) for row in whole]
+def times(given: argparse.Namespace, names: Mapping[str, str]) -> None:
+    """Time the denoising of one video of Wan 1.3B's dimensions with every configuration.
+
+    The weights are random. Steps are those of the study, with one branch of guidance, which is
+    counted twice. What a method keeps by a share of the scores is what it keeps of such weights;
+    it is in the rows.
+    """
+    from multimodal_gen.runtime.comparison.configurations import read_configuration
+
+    size = SIZES[given.size]
+    model, inputs = _wan(size.stages[-1], smoke=given.size == "smoke")
+    dense = {"torch_sdpa": "torch_sdpa", "auto": ""}
+    rows: Rows = []
+    for text in [*dense, *names][given.shard :: given.gpus]:
+        row: dict[str, Any] = {"name": names.get(text, text), "configuration": text}
+        asked = text.replace("auto", "")
+        scope = read_configuration(asked, name="times", taken=[]).scope if asked else None
+        try:
+            seconds, density = _timed(model, inputs, scope, size.stages[-1].shift)
+            row |= {"status": "done", "seconds": round(2 * seconds, 4), "density": density}
+        except Exception as error:  # one configuration is one row
+            row |= {"status": f"failed: {str(error).splitlines()[0]}"}
+        row |= {"gpu": _gpu(), "torch": torch.__version__, "commit": given.commit}
+        print(row, flush=True)
+        rows.append(row)
+    write(rows, given.out / f"{_shard('times', given)}.csv")
+
+
+def _wan(stage: Stage, *, smoke: bool) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return a transformer of Wan 1.3B's dimensions, and the arguments of a call."""
+    from diffusers import WanTransformer3DModel
+
+    heads, layers, ffn = (1, 1, 32) if smoke else (12, 30, 8960)
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        model = WanTransformer3DModel(num_attention_heads=heads, num_layers=layers, ffn_dim=ffn)
+        frames, height, width = (stage.frames + 3) // 4, stage.height // 8, stage.width // 8
+        inputs = {
+            "hidden_states": torch.randn(1, 16, frames, height, width, dtype=dtype),
+            "encoder_hidden_states": torch.randn(1, 512, 4096, dtype=dtype),
+        }
+    return model.to(dtype).eval(), inputs
+
+
+@torch.inference_mode()
+def _timed(model: Any, inputs: Mapping[str, Any], scope: Any, shift: float) -> tuple[float, float]:
+    """Return the seconds of all steps, and the mean density of self-attention."""
+    import multimodal_gen
+    from multimodal_gen.runtime.generator.attention_check import layer_density
+    from multimodal_gen.runtime.layers.attention.request import AttentionRole
+    from multimodal_gen.runtime.managers.forward_context import set_forward_context
+
+    scheduler = make_scheduler(shift)
+    scheduler.set_timesteps(STUDY["steps"], DEVICE)
+
+    def run(steps: Sequence[int]) -> float:
+        _wait()
+        start = time.perf_counter()
+        for step in steps:
+            with set_forward_context(step, num_steps=STUDY["steps"]):
+                model(**inputs, timestep=scheduler.timesteps[step : step + 1], return_dict=False)
+        _wait()
+        return time.perf_counter() - start
+
+    with multimodal_gen.apply(model, scope=scope):
+        run([0, *[STUDY["steps"] - 1] * 2])  # whatever is compiled
+    with multimodal_gen.apply(model, scope=scope) as handle:
+        seconds = run(range(STUDY["steps"]))
+        layers = [x for x in handle.report().layers if x.role is AttentionRole.SELF]
+    return seconds, round(sum(map(layer_density, layers)) / len(layers), 5)
+
+
+def _wait() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def _gpu() -> str:
+    return torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu"
+
+
+def front_of(rows: Sequence[Mapping[str, str]], seconds: Mapping[str, float]) -> list[str]:
+    """Return the configurations that no other one beats in both score and time.
+
+    Args:
+        rows: of the screen.
+        seconds: of each configuration that has a time.
+    """
+    points = {
+        row["configuration"]: (float(row["score"]), -seconds[row["configuration"]])
+        for row in rows
+        if row["status"] == "done" and row["score"] and row["configuration"] in seconds
+    }
     return [
-        row["configuration"]
-        for row, point in zip(whole, points, strict=True)
+        configuration
+        for configuration, point in points.items()
         if not any(
             all(a >= b for a, b in zip(other, point, strict=True)) and other != point
-            for other in points
+            for other in points.values()
         )
     ]
+
+
+def _front(given: argparse.Namespace) -> list[str]:
+    """Return the front, dense attention apart, by the rows of screen and times."""
+    timed = {
+        row["configuration"]: float(row["seconds"])
+        for row in read(given.out / "times.csv")
+        if row["status"] == "done"
+    }
+    screened = read(given.out / "screen.csv")
+    return [text for text in front_of(screened, timed) if text != "torch_sdpa"]
+
+
+def trained(given: argparse.Namespace) -> None:
+    """Fine-tune for every entry of the study, then compare what came out, dense and sparse."""
+    size = SIZES[given.size]
+    stage = size.stages[-1]
+    data, rows, clips = given.out / f"data-{given.shard}.safetensors", Rows(), Rows()
+    captions, *_ = captions_of(size, given.captions or _part("trained")["captions"])
+    entries = [(name, x) for name, x in STUDY["trained"].items() if re.search(given.only, name)]
+    for name, entry in entries[given.shard :: given.gpus]:
+        folder = given.out / re.sub(r"\W+", "-", name)
+        if not (folder / "model_index.json").exists():
+            if not data.exists():
+                _save_data(_pipeline(given.model), stage, data)
+            start = time.monotonic()
+            options = {**entry["options"], **({"steps": given.steps} if given.steps else {})}
+            _fine_tune(given.model, folder, data, stage, {**entry, "options": options})
+            print(f"{name}: {time.monotonic() - start:.0f} s", flush=True)
+        text = _text(entry["backend"], entry["config"])
+        to = given.out / f"{folder.name}-clips"
+        report = compared(_pipeline(folder), stage, captions, "trained", [text], to, noise=False)
+        names = {text: name, "torch_sdpa": f"{name}, then dense"}
+        both = {report.reference.configuration, text}
+        rows += [
+            row for row in rows_of(report, names, given.commit) if row["configuration"] in both
+        ]
+        clips += scores_of(report, names)
+    if rows:
+        write(rows, given.out / f"{_shard('trained', given)}.csv")
+        write(clips, given.out / f"{_shard('trained', given)}_clips.csv")
+
+
+@torch.no_grad()
+def _save_data(pipe: Any, stage: Stage, to: Path) -> None:
+    """Write latents and embedded captions, as `train_sparse.py` reads them."""
+    from safetensors.torch import save_file
+
+    pool = Pool(pipe.vae.float(), pipe.tokenizer, stage, TRAINING_SEEDS)
+    prompts = embedded(pipe.text_encoder, pool.tokens[:-1], pool.real[:-1])
+    tensors = {"latents": pool.latents, "prompts": prompts}
+    save_file({key: x.bfloat16().contiguous().cpu() for key, x in tensors.items()}, to)
+
+
+def _fine_tune(
+    model: Path, folder: Path, data: Path, stage: Stage, entry: Mapping[str, Any]
+) -> None:
+    """Run `train_sparse.py` in a process of its own.
+
+    Raises:
+        subprocess.CalledProcessError: it failed.
+    """
+    options = {
+        "backend": entry["backend"],
+        "config": json.dumps(entry["config"]),
+        "data": data,
+        "frames": stage.frames,
+        "height": stage.height,
+        "width": stage.width,
+        **entry["options"],
+    }
+    words = [str(word) for key, value in options.items() for word in (f"--{key}", value)]
+    dtype = ["--dtype", "bfloat16" if DEVICE == "cuda" else "float32"]
+    script = Path(__file__).resolve().parents[1] / "train_sparse.py"
+    subprocess.run([sys.executable, script, model, folder, *words, *dtype], check=True)
+
+
+def _shard(part: str, given: argparse.Namespace) -> str:
+    return part if given.gpus == 1 else f"{part}-{given.shard}"
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV file."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def write(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Write rows with all their columns as a CSV file."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
 
 
+def _gather(part: str, given: argparse.Namespace) -> None:
+    """Make the files of a part from those of its shards, each row once."""
+    for ending in ("", "_clips"):
+        files = [given.out / f"{part}-{shard}{ending}.csv" for shard in range(given.gpus)]
+        rows: dict[tuple[str | None, ...], dict[str, str]] = {}
+        for row in itertools.chain.from_iterable(read(file) for file in files if file.exists()):
+            rows.setdefault(tuple(map(row.get, ("name", "caption", "seed"))), row)
+        if rows:
+            write([*rows.values()], given.out / f"{part}{ending}.csv")
+
+
+def _run_shards(argv: Sequence[str], gpus: int) -> None:
+    """Run this command once a GPU.
+
+    Raises:
+        RuntimeError: one of them failed.
+    """
+    words = [sys.executable, __file__, *argv]
+    shards = [subprocess.Popen([*words, "--shard", str(shard)]) for shard in range(gpus)]
+    codes = [shard.wait() for shard in shards]
+    if any(codes):
+        raise RuntimeError("a part of the study failed, see above; the same command goes on")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("part", choices=tuple(STUDY["parts"]))
+    parser.add_argument("part", choices=(*PARTS, "all"))
     parser.add_argument("--size", choices=sorted(SIZES), default="large")
     parser.add_argument("--model", type=Path, required=True, help="folder of the pipeline")
     parser.add_argument("--out", type=Path, required=True, help="folder of comparisons and rows")
     parser.add_argument("--only", default="", help="configurations whose name matches")
+    parser.add_argument("--commit", default="", help="of this code, for the rows")
     parser.add_argument("--captions", type=int, help="how many (those of the part)")
+    parser.add_argument("--steps", type=int, help="of fine-tuning (those of the study)")
+    parser.add_argument("--gpus", type=int, default=1, help="how many share the work (1)")
+    parser.add_argument("--shard", type=int, help=argparse.SUPPRESS)
+    argv = sys.argv[1:] if argv is None else argv
     given = parser.parse_args(argv)
-    size = SIZES[given.size]
-    count = given.captions or STUDY["parts"][given.part]["captions"]
-    names = {text: name for name, text in configurations(given.only)}
-    texts = list(names)
-    if given.part == "front":
-        with (given.out / "screen.csv").open(newline="") as file:
-            best = set(front_of(list(csv.DictReader(file))))
-        texts = [text for text in texts if text in best]
-    from diffusers import WanPipeline
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    pipe = WanPipeline.from_pretrained(given.model, torch_dtype=dtype).to(device)
-    captions, real, swapped = captions_of(size, count)
-    report = compared(pipe, size.stages[-1], captions, given.part, texts, given.out / given.part)
-    ends = {"real clips": real, "captions swapped": swapped}
-    rows = [{"name": name, "clips": count, "score": _mean(each)} for name, each in ends.items()]
-    write([*rows, *rows_of(report, names)], given.out / f"{given.part}.csv")
+    for part in PARTS if given.part == "all" else (given.part,):
+        if given.gpus > 1 and given.shard is None:
+            _run_shards([part, *argv[1:]], given.gpus)
+            _gather(part, given)
+        else:
+            given.shard = given.shard or 0
+            if given.gpus > 1 and DEVICE == "cuda":
+                torch.cuda.set_device(given.shard)
+            PARTS[part](given)
     return 0
+
+
+def _named(given: argparse.Namespace, texts: Sequence[str] | None = None) -> dict[str, str]:
+    """Return the names of configurations that were asked for."""
+    names = {text: name for name, text in configurations(given.only)}
+    return names if texts is None else {text: names[text] for text in texts if text in names}
+
+
+PARTS: Mapping[str, Callable[[argparse.Namespace], None]] = {
+    "times": lambda given: times(given, _named(given)),
+    "screen": lambda given: generations(given, "screen", _named(given)),
+    "front": lambda given: generations(given, "front", _named(given, _front(given))),
+    "trained": trained,
+}
 
 
 if __name__ == "__main__":
