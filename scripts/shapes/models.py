@@ -78,7 +78,7 @@ SIZES = {
     "large": Size(
         heads=3, head_size=128, layers=6, ffn=1024, text=128, latent=12, vae=16, patch=(1, 2, 2),
         stages=(
-            Stage(frames=17, height=128, width=224, batch=64, clips=12_288, steps=16_000),
+            Stage(frames=17, height=128, width=224, batch=64, clips=12_288, steps=13_000),
             Stage(
                 frames=33, height=240, width=416, batch=32, clips=4096, steps=4000,
                 rate=6e-4, shift=5,
@@ -88,7 +88,7 @@ SIZES = {
                 rate=5e-4, shift=6.5,
             ),
             Stage(
-                frames=81, height=480, width=832, batch=4, clips=384, steps=1500,
+                frames=81, height=480, width=832, batch=4, clips=384, steps=1800,
                 rate=5e-4, shift=8,
             ),
         ),
