@@ -59,6 +59,7 @@ RUN_FOR_REAL = {
     ("flex_attn", "flex_attn"): "SM90",
     ("flex_attn", "unfused"): "CPU",
     ("fa", "fa3_fwd"): "SM90",
+    ("fa", "fa3_fwd_fp8"): "SM90",
     ("fa", "fa4"): "SM90",
     ("fa", "fa4_fwd"): "SM90",
     ("sage_attn", "gluon"): "SM90",
@@ -93,7 +94,6 @@ PARAMETER = ["parameter", "takes", "default", "meaning"]
 # What no declaration says of a method, on its page: what its blocks are, what chooses them, and
 # whether a model must be trained for it.
 IN_WORDS = re.compile(r"<!-- in words: (.*) -->")
-ROUNDING = ("sage_attn", "sage_attn_3", "aiter_sage")
 LIMITS = {
     "ulysses": "Ulysses",
     "ring": "ring",
@@ -280,11 +280,13 @@ def dense() -> Iterator[Sequence[str]]:
         variants = [v for b in backends_of(backend.backend) for v in b.variants]
         found = {feature for variant in variants for feature in variant.features}
         marks = (Feature.KEY_MASK, Feature.LSE, Feature.BACKWARD)
+        where_asked = any(variant.operand_bits < 16 for variant in variants)
+        rounds = "with `kernel=fp8`" if where_asked else "no"
         yield [
             f"`{backend.backend}`",
             backend.summary,
             joined({platform for variant in variants for platform in variant.platforms}),
-            "yes" if str(backend.backend) in ROUNDING else "no",
+            "yes" if backend.operand_bits < 16 else rounds,
             *("yes" if mark in found else "no" for mark in marks),
         ]
 

@@ -37,7 +37,8 @@ class Case:
         head_size: D.
         text: text tokens behind the video.
         data: `video`, which varies over the video as a model's tensors do; `random`, independent
-            and normal; `constant`, all tokens the same.
+            and normal; `outliers`, the same with one in 32 channels of queries and keys four times
+            as large; `constant`, all tokens the same.
         config: parameters that methods have on it.
     """
 
@@ -74,6 +75,9 @@ class Case:
         generator = torch.Generator(DEVICE).manual_seed(0)
         drawn = (torch.randn(shape, generator=generator, device=DEVICE) for _ in range(3))
         qkv = QKV(*(x.to(dtype) for x in drawn))
+        if self.data == "outliers":
+            for x in qkv[:2]:
+                x[..., ::32] *= 4
         return QKV(*(x.fill_(0.5) for x in qkv)) if self.data == "constant" else qkv
 
 

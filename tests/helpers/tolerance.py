@@ -12,7 +12,9 @@ sqrt(D) + 3 roundings of the row's largest |score|, for the sum of D products in
 scale, the change to base 2 and the subtraction of the maximum.
 
 Kernels that quantise q, k or v to 8 bits or fewer cannot meet that; they are held to a cosine
-similarity of at least 0.999 and a relative L1 error of at most 0.03, over the whole output.
+similarity of at least 0.999 and a relative L1 error of at most 0.03, over the whole output. Those
+that round all operands to e4m3 err more: twice as much as plain code that does, and 0.1, are the
+most that they may be off in L2 norm.
 """
 
 from collections.abc import Callable
@@ -20,12 +22,13 @@ from typing import Any, TypeAlias
 
 import torch
 
-from tests.helpers.reference import eager_attention, reference_attention
+from tests.helpers.reference import e4m3_attention, eager_attention, reference_attention
 
 _Attended: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
 
 QUANTISED_MIN_COSINE = 0.999
 QUANTISED_MAX_RELATIVE_L1 = 0.03
+E4M3_MAX_RELATIVE_L2 = 0.1
 
 
 def assert_within_error_budget(
@@ -97,6 +100,46 @@ def assert_lse_within_error_budget(
     budget = 2 * step * (largest + exact[~blind].abs().max()) + torch.finfo(q.dtype).eps / 2
     error = (actual.double() - exact)[~blind].abs().max()
     assert error <= budget, f"lse errs by {error:.3e}, its budget is {budget:.3e}"
+
+
+def assert_within_e4m3_budget(
+    actual: torch.Tensor,
+    lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float,
+    causal: bool = False,
+    by_head: bool = True,
+) -> None:
+    """Raise AssertionError when attention of operands in e4m3 errs more than its budget.
+
+    Args:
+        actual: output under test, [B, Sq, H, Dv].
+        lse: natural log-sum-exp under test, [B, H, Sq], or None where there is none.
+        q: query it was computed from, [B, Sq, H, D].
+        k: key, [B, Sk, Hkv, D].
+        v: value, [B, Sk, Hkv, Dv].
+        scale: softmax scale that should have been used.
+        causal: whether bottom-right causality should have been used.
+        by_head: see `e4m3_attention`.
+    """
+    exact, exact_lse = reference_attention(q, k, v, scale=scale, causal=causal)
+    plain, plain_lse = e4m3_attention(q, k, v, scale=scale, causal=causal, by_head=by_head)
+    assert actual.shape == exact.shape, f"shape is {list(actual.shape)}, want {list(exact.shape)}"
+    assert actual.dtype == q.dtype, f"dtype is {actual.dtype}, want the query's {q.dtype}"
+    error, cost = (float((x.double() - exact).norm() / exact.norm()) for x in (actual, plain))
+    budget = min(2 * cost, E4M3_MAX_RELATIVE_L2)
+    assert error <= budget, f"the output errs by {error:.4f}, its budget is {budget:.4f}"
+    blind = exact_lse == -torch.inf
+    assert not actual.transpose(1, 2)[blind].any(), "rows that see no key must be zero"
+    if lse is None:
+        return
+    assert lse.dtype == torch.float32, f"dtype is {lse.dtype}, want float32"
+    assert (lse[blind] == -torch.inf).all(), "the lse of rows that see no key must be -inf"
+    off, may = (float((x.double() - exact_lse)[~blind].abs().max()) for x in (lse, plain_lse))
+    assert off <= 2 * may, f"the lse errs by {off:.4f}, its budget is {2 * may:.4f}"
 
 
 def assert_gradients_within_error_budget(

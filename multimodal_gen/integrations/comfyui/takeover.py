@@ -63,12 +63,6 @@ KEY = "multimodal_gen"
 
 _OVERRIDE = "optimized_attention_override"
 _OTHER = "other"
-_ROUNDING = (
-    AttentionBackendEnum.SAGE_ATTN,
-    AttentionBackendEnum.SAGE_ATTN_3,
-    AttentionBackendEnum.AITER_SAGE,
-    AttentionBackendEnum.SAGE_SLA_ATTN,
-)
 _FIRST, _LAST = 0.0, 1.0
 
 
@@ -247,7 +241,9 @@ class _Run:
         if layer is None:
             layer = ModuleAttention(site, params, dtype, self.scope)
             self.layers[site.name, False] = layer
-        if not exact or layer.layer.backend not in _ROUNDING:
+        rounds = any(entry.primary.rounds for entry in layer.layer.schedule())
+        rounds = rounds or layer.layer.backend is AttentionBackendEnum.SAGE_SLA_ATTN
+        if not exact or not rounds:
             return layer
         if (site.name, True) not in self.layers:
             scope = SelectionScope(warnings=self.warnings)

@@ -11,10 +11,9 @@ import torch
 import multimodal_gen
 from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageError
 from multimodal_gen.integrations import comfyui
-from multimodal_gen.integrations.comfyui import takeover
 from multimodal_gen.integrations.comfyui.call_layout import as_mask
 from multimodal_gen.integrations.comfyui.takeover import KEY, Settings, Takeover, take_over
-from multimodal_gen.runtime.platforms import AttentionBackendEnum
+from multimodal_gen.runtime.layers.attention.backends.flex_attn import FlexAttentionBackend
 from tests.integrations.comfyui.fakes import (
     NewModel,
     Patcher,
@@ -236,7 +235,7 @@ def test_every_layout_and_mask_is_understood_as_comfyui_does(
 
 
 def test_calls_that_must_not_be_rounded_are_not(patcher, inputs, monkeypatch):
-    monkeypatch.setattr(takeover, "_ROUNDING", (AttentionBackendEnum.FLEX_ATTN,))
+    monkeypatch.setattr(FlexAttentionBackend, "operand_bits", 8)
     patcher.model.diffusion_model.cross = {"low_precision_attention": False}
     taken = take_over(patcher, Settings(backend="flex_attn"))
     torch.testing.assert_close(sample(taken, *inputs), sample(patcher, *inputs))

@@ -189,9 +189,8 @@ class Binding:
     @property
     def rounds(self) -> bool:
         """Whether its backend rounds operands to less than 16 bits; of dense ones alone."""
-        request = self.demand.request
-        cls = find_backend(self.selection.backend, request.environment.platform)
-        return cls.operand_bits < 16 and not self.is_sparse
+        cls, variant = declared(self.selection, self.demand.request)
+        return min(cls.operand_bits, variant.operand_bits) < 16 and not self.is_sparse
 
     def exact(self, reason: str) -> "Binding":
         """Return what serves calls that it may only approximate: itself where it does not."""

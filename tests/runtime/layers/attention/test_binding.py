@@ -73,3 +73,13 @@ def test_an_import_error_of_a_backend_without_packages_is_not_hidden(use_backend
     use_backends(fake_backend("fa", impl=BrokenImpl), fake_backend("torch_sdpa"))
     with pytest.raises(ImportError, match=r"undefined symbol"):
         LocalAttention(2, 8, compute_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_a_layer_rounds_where_the_kernel_it_was_given_does(use_backends, bits):
+    backends = fake_backend("fa", operand_bits=bits), fake_backend("torch_sdpa")
+    use_backends(*backends, priority=("torch_sdpa",))
+    bound = LocalAttention(2, 8, scope=asked(FA)).schedule()[-1].primary
+    assert bound.rounds == (bits == 8)
+    wanted = SDPA if bits == 8 else FA
+    assert bound.exact("may not be rounded").selection.backend is wanted

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import product
 from types import MappingProxyType, ModuleType
-from typing import Any
+from typing import Any, get_args
 from unittest.mock import patch
 
 import pytest
@@ -29,7 +29,7 @@ from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.backends.registry import backends_of
 from multimodal_gen.runtime.layers.attention.binding import Demand, ScheduleEntry, bind_schedule
 from multimodal_gen.runtime.layers.attention.call import LayerGeometry
-from multimodal_gen.runtime.layers.attention.config import BackendConfig
+from multimodal_gen.runtime.layers.attention.config import BackendConfig, parameters_of
 from multimodal_gen.runtime.layers.attention.report import ReportEntry
 from multimodal_gen.runtime.layers.attention.request import AttentionRequest, Environment
 from multimodal_gen.runtime.layers.attention.scope import (
@@ -54,8 +54,8 @@ HEADS = 2
 # Module of a package -> variant or variants that call it.
 PACKAGES = MappingProxyType(
     {
-        "flash_attn_interface": ("fa3", "musa"),
-        "fa3_fwd_interface": ("fa3_fwd",),
+        "flash_attn_interface": ("fa3", "fa3_fp8", "musa"),
+        "fa3_fwd_interface": ("fa3_fwd", "fa3_fwd_fp8"),
         "flash_attn.cute": ("fa4", "fa4_fwd", "fa4_sm100"),
         "flash_attn": ("fa2",),
         "sgl_kernel.flash_attn": ("xpu",),
@@ -278,10 +278,10 @@ def machines(variants: tuple[Variant, ...]) -> Iterator[Machine]:
 
 def asked_for(name: AttentionBackendEnum, cls: type[AttentionBackend]) -> list[BackendPreference]:
     """Return a request for a backend by its name, and one for each of its kernels by theirs."""
-    fields = getattr(cls.config_cls, "__dataclass_fields__", {})
+    kernel = parameters_of(cls.config_cls).get("kernel")
     kernels = ["auto"]
-    if "kernel" in fields and cls.config_cls is not sage_attn.SageAttnConfig:
-        kernels += [variant.name for variant in cls.variants]
+    if kernel is not None and cls.config_cls is not sage_attn.SageAttnConfig:
+        kernels = [*get_args(kernel.annotation)]
     parameters = PARAMETERS.get(str(name), {})
     configs: list[BackendConfig | None] = [None]
     if parameters or len(kernels) > 1:

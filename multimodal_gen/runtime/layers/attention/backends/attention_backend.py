@@ -386,6 +386,8 @@ class AttentionBackend(ABC):
             return reasons
         platform = request.environment.platform
         here = [variant for variant in variants if platform in variant.platforms]
+        if not variants:
+            return (f"has no such kernel on {platform}",)
         if not here:
             served = {name for variant in variants for name in variant.platforms}
             return tuple(filter(None, [platform_reason(served, platform)]))

@@ -60,6 +60,24 @@ def align_rows(x: torch.Tensor, num_rows: int, dim: int = 1, fill: float = 0.0) 
     return F.pad(x, (*(0, 0) * (x.dim() - 1 - dim), missing, 0), value=fill)
 
 
+def to_e4m3(x: torch.Tensor, num_groups: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round a tensor to e4m3, with a scale for each sample and group of heads.
+
+    Args:
+        x: [B, S, H, D], with elements.
+        num_groups: G, a divisor of H; the heads of a group are neighbours.
+
+    Returns:
+        e4m3 [B, S, H, D], dense, and fp32 [B, G] by which it is multiplied to have `x` again.
+    """
+    grouped = x.unflatten(2, (num_groups, -1))  # type: ignore[no-untyped-call]
+    largest = torch.linalg.vector_norm(grouped, math.inf, (1, 3, 4), dtype=torch.float32)
+    # A group of zeros has any scale but zero.
+    scale = largest.clamp_min(1e-30) / torch.finfo(torch.float8_e4m3fn).max
+    rounded = (grouped / scale[:, None, :, None, None]).to(torch.float8_e4m3fn)
+    return rounded.flatten(2, 3).contiguous(), scale
+
+
 def attend_to_nothing(
     query: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -48,6 +48,8 @@ class Variant:
         capability: compute capabilities, checked on CUDA only.
         roles: layer roles it serves.
         kernel: the kernel of this package that it stands for, or None.
+        operand_bits: to how many bits it rounds operands, where those are less than 16 and it is
+            the only one of its backend that does; see `AttentionBackend.operand_bits`.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Variant:
     capability: Capability = ANY_CAPABILITY
     roles: frozenset[AttentionRole] = ALL_ROLES
     kernel: KernelDeclaration | None = None
+    operand_bits: int = 16
 
     def unsupported_reasons(
         self, request: AttentionRequest, blocks: tuple[int, int] = (0, 0)

@@ -1,7 +1,8 @@
 """FlashAttention 2, 3 and 4 behind one name; the variant is the best one for the GPU.
 
 All of them take [B, S, H, D], align causality to the bottom right, and return the log-sum-exp as
-natural logarithm in fp32 [B, H, S].
+natural logarithm in fp32 [B, H, S]. Version 3 has kernels for operands in e4m3, too (Shah et al.,
+2407.08608), which run for those who ask for them; their output is bf16.
 """
 
 import importlib
@@ -12,7 +13,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from typing_extensions import Unpack, override
 
-from multimodal_gen.errors import UsageError
+from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.kernels.engine import FLASH_ATTN_4, records_gradient
 from multimodal_gen.kernels.requirements import Capability, HeadSizes
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
@@ -20,7 +21,12 @@ from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     DenseBackend,
     DenseImpl,
 )
-from multimodal_gen.runtime.layers.attention.backends.common import Segments, refuse_grad
+from multimodal_gen.runtime.layers.attention.backends.common import (
+    Segments,
+    attend_to_nothing,
+    refuse_grad,
+    to_e4m3,
+)
 from multimodal_gen.runtime.layers.attention.backends.declaration import (
     BASIC,
     CUDA_ONLY,
@@ -37,6 +43,9 @@ from multimodal_gen.runtime.layers.attention.request import AttentionRequest, Fe
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 
 FORWARD = BASIC | MERGEABLE | {Feature.VARLEN}
+FP8 = "fp8"
+"""What `kernel` is called where operands are rounded to e4m3, and what such variants end in."""
+
 _UP_TO_256 = HeadSizes(minimum=8, maximum=256, multiple_of=8)
 
 
@@ -49,18 +58,22 @@ class FlashLibrary:
         lse: keyword that asks for the log-sum-exp.
         backward: whether gradients flow through it.
         lse_for_gradients: whether it insists on the log-sum-exp where gradients are recorded.
+        e4m3: whether it is given operands in e4m3, with a scale for each sample and key head.
     """
 
     module: str
     lse: str = "return_attn_probs"
     backward: bool = True
     lse_for_gradients: bool = False
+    e4m3: bool = False
 
 
 _LIBRARIES: MappingProxyType[str, FlashLibrary] = MappingProxyType(
     {
         "fa3": FlashLibrary(module="flash_attn_interface"),
         "fa3_fwd": FlashLibrary(module="fa3_fwd_interface", backward=False),
+        "fa3_fp8": FlashLibrary(module="flash_attn_interface", backward=False, e4m3=True),
+        "fa3_fwd_fp8": FlashLibrary(module="fa3_fwd_interface", backward=False, e4m3=True),
         "fa4": FlashLibrary(module="flash_attn.cute", lse="return_lse"),
         "fa4_fwd": FlashLibrary(module="flash_attn.cute", lse="return_lse", backward=False),
         "fa4_sm100": FlashLibrary(module="flash_attn.cute", lse="return_lse"),
@@ -77,11 +90,29 @@ class FlashAttnConfig(BackendConfig):
 
     Attributes:
         version: FlashAttention version to use; "auto" takes the best one present.
+        kernel: "fp8" rounds q, k and v to e4m3, with a scale for each head, for the 8-bit kernel of
+            version 3; "auto" never does.
+
+    Raises:
+        ConfigError: `kernel` is fp8 and `version` has no such kernel.
     """
 
     version: Literal["auto", "2", "3", "4"] = option(
         "auto", "FlashAttention version; auto takes the best one for the GPU"
     )
+    kernel: Literal["auto", "fp8"] = option(
+        "auto",
+        "fp8 rounds to 8 bits (e4m3) for version 3, forward only, tested to a relative error of "
+        "0.1; auto never does",
+    )
+
+    def check(self) -> None:
+        """Only version 3 has a kernel for e4m3."""
+        if self.kernel == FP8 and self.version not in ("auto", "3"):
+            raise ConfigError(
+                f"`version` of fa must be 3 with `kernel` fp8, which no other version has, got "
+                f"{self.version}; leave `version` out"
+            )
 
 
 class FlashAttentionImpl(DenseImpl):
@@ -110,9 +141,26 @@ class FlashAttentionImpl(DenseImpl):
         options = self._options
         if lse or self._depends_on_gradients:
             options = self._options_for(query, key, value, lse=lse)
+        if self._library.e4m3:
+            return self._attend_e4m3(query, key, value, options)
         found: Any = self.run(query, key, value, **options)
         # FlashAttention 4 returns (out, lse or None) always, 3 has done so in some builds.
         return found[:2] if isinstance(found, tuple) else (found, None)
+
+    def _attend_e4m3(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if not (query.numel() and key.numel()):
+            return attend_to_nothing(query, value)
+        (q, of_q), (k, of_k), (v, of_v) = (to_e4m3(x, key.shape[2]) for x in (query, key, value))
+        scales = {"q_descale": of_q, "k_descale": of_k, "v_descale": of_v}
+        found: Any = self.run(q, k, v, **scales, **options)
+        out, lse = found[:2] if isinstance(found, tuple) else (found, None)
+        return out.to(query.dtype), lse
 
     @override
     def forward_varlen(
@@ -143,6 +191,21 @@ _FA3 = Variant(
     packages=(FLASH_ATTN_3,),
     capability=Capability(exact=((9, 0),)),
 )
+_FA3_FORWARD = replace(
+    _FA3,
+    name="fa3_fwd",
+    dtypes=frozenset({torch.bfloat16}),
+    features=FORWARD,
+    packages=(FLASH_ATTN_3_FORWARD,),
+)
+# Packed segments would share their scales.
+_FA3_FP8 = replace(
+    _FA3,
+    name="fa3_fp8",
+    head_sizes=HeadSizes(minimum=16, maximum=256, multiple_of=16),
+    features=FORWARD - {Feature.VARLEN},
+    operand_bits=8,
+)
 # At other head sizes FlashAttention 4 returns wrong gradients without a word (8, 40 and 80, version
 # 4.0.0b36, SM90). Dense calls have the same interface in every version.
 _FA4 = replace(
@@ -162,13 +225,7 @@ class FlashAttentionBackend(DenseBackend):
     impl: ClassVar[type[AttentionImpl]] = FlashAttentionImpl
     variants: ClassVar[tuple[Variant, ...]] = (
         _FA3,
-        replace(
-            _FA3,
-            name="fa3_fwd",
-            dtypes=frozenset({torch.bfloat16}),
-            features=FORWARD,
-            packages=(FLASH_ATTN_3_FORWARD,),
-        ),
+        _FA3_FORWARD,
         _FA4,
         replace(_FA4, name="fa4_fwd", head_sizes=_UP_TO_256, features=FORWARD),
         replace(
@@ -184,14 +241,17 @@ class FlashAttentionBackend(DenseBackend):
             packages=(FLASH_ATTN_2,),
             capability=Capability(minimum=(8, 0)),
         ),
+        _FA3_FP8,
+        replace(_FA3_FP8, name="fa3_fwd_fp8", packages=_FA3_FORWARD.packages),
     )
 
     @override
     @classmethod
     def variants_for(cls, config: BackendConfig | None) -> tuple[Variant, ...]:
-        if not isinstance(config, FlashAttnConfig) or config.version == "auto":
-            return cls.variants
-        return tuple(v for v in cls.variants if v.name.startswith(f"fa{config.version}"))
+        known = config if isinstance(config, FlashAttnConfig) else FlashAttnConfig()
+        begin = "fa" if known.version == "auto" else f"fa{known.version}"
+        named = (v for v in cls.variants if v.name.startswith(begin))
+        return tuple(v for v in named if v.name.endswith(FP8) == (known.kernel == FP8))
 
     @classmethod
     def reasons_against_auto(cls, request: AttentionRequest) -> tuple[str, ...]:

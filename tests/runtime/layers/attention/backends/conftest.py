@@ -24,6 +24,7 @@ from tests.helpers.inputs import QKV, make_qkv
 from tests.helpers.reference import reference_attention
 from tests.helpers.tolerance import (
     assert_lse_within_error_budget,
+    assert_within_e4m3_budget,
     assert_within_error_budget,
 )
 
@@ -149,6 +150,22 @@ def _check_varlen(
         rows = out[first : first + nq][None]
         assert_within_error_budget(rows, *inputs, scale=SCALE, causal=call.causal)
         first += nq
+
+
+@pytest.fixture
+def assert_honours_in_e4m3(make_impl: Callable[..., AttentionImpl]) -> Callable[..., None]:
+    """Return the same check for a variant that rounds all operands to e4m3."""
+
+    def check(
+        backend: type[AttentionBackend], variant: str, call: Call, dtype: torch.dtype, **more: bool
+    ) -> None:
+        impl = make_impl(backend, variant, call, 64)
+        qkv = call.inputs(64, dtype)
+        expected = {"scale": SCALE, "causal": call.causal, **more}
+        assert_within_e4m3_budget(impl.forward(*qkv), None, *qkv, **expected)
+        assert_within_e4m3_budget(*impl.forward_lse(*qkv), *qkv, **expected)
+
+    return check
 
 
 @pytest.fixture

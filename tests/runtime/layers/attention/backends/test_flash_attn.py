@@ -1,7 +1,9 @@
+from itertools import product
+
 import pytest
 import torch
 
-from multimodal_gen.errors import ConfigError, UsageError
+from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageError
 from multimodal_gen.runtime.layers.attention.backends.flash_attn import (
     FlashAttentionBackend,
     FlashAttentionImpl,
@@ -13,6 +15,9 @@ from multimodal_gen.runtime.layers.attention.scope import BackendPreference, Sou
 from multimodal_gen.runtime.layers.attention.selector import resolve
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 from tests.helpers.inputs import make_qkv
+from tests.helpers.reference import reference_attention
+from tests.helpers.tolerance import assert_within_e4m3_budget
+from tests.runtime.layers.attention.backends.conftest import takes
 
 FA2 = ("flash_attn.flash_attn_interface", "flash-attn", "2.8.3")
 FA3 = ("flash_attn_interface", "flash_attn_3", "3.0.0b1")
@@ -20,6 +25,11 @@ FA3_FWD = ("fa3_fwd_interface", "fa3-fwd", "0.0.3")
 FA4 = ("flash_attn.cute", "flash-attn-4", "4.0.0b36")
 
 
+FA3_DENSE = (
+    "q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, "
+    "v_descale=None, window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, "
+    "pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False"
+)
 PACKED = "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
 
 
@@ -43,9 +53,7 @@ def fa2(flash_package):
 def install_fa3(flash_package, module):
     flash_package(
         module,
-        dense="q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, "
-        "v_descale=None, window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, "
-        "pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False",
+        dense=FA3_DENSE,
         packed=f"{PACKED}, seqused_q=None, seqused_k=None, softmax_scale=None, causal=False",
         answer=lambda call, out, lse: (
             (out, lse) if lse is not None and call.return_attn_probs else out
@@ -76,6 +84,36 @@ def fa4(flash_package):
     )
 
 
+def install_fa3_in_e4m3(fake_package, module):
+    """Make a package importable that computes as its kernels do on what it is given."""
+
+    @takes(FA3_DENSE)
+    def flash_attn_func(call):
+        batch, heads = call.k.shape[0], call.k.shape[2]
+        values = []
+        for x, scale in (
+            (call.q, call.q_descale),
+            (call.k, call.k_descale),
+            (call.v, call.v_descale),
+        ):
+            assert x.dtype is torch.float8_e4m3fn
+            assert x.stride(-1) == 1
+            assert (scale.dtype, tuple(scale.shape)) == (torch.float32, (batch, heads))
+            of_heads = scale.double().repeat_interleave(x.shape[2] // heads, dim=1)
+            values.append(x.double() * of_heads[:, None, :, None])
+        out, lse = reference_attention(*values, scale=call.softmax_scale, causal=call.causal)
+        out = out.to(torch.bfloat16)
+        return (out, lse.float()) if call.return_attn_probs else out
+
+    fake_package(module, flash_attn_func=flash_attn_func, flash_attn_varlen_func=None)
+
+
+@pytest.fixture(params=["flash_attn_interface", "fa3_fwd_interface"])
+def fp8(request, fake_package):
+    install_fa3_in_e4m3(fake_package, request.param)
+    return {"flash_attn_interface": "fa3_fp8", "fa3_fwd_interface": "fa3_fwd_fp8"}[request.param]
+
+
 VARIANTS = ["fa2", "fa3", "fa3_fwd", "fa4", "fa4_fwd", "fa4_sm100"]
 
 
@@ -85,8 +123,44 @@ def test_every_version_honours_every_call(variant, call, assert_honours, request
     assert_honours(FlashAttentionBackend, variant, call)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_fp8_honours_every_call_in_the_callers_dtype(call, dtype, fp8, assert_honours_in_e4m3):
+    assert_honours_in_e4m3(FlashAttentionBackend, fp8, call, dtype)
+
+
+def test_fp8_scales_every_sample_and_head_by_itself(fp8):
+    q, k, v = make_qkv(2, 48, 4, 64, num_kv_heads=2, dtype=torch.bfloat16)
+    of_heads = torch.tensor([[1.0, 500.0], [0.002, 0.0]], dtype=torch.bfloat16)[:, None, :, None]
+    k, v = k * of_heads, v * of_heads.flip(0)
+    q = q / of_heads.repeat_interleave(2, dim=2).clamp_min(0.002)
+    out = FlashAttentionImpl(4, 64, 0.2, num_kv_heads=2, variant=fp8).forward(q, k, v)
+    for sample, head in product(range(2), range(4)):
+        places = (q, head), (k, head // 2), (v, head // 2), (out, head)
+        *part, found = (x[sample, None, :, i, None] for x, i in places)
+        if part[2].any():
+            assert_within_e4m3_budget(found, None, *part, scale=0.2)
+        else:
+            assert not found.any()
+
+
+def test_fp8_refuses_gradients(fp8):
+    q, k, v = make_qkv(1, 8, 2, 64, dtype=torch.bfloat16, requires_grad=True)
+    with pytest.raises(UsageError, match=rf"must not require grad on fa \({fp8}\)"):
+        FlashAttentionImpl(2, 64, 0.1, variant=fp8).forward(q, k, v)
+
+
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(5, 0), (0, 5), (0, 0)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_fp8_without_queries_or_keys_gives_zeros(fp8, num_queries, num_keys, causal):
+    q, k = torch.ones(2, num_queries, 4, 32), torch.ones(2, num_keys, 4, 32)
+    out, lse = FlashAttentionImpl(4, 32, 0.2, causal, variant=fp8).forward_lse(q, k, k)
+    assert torch.equal(out, torch.zeros(2, num_queries, 4, 32))
+    assert torch.equal(lse, torch.full((2, 4, num_queries), -torch.inf))
+
+
 def test_every_variant_has_a_library_here():
-    assert {v.name for v in FlashAttentionBackend.variants} == set(VARIANTS)
+    ours = {"fa3_fp8", "fa3_fwd_fp8"}
+    assert {v.name for v in FlashAttentionBackend.variants} == set(VARIANTS) | ours
 
 
 def test_a_mask_is_refused_not_dropped(fa3):
@@ -107,7 +181,7 @@ def test_the_forward_only_build_refuses_gradients(fa3_fwd):
 
 
 def test_an_unknown_variant_names_the_known_ones():
-    with pytest.raises(UsageError, match=r"variant must be one of fa3, fa3_fwd, fa4, .* got ''"):
+    with pytest.raises(UsageError, match=r"must be one of fa3, fa3_fwd, fa3_fp8, .* got ''"):
         FlashAttentionImpl(2, 64, 0.1)
 
 
@@ -148,6 +222,62 @@ def test_the_configured_version_is_honoured(request_on):
         for version in ("auto", "2", "3", "4")
     }
     assert by_version == {"auto": "fa3_fwd", "2": "fa2", "3": "fa3_fwd", "4": "fa4"}
+
+
+def test_fp8_runs_for_those_who_ask_alone(request_on):
+    def on(config, packages=(FA2, FA3, FA3_FWD, FA4), capability=(9, 0), **changes):
+        cuda = PlatformEnum.CUDA
+        request = request_on(cuda, capability=capability, packages=packages, **changes)
+        return chosen(request, config)
+
+    asked = FlashAttnConfig(kernel="fp8")
+    assert on(asked) == "fa3_fp8"
+    assert on(asked, (FA2, FA3_FWD)) == "fa3_fwd_fp8"
+    assert on(asked, (FA3_FWD,), dtype=torch.float16) == "fa3_fwd_fp8"
+    assert on(FlashAttnConfig(kernel="fp8", version="3")) == "fa3_fp8"
+    for refused in (
+        {"packages": (FA2, FA4)},
+        {"capability": (8, 0)},
+        {"capability": (10, 0)},
+        {"dtype": torch.float32},
+        {"head_size": 72},
+        {"needs": (Feature.BACKWARD,)},
+        {"needs": (Feature.VARLEN,)},
+    ):
+        assert on(asked, **refused) is None, refused
+    for config in (None, FlashAttnConfig(), FlashAttnConfig(version="3")):
+        assert not on(config).endswith("fp8")
+        # Where nothing else serves the layer it does not either.
+        assert on(config, (FA3_FWD,), dtype=torch.float16) is None
+
+
+@pytest.mark.parametrize("version", ["2", "4"])
+def test_fp8_is_refused_of_versions_that_have_none(version):
+    with pytest.raises(ConfigError, match=rf"`version` of fa must be 3 with .*, got {version}"):
+        FlashAttnConfig(kernel="fp8", version=version)
+
+
+@pytest.mark.parametrize(
+    ("machine", "reason"),
+    [
+        (
+            {"platform": PlatformEnum.CUDA, "capability": (8, 0)},
+            "fa3_fp8: needs compute capability",
+        ),
+        ({"platform": PlatformEnum.XPU}, "fa: has no such kernel on xpu"),
+    ],
+)
+def test_fp8_is_refused_where_it_cannot_run_and_nothing_else_runs(request_on, machine, reason):
+    request = request_on(**machine, packages=(FA2, FA3))
+    asked = BackendPreference(
+        source=Source.SETTINGS,
+        backend=AttentionBackendEnum.FA,
+        config=FlashAttnConfig(kernel="fp8"),
+    )
+    with pytest.raises(UnsupportedBackendError, match="with kernel=fp8 cannot serve") as refused:
+        resolve(request, asked)
+    assert reason in str(refused.value)
+    assert "fa2" not in str(refused.value)
 
 
 def test_the_selector_passes_the_configuration_on(request_on):
@@ -198,7 +328,7 @@ def test_reasons_name_every_variant_where_none_is_for_the_gpu(request_on):
     request = request_on(PlatformEnum.CUDA, capability=(7, 5), packages=packages)
     reasons = FlashAttentionBackend.unsupported_reasons(request)
     assert [reason.partition(":")[0] for reason in reasons] == [
-        variant.name for variant in FlashAttentionBackend.variants
+        variant.name for variant in FlashAttentionBackend.variants_for(None)
     ]
     assert all("needs compute capability" in reason for reason in reasons)
 
