@@ -59,7 +59,6 @@ RUN_FOR_REAL = {
     ("flex_attn", "flex_attn"): "SM90",
     ("flex_attn", "unfused"): "CPU",
     ("fa", "fa3_fwd"): "SM90",
-    ("fa", "fa3_fwd_fp8"): "SM90",
     ("fa", "fa4"): "SM90",
     ("fa", "fa4_fwd"): "SM90",
     ("sage_attn", "gluon"): "SM90",

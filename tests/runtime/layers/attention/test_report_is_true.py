@@ -66,6 +66,7 @@ PACKAGES = MappingProxyType(
         "aiter.ops.triton.attention.fav3_sage": ("aiter_sage",),
         "flashinfer": ("flashinfer",),
         "xformers.ops": ("xformers",),
+        "cudnn": ("fp8",),
     }
 )
 
@@ -179,6 +180,9 @@ def ran() -> Iterator[list[str]]:
         stack.enter_context(patch.object(flex_attn, "_unfused", dense))
         cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
         stack.enter_context(patch.object(cudnn, "default", lambda q, *_, **__: (dense(q), None)))
+        graph = stand_in(ran, "cudnn")
+        by_graph = lambda _, q, *__, **___: (graph(q), None)  # noqa: E731
+        stack.enter_context(patch.object(sdpa, "attend_e4m3", by_graph))
         fp64 = type("Properties", (), {"has_fp64": True})
         stack.enter_context(patch("torch.xpu.get_device_properties", lambda *_: fp64))
         yield ran

@@ -26,6 +26,8 @@ from multimodal_gen.runtime.platforms import PlatformEnum
 
 ALL_ROLES = frozenset(AttentionRole)
 CUDA_ONLY = frozenset({PlatformEnum.CUDA})
+FP8 = "fp8"
+"""What `kernel` is called where operands are rounded to e4m3, and what such variants end in."""
 HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
 
 BASIC = frozenset({Feature.GQA, Feature.CAUSAL})

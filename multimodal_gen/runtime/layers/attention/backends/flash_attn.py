@@ -30,6 +30,7 @@ from multimodal_gen.runtime.layers.attention.backends.common import (
 from multimodal_gen.runtime.layers.attention.backends.declaration import (
     BASIC,
     CUDA_ONLY,
+    FP8,
     MERGEABLE,
     Variant,
 )
@@ -43,9 +44,6 @@ from multimodal_gen.runtime.layers.attention.request import AttentionRequest, Fe
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 
 FORWARD = BASIC | MERGEABLE | {Feature.VARLEN}
-FP8 = "fp8"
-"""What `kernel` is called where operands are rounded to e4m3, and what such variants end in."""
-
 _UP_TO_256 = HeadSizes(minimum=8, maximum=256, multiple_of=8)
 
 

@@ -14,6 +14,9 @@ _SPARGE = "pip install git+https://github.com/thu-ml/SpargeAttn.git --no-build-i
 
 AITER = PackageProbe("aiter", "amd-aiter", _AITER)
 AITER_SAGE = PackageProbe("aiter.ops.triton.attention.fav3_sage", "amd-aiter", _AITER)
+CUDNN_FRONTEND = PackageProbe(
+    "cudnn", "nvidia-cudnn-frontend", "pip install nvidia-cudnn-frontend", minimum="1.32"
+)
 FASTVIDEO_KERNEL = PackageProbe(
     "fastvideo_kernel", "fastvideo-kernel", "pip install fastvideo-kernel einops"
 )

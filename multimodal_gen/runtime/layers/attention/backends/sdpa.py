@@ -6,14 +6,16 @@ Which kernel runs is torch's own choice (`torch_sdpa`). Torch that puts cuDNN fi
 later is called directly, because `torch.nn.attention.sdpa_kernel` costs several times the call it
 surrounds and changes flags of the whole process, other threads included. Older torch is told the
 order through that context manager. `torch_cudnn_sdpa` calls cuDNN's operator itself: no flag to
-set, no other kernel it could fall back to.
+set, no other kernel it could fall back to. Its kernel for 8 bits is in `cudnn_fp8.py`.
 """
 
+import importlib
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -29,15 +31,21 @@ from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
 from multimodal_gen.runtime.layers.attention.backends.common import (
     expand_kv,
     open_hidden_rows,
+    refuse_grad,
+    refuse_mask,
     unit_stride,
 )
+from multimodal_gen.runtime.layers.attention.backends.cudnn_fp8 import attend_e4m3
 from multimodal_gen.runtime.layers.attention.backends.declaration import (
     BASIC,
+    FP8,
     HALF_DTYPES,
     MASKS,
     MERGEABLE,
     Variant,
 )
+from multimodal_gen.runtime.layers.attention.backends.packages import CUDNN_FRONTEND
+from multimodal_gen.runtime.layers.attention.config import BackendConfig, option
 from multimodal_gen.runtime.layers.attention.masks import bottom_right_causal_mask, with_causal
 from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
@@ -147,16 +155,40 @@ class SDPABackend(DenseBackend):
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CudnnSDPAConfig(BackendConfig):
+    """Parameters of `torch_cudnn_sdpa`.
+
+    Attributes:
+        kernel: "fp8" rounds q, k, v and the output to e4m3, with one scale for each tensor; "auto"
+            never does.
+    """
+
+    kernel: Literal["auto", "fp8"] = option(
+        "auto",
+        "fp8 rounds to 8 bits (e4m3) by the package nvidia-cudnn-frontend, forward only, tested to "
+        "a relative error of 0.1; auto never does",
+    )
+
+
 class CudnnSDPAImpl(DenseImpl):
-    """Attention through cuDNN's operator; what cuDNN refuses raises."""
+    """Attention through cuDNN's operator, or its graphs in 8 bits; what cuDNN refuses raises."""
 
     label = "torch_cudnn_sdpa"
     only_square = True  # cuDNN aligns causality to the top left
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._rounds = self.variant == FP8
+        if self._rounds:
+            self.run = partial(attend_e4m3, importlib.import_module(CUDNN_FRONTEND.module))
 
     @override
     def _attend_masked(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
+        if self._rounds:
+            refuse_mask(mask, f"{self.label} ({self.variant})")
         mask = with_causal(mask, query.shape[1], key.shape[1]) if self.causal else mask
         bias, sees = open_hidden_rows(mask)
         if bias.dtype is torch.bool:
@@ -175,6 +207,12 @@ class CudnnSDPAImpl(DenseImpl):
         *,
         lse: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self._rounds:
+            refuse_grad(f"{self.label} ({self.variant})", query, key, value)
+            scale, causal = self.softmax_scale, self.causal
+            found: tuple[torch.Tensor, torch.Tensor | None]
+            found = self.run(query, key, value, scale=scale, causal=causal, lse=lse)
+            return found
         lse = lse or records_gradient(query, key, value)  # the backward reads it
         causal = self.causal and bias is None
         q, k, v = (x.transpose(1, 2) for x in unit_stride(query, key, value))
@@ -191,6 +229,7 @@ class CudnnSDPABackend(DenseBackend):
     summary: ClassVar[str] = (
         "cuDNN attention through PyTorch; raises rather than use another kernel"
     )
+    config_cls: ClassVar[type[BackendConfig]] = CudnnSDPAConfig
     impl: ClassVar[type[AttentionImpl]] = CudnnSDPAImpl
     variants: ClassVar[tuple[Variant, ...]] = (
         Variant(
@@ -205,7 +244,21 @@ class CudnnSDPABackend(DenseBackend):
             features=_EVERYWHERE | MERGEABLE,
             capability=Capability(minimum=(8, 0), below=(9, 0)),
         ),
+        Variant(
+            name=FP8,
+            head_sizes=HeadSizes(minimum=16, maximum=256, multiple_of=16),
+            features=BASIC | MERGEABLE,
+            packages=(CUDNN_FRONTEND,),
+            capability=Capability(exact=((9, 0),)),
+            operand_bits=8,
+        ),
     )
+
+    @override
+    @classmethod
+    def variants_for(cls, config: BackendConfig | None) -> tuple[Variant, ...]:
+        asked = getattr(config, "kernel", "auto") == FP8
+        return tuple(v for v in cls.variants if (v.name == FP8) == asked)
 
 
 def _takes_grouped_heads(q: torch.Tensor, mask: torch.Tensor | None) -> bool:

@@ -64,6 +64,11 @@ class Group:
         """Whether every kernel of the backend works on 8 bits or fewer."""
         return self.backend.backend in QUANTISED
 
+    @property
+    def scales(self) -> dict[str, bool]:
+        """How operands in e4m3 are scaled: cuDNN takes one scale for each tensor."""
+        return {"by_head": self.backend.backend is not AttentionBackendEnum.TORCH_CUDNN_SDPA}
+
     def features(self) -> list[Feature]:
         """Return the features to run beside the plain call."""
         chosen = set(RUNS) if self.every_feature else set()
@@ -94,7 +99,7 @@ class Group:
     def check(self, out: torch.Tensor, qkv: QKV, **expected: object) -> None:
         """Assert that `out` is within the budget."""
         if self.variant.operand_bits == 8:
-            assert_within_e4m3_budget(out, None, *qkv, scale=SCALE, **expected)
+            assert_within_e4m3_budget(out, None, *qkv, scale=SCALE, **self.scales, **expected)
             return
         assert_within_error_budget(out, *qkv, scale=SCALE, quantised=self.quantised, **expected)
 
@@ -208,7 +213,8 @@ def run_lse(group: Group) -> None:
         q, k, v = group.inputs(queries, keys, kv_heads)
         out, lse = group.impl(causal=causal, num_kv_heads=kv_heads).forward_lse(q, k, v)
         if group.variant.operand_bits == 8:
-            assert_within_e4m3_budget(out, lse, q, k, v, scale=SCALE, causal=causal)
+            expected = {"scale": SCALE, "causal": causal, **group.scales}
+            assert_within_e4m3_budget(out, lse, q, k, v, **expected)
             continue
         group.check(out, QKV(q, k, v), causal=causal)
         assert_lse_within_error_budget(lse, q, k, scale=SCALE, causal=causal, quantised=quantised)
