@@ -41,6 +41,7 @@ from multimodal_gen.integrations.trained_layers import (
 from multimodal_gen.runtime.described_tokens import DescribedTokens
 from multimodal_gen.runtime.distributed.groups import ParallelGroups
 from multimodal_gen.runtime.generator.attention_guard import AttentionGuard
+from multimodal_gen.runtime.generator.weights_file import TRAINED
 from multimodal_gen.runtime.layers.attention.report import LayerReport
 from multimodal_gen.runtime.layers.attention.request import AttentionRole, LayerSite
 from multimodal_gen.runtime.layers.attention.scope import SelectionScope
@@ -354,7 +355,7 @@ class DenoiserPlan:
 
     def _lost_parts(self, gated: bool, projected: bool) -> str:
         """Say which trained parts a checkpoint may have that cannot be read again, if any."""
-        if not (gated or projected):
+        if not (gated or projected) or hasattr(self.model, TRAINED):
             return ""
         files = find_checkpoint(self.model)
         if files.folder is not None:

@@ -63,6 +63,7 @@ class LoadingSettings(TypedDict, total=False):
     offload: str
     offload_folder: _Path | None
     quantize: Mapping[str, str] | Sequence[str] | str | None
+    transformer_weights_path: Mapping[str, _Path] | Sequence[_Path] | _Path | None
     lora_path: Sequence[str] | str | None
     scheduler: str | None
     vae_tiling: bool

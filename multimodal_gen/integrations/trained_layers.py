@@ -1,12 +1,13 @@
 """Trained layers of sparse methods, which diffusers drops when it loads a checkpoint.
 
-They are read again from the files the model came from, and live on the attention modules as long
-as the model is attached. Video Sparse Attention has a linear layer `to_gate_compress` per block,
-from the input of its self-attention to a weight per token and channel. Sparse-Linear Attention has
-a linear layer `proj_l` per self-attention, from the channels of a head to themselves; where it
-hangs depends on who trained it: on the attention module or on parts of it (`attn1.proj_l`,
-`attn1.attn_impl.proj_l`, `attn1.local_attn.proj_l`, `attn1.attn_op.local_attn.proj_l`), which may
-carry the name of the original Wan (`self_attn`).
+They are read again from the files the model came from, or taken from the model itself where it came
+from `--transformer-weights-path`, and live on the attention modules as long as the model is
+attached. Video Sparse Attention has a linear layer `to_gate_compress` per block, from the input of
+its self-attention to a weight per token and channel. Sparse-Linear Attention has a linear layer
+`proj_l` per self-attention, from the channels of a head to themselves; where it hangs depends on
+who trained it: on the attention module or on parts of it (`attn1.proj_l`, `attn1.attn_impl.proj_l`,
+`attn1.local_attn.proj_l`, `attn1.attn_op.local_attn.proj_l`), which may carry the name of the
+original Wan (`self_attn`).
 
 Shapes: B batch, S tokens, H heads, D head size.
 """
@@ -16,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -24,23 +25,39 @@ from torch import nn
 from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.checkpoint_files import find_checkpoint, weight_files
 from multimodal_gen.integrations.components import compute_dtype
+from multimodal_gen.runtime.generator.weights_file import TRAINED
+
+Stored: TypeAlias = Mapping[str, Path | torch.Tensor]
+"""Parameters by their keys: the file of each, or itself."""
 
 
-def stored_parameters(folder: Path, name: str) -> dict[str, Path]:
-    """Return the file of every parameter of layers called `name`; only heads of files are read."""
+def stored_parameters(model: nn.Module, name: str) -> Stored:
+    """Return the parameters of layers called `name` that came with a model.
+
+    Only heads of files are read. Nothing is found where the model comes from no folder of this
+    machine.
+    """
     from safetensors import safe_open
 
+    held = getattr(model, TRAINED, None)
+    if held is not None:
+        return {key: value for key, value in held.items() if _is_of(key, name)}
     found: dict[str, Path] = {}
-    for path in weight_files(folder):
+    folder = find_checkpoint(model).folder
+    for path in () if folder is None else weight_files(folder):
         with safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 - not a mapping
-                if f".{key.rpartition('.')[0]}".endswith(f".{name}"):
+                if _is_of(key, name):
                     found.setdefault(key, path)
     return found
 
 
+def _is_of(key: str, name: str) -> bool:
+    return f".{key.rpartition('.')[0]}".endswith(f".{name}")
+
+
 def read_linear(
-    files: Mapping[str, Path],
+    stored: Stored,
     prefix: str,
     dtype: torch.dtype,
     shape: tuple[int | None, ...],
@@ -49,7 +66,7 @@ def read_linear(
     """Return a stored linear layer, on the CPU and without gradients.
 
     Args:
-        files: the file of every parameter, by its key.
+        stored: where every parameter is.
         prefix: what its keys begin with.
         dtype: dtype of the result.
         shape: that its weight must have.
@@ -63,14 +80,19 @@ def read_linear(
     tensors = {}
     for part in ("weight", "bias"):
         key = f"{prefix}.{part}"
-        if key in files:
-            with safe_open(files[key], framework="pt") as file:
+        place = stored.get(key)
+        if isinstance(place, torch.Tensor):
+            tensors[part] = place.to(dtype)
+        elif place is not None:
+            with safe_open(place, framework="pt") as file:
                 tensors[part] = file.get_tensor(key).to(dtype)
     found = tuple(tensors["weight"].shape)
+    place = stored[f"{prefix}.weight"]
+    origin = place if isinstance(place, Path) else "the file of its weights"
     if found != shape:
         raise UsageError(
-            f"{prefix}.weight in {files[f'{prefix}.weight']} must be {list(shape)}, "
-            f"{meaning}, got {list(found)}; the file belongs to another model"
+            f"{prefix}.weight in {origin} must be {list(shape)}, {meaning}, got {list(found)}; the "
+            f"file belongs to another model"
         )
     outputs, inputs = found
     layer = nn.Linear(inputs, outputs, bias="bias" in tensors, device="meta")
@@ -166,10 +188,7 @@ def find_gates(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, 
     Raises:
         UsageError: a gate does not fit its module.
     """
-    folder = find_checkpoint(model).folder
-    if folder is None or not modules:
-        return {}
-    files = stored_parameters(folder, GATE)
+    files = stored_parameters(model, GATE) if modules else {}
     gates = {}
     for name, module in modules.items():
         # In the block, as the method's own models have it, or with the other projections.
@@ -230,10 +249,7 @@ def find_projections(model: nn.Module, sizes: Mapping[str, int]) -> dict[str, nn
     Raises:
         UsageError: a projection does not fit its module.
     """
-    folder = find_checkpoint(model).folder
-    if folder is None or not sizes:
-        return {}
-    files = stored_parameters(folder, PROJECTION)
+    files = stored_parameters(model, PROJECTION) if sizes else {}
     found: dict[str, nn.Linear] = {}
     for key in files:
         prefix, _, part = key.rpartition(".")

@@ -8,6 +8,7 @@ Importing this module imports neither torch nor diffusers.
 """
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +38,7 @@ QUANTIZATIONS = ("bnb-nf4", "bnb-int8", "torchao-int8", "torchao-fp8", "torchao-
 
 
 _MOST_PIXELS = 16384**2
+_COMPONENT = re.compile(r"(?P<component>[A-Za-z][\w-]*)=(?P<file>.+)", re.DOTALL)
 _ranks = partial(Setting, loading=True, metavar="N", ge=1, le=65536)
 
 
@@ -86,6 +88,25 @@ def _quantizations(setting: Setting, value: object) -> object:
                 f".gguf file, got {short(method)}{nearest(name, QUANTIZATIONS)}"
             )
         found[component] = text if name.endswith(".gguf") else name
+    return frozen(found) if found else None
+
+
+def _weights(setting: Setting, value: object) -> object:
+    """Return the file of each component's weights; the first transformer's without a name."""
+    if isinstance(value, Mapping):
+        pairs = [*value.items()]
+    else:
+        texts = value if isinstance(value, (list, tuple)) else (value,)
+        named = ((_COMPONENT.fullmatch(str(text)), text) for text in texts)
+        pairs = [(m["component"], m["file"]) if m else ("transformer", text) for m, text in named]
+    found: dict[str, object] = {}
+    for key, file in pairs:
+        component = parse_component_key(key, name=setting.flag, roles=False)
+        if not isinstance(file, (str, Path)) or not str(file).strip():
+            raise setting.wrong("a file, or COMPONENT=FILE", file)
+        if component in found:
+            raise ConfigError(f"{setting.flag} must give {component} once, got it twice")
+        found[component] = str(file)
     return frozen(found) if found else None
 
 
@@ -483,6 +504,18 @@ class ServerArgs:
             help="Quantise the weights of a component while they are loaded: bnb-nf4, bnb-int8, "
             "torchao-int8 or torchao-fp8 (weights only), torchao-fp8-dynamic (activations too); or "
             "load them from a .gguf file. May be given repeatedly.",
+        ),
+    ] = None
+    transformer_weights_path: Annotated[
+        Mapping[str, str] | Sequence[str] | Path | str | None,
+        Setting(
+            metavar="[COMPONENT=]FILE",
+            many=True,
+            loading=True,
+            check=_weights,
+            help="Load the weights of the transformer, or of another component, from this file, or "
+            "folder of files, in safetensors or of torch.save: those of a trained or distilled "
+            "model. May be given repeatedly.",
         ),
     ] = None
     lora_path: Annotated[

@@ -70,6 +70,7 @@ def test_a_printed_configuration_is_the_same_run(tmp_path, sglang) -> None:
         *("--model-path", "m", "--prompt", "yes: a 'fox'", "--seed", "1", "--sigmas", "1.0,0.5"),
         *("--quantize", "transformer=torchao-int8", "--pipeline-arg", "strength=0.5"),
         *("--image-path", "a.png", "--image-path", "b.png", "--lora-path", "x.safetensors:0.5"),
+        *("--transformer-weights-path", "a.pth", "--transformer-weights-path", "vae=b=c.pth"),
         *("-ac.backend", "fa", "--guidance-scale", "1e-3", "--overwrite"),
     )
     printed = sglang("generate", *flags, "--print-config")

@@ -26,6 +26,11 @@ from multimodal_gen.runtime.generator.quantized import (
 )
 from multimodal_gen.runtime.generator.quiet import without
 from multimodal_gen.runtime.generator.scheduler import scheduler_class, with_scheduler
+from multimodal_gen.runtime.generator.weights_file import (
+    TRAINED_LAYERS,
+    check_weights,
+    load_weights,
+)
 from multimodal_gen.runtime.platforms import current_platform
 from multimodal_gen.runtime.server_args import SETTINGS, ServerArgs
 from multimodal_gen.settings import expanded
@@ -34,9 +39,6 @@ _SHOWN = 3
 
 # Functions, of diffusers and of this module, whose `name` is the component that they load.
 _LOADING = ("load_sub_model", "load_text_models")
-
-# Layers that sparse methods train; attaching reads them, see `integrations.trained_layers`.
-_TRAINED = frozenset({"to_gate_compress", "proj_l"})
 
 # Files that any tokenizer of transformers can be made of, whatever its class names.
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "tekken.json")
@@ -54,6 +56,7 @@ def check_loading(index: PipelineIndex, args: ServerArgs, device: torch.device) 
     if args.offload_folder is not None:
         require_writable(expanded(args.offload_folder, "--offload-folder"), "--offload-folder")
     check_folder(index.model_path, index.components)
+    check_weights(index, _by_component(args.transformer_weights_path), _ways(args))
     check_quantized(index, _ways(args), device)
     check_loras(index.pipeline_class, index.components, read_loras(args.lora_path or ()))
     if args.scheduler is not None:
@@ -103,8 +106,13 @@ def _failure(index: PipelineIndex, error: Exception) -> str:
 
 def _ways(args: ServerArgs) -> Mapping[str, str]:
     """Return what quantises each component."""
-    ways = args.quantize if isinstance(args.quantize, Mapping) else {}
-    return {name: str(way) for name, way in ways.items()}
+    return _by_component(args.quantize)
+
+
+def _by_component(value: object) -> Mapping[str, str]:
+    """Return a setting of components as its check left it."""
+    given = value if isinstance(value, Mapping) else {}
+    return {name: str(item) for name, item in given.items()}
 
 
 def _read_weights(index: PipelineIndex, args: ServerArgs, device: torch.device) -> Any:
@@ -113,6 +121,9 @@ def _read_weights(index: PipelineIndex, args: ServerArgs, device: torch.device) 
     dtypes, ways = _dtypes(index, args.dtype, chosen), _ways(args)
     files = {name: way for name, way in ways.items() if way.lower().endswith(".gguf")}
     given = {name: load_gguf(index, name, file, chosen) for name, file in files.items()}
+    for name, file in _by_component(args.transformer_weights_path).items():
+        own = dtypes.get(name, dtypes["default"]) if isinstance(dtypes, Mapping) else dtypes
+        given[name] = load_weights(index, name, file, own)
     configs = {
         name: quantization_config(index.components[name][0], way, chosen)
         for name, way in ways.items()
@@ -348,7 +359,7 @@ def _is_of_trained_layers(message: str) -> bool:
     """Tell whether a message is about weights alone that are read when an attention attaches."""
     _, unused, names = message.partition(" were not used when initializing ")
     listed = names.partition("['")[2].partition("']")[0].split(", ")
-    return bool(unused) and all(_TRAINED & set(name.split(".")) for name in listed)
+    return bool(unused) and all(TRAINED_LAYERS & set(name.split(".")) for name in listed)
 
 
 def _tile_vae(pipe: Any) -> None:
