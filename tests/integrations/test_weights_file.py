@@ -244,6 +244,14 @@ def test_weights_that_differ_are_listed_in_one_error(source, tmp_path):
     assert "\n" not in said
 
 
+def test_names_that_diffusers_cannot_convert_are_listed_too(tiny_pipeline, tmp_path):
+    file = tmp_path / "other.safetensors"
+    save_file({"blocks.0.self_attn.q.weight": torch.zeros(2, 2)}, file)
+    said = refusal(tiny_pipeline("flux"), file)
+    assert "must hold the weights of this FluxTransformer2DModel: " in said
+    assert "1 unexpected (blocks.0.self_attn.q.weight)" in said
+
+
 def test_quantised_layers_are_refused_with_the_remedy(source, tmp_path):
     state = original(trained_state(source))
     key = "blocks.0.self_attn.q.weight"

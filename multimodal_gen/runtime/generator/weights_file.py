@@ -11,6 +11,7 @@ import math
 import re
 import zipfile
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -184,8 +185,9 @@ def _named(
     named = max(state, _without_fastvideos_names(state), key=hits)
     single = SINGLE_FILE_LOADABLE_CLASSES.get(type(model).__name__)
     if single is not None and hits(named) < len(wanted) / 2:
-        convert = single["checkpoint_mapping_fn"]
-        named = max(named, convert(config=model.config, checkpoint=dict(state)), key=hits)
+        with suppress(Exception):  # which it raises in any way where it does not know the names
+            converted = single["checkpoint_mapping_fn"](config=model.config, checkpoint=dict(state))
+            named = max(named, converted, key=hits)
     key = "patch_embedding.weight"  # a linear layer of whole patches is a convolution of them
     shape, found = wanted.get(key, ()), named.get(key)
     if found is not None and found.ndim == 2 and found.shape[1] == math.prod(shape[1:]):
