@@ -306,8 +306,9 @@ def limit(backend: type[SparseBackend], field: str) -> str:
         backend.config_cls, read_mapping(EXAMPLES / f"{name}.yaml"), backend=name
     )
     usual = getattr(backend.limits(example), field)
-    if field == "ring_gradients" and backend.limits(example).ring:
-        return "no ring"
+    in_ring = field == "ring_gradients"
+    if in_ring and backend.limits(example).ring:
+        usual = "no ring"
     cell = [str(usual or "yes")]
     for option, choice in choices(backend):
         try:
@@ -315,16 +316,21 @@ def limit(backend: type[SparseBackend], field: str) -> str:
         except ConfigError:  # which needs other parameters too
             continue
         reason = getattr(backend.limits(config), field)
-        if reason != usual:
+        if reason != usual and not (in_ring and backend.limits(config).ring):
             cell.append(f"with `{option}={str(choice).lower()}`: {reason or 'yes'}")
     return "; ".join(cell)
 
 
-def choices(backend: type[SparseBackend]) -> Iterator[tuple[str, str | bool]]:
-    """Yield the parameters with a few choices, and each choice of them; not that of a kernel."""
-    hints = get_type_hints(backend.config_cls)
+def choices(backend: type[SparseBackend]) -> Iterator[tuple[str, str | bool | float]]:
+    """Yield the parameters with a few choices, and each choice of them; not that of a kernel.
+
+    Of numbers, the largest one where there is any.
+    """
+    hints, parameters = get_type_hints(backend.config_cls), parameters_of(backend.config_cls)
     for field in fields(backend.config_cls):
-        hint = hints[field.name]
+        hint, largest = hints[field.name], parameters[field.name].le
+        if largest is not None:
+            yield field.name, largest
         for choice in (True, False) if hint is bool else get_args(hint):
             if isinstance(choice, str | bool) and field.name != "kernel":
                 yield field.name, choice

@@ -63,6 +63,7 @@ class AttentionBackendEnum(NamedEnum):
     CUBE_SPARSE_ATTN = "cube_sparse_attn"
     NABLA_ATTN = "nabla_attn"
     DRAFT_ATTN = "draft_attn"
+    BSA_ATTN = "bsa_attn"
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         # By value: some releases of Python pickle by name, and the class has no plug-in's name. A
@@ -169,6 +170,7 @@ _SPARSE = frozenset(
         AttentionBackendEnum.CUBE_SPARSE_ATTN,
         AttentionBackendEnum.NABLA_ATTN,
         AttentionBackendEnum.DRAFT_ATTN,
+        AttentionBackendEnum.BSA_ATTN,
     }
 )
 

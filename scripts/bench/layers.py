@@ -295,7 +295,7 @@ class Layers:
         if layer is None or method.gate or method.projection:
             return False
         config = layer.report().entries[-1].selection.config
-        adds = {"tail": "none", "skip_below": None}
+        adds = {"tail": "none", "skip_below": None, "query_keep_ratio": 1}
         return all(getattr(config, key, value) == value for key, value in adds.items())
 
     def is_dense(self, name: str) -> bool:

@@ -102,6 +102,8 @@ class Defined:
             tells which block attends to which, bool [B, H, Nq, Nk].
         grid: of the videos that it is tried on.
         varied: cuts them into parts that have means of their own, so that scores differ by much.
+        stands_in: from queries, their blocks and `token_mask`, tells which query each one takes the
+            output of, int64 [B, S, H]; None where each has its own.
     """
 
     method: SparseMethod
@@ -109,6 +111,7 @@ class Defined:
     choose: Choose
     grid: Grid = (5, 6, 9)
     varied: Cut = field(default=pieces(16))
+    stands_in: Callable[..., torch.Tensor] | None = None
 
     @property
     def scale(self) -> float:
@@ -140,7 +143,25 @@ class Defined:
         chosen = self.choose(qkv, *cuts, token_mask=token_mask, **rule)
         batch, _, heads, _ = qkv.query.shape
         mask = pair_mask(chosen, *cuts, *sizes).expand(batch, heads, -1, -1)
-        return joint_mask(mask, video_tokens(self.grid, text), token_mask)
+        mask = joint_mask(mask, video_tokens(self.grid, text), token_mask)
+        if self.stands_in is not None:
+            source = self.stands_in(qkv.query, cuts[0], token_mask).transpose(1, 2)
+            mask = mask & (source == torch.arange(sizes[0])).unsqueeze(3)
+        return mask
+
+    def spread(
+        self,
+        query: torch.Tensor,
+        mask: torch.Tensor,
+        text: TextSpan | None,
+        token_mask: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the queries, and what they keep, with those in place that stand for others."""
+        if self.stands_in is None:
+            return query, mask
+        source = self.stands_in(query.detach(), self.cut(self.grid, text)[0], token_mask)
+        rows = source.transpose(1, 2).unsqueeze(3).expand(mask.shape)
+        return query.gather(1, source.unsqueeze(3).expand(query.shape)), mask.gather(2, rows)
 
     def defined(
         self,
@@ -152,6 +173,8 @@ class Defined:
     ) -> torch.Tensor:
         """Return attention under a mask in float64, with the tail that the parameters ask for."""
         config = self.method.config(**parameters)
+        query, mask = self.spread(qkv[0], mask, text, token_mask)
+        qkv = (query, *qkv[1:])
         if config.tail == "none":
             return reference_attention(*qkv, scale=self.scale, mask=mask)[0]
         return pooled_attention(
@@ -201,8 +224,9 @@ class Defined:
         out = run_sparse(layer, given, self.grid, attn_mask=token_mask, **context)
         mask = self.mask(qkv, text, token_mask, **rule)
         if self.method.config(**parameters).tail == "none":
-            rows = mask if token_mask is None else mask & token_mask[:, None, :, None]
-            assert_within_error_budget(out, *qkv, scale=self.scale, mask=rows)
+            query, rows = self.spread(qkv.query, mask, text, token_mask)
+            rows = rows if token_mask is None else rows & token_mask[:, None, :, None]
+            assert_within_error_budget(out, query, *qkv[1:], scale=self.scale, mask=rows)
         else:
             want = self.defined(mask, text, token_mask, *qkv, **parameters)
             torch.testing.assert_close(out.double()[real], want[real], rtol=1e-4, atol=1e-5)
@@ -344,6 +368,62 @@ def holding(
                 far = [abs(a - c) for a, c in zip(own, place, strict=True)]
                 if all(d <= w // 2 for d, w in zip(far, widths or (), strict=True)):
                     chosen[b, h, i, j] = True
+    return chosen
+
+
+def stand_ins(
+    query: torch.Tensor, blocks: Blocks, token_mask: torch.Tensor | None = None, *, ratio: float
+) -> torch.Tensor:
+    """Return which query each one takes the output of, int64 [B, S, H].
+
+    Of a block, a share of the queries that count are computed, those least like the middle one; the
+    others take the nearest one's output. Those that do not count, and text, have their own.
+    """
+    batch, tokens, heads, _ = query.shape
+    source = torch.arange(tokens)[None, :, None].repeat(batch, 1, heads)
+    for b, h, block in product(range(batch), range(heads), map(list, blocks)):
+        real = [t for t in block if token_mask is None or token_mask[b, t]]
+        if not real:
+            continue
+        rows = query[b, real, h].double()
+        rows = rows / rows.norm(dim=-1, keepdim=True)
+        alike = (rows @ rows[len(real) // 2]).tolist()
+        count = max(1, math.floor(Fraction(str(ratio)) * len(real)))
+        order = sorted(range(len(real)), key=alike.__getitem__)
+        places = sorted(block.index(real[i]) for i in order[:count])
+        for t in real:
+            place = block.index(t)
+            source[b, t, h] = block[min(places, key=lambda x, p=place: (abs(x - p), x))]
+    return source
+
+
+def holding_of_computed(
+    qkv: QKV,
+    q_blocks: Blocks,
+    k_blocks: Blocks,
+    *,
+    ratio: float,
+    mass: float,
+    least: int,
+    token_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Keep the best tiles until they hold `mass`, by the means of the computed queries."""
+    batch, _, heads, size = qkv.query.shape
+    source = stand_ins(qkv.query, q_blocks, token_mask, ratio=ratio)
+    chosen = torch.zeros(batch, heads, len(q_blocks), len(k_blocks), dtype=torch.bool)
+    for b, h in product(range(batch), range(heads)):
+        kept = None if token_mask is None else token_mask[b]
+        own = source[b, :, h].tolist()
+        computed = [[t for t in x if own[t] == t] for x in q_blocks]
+        query = _means(qkv.query[b, :, h], computed, kept)
+        key = _means(qkv.key[b, :, h * qkv.key.shape[2] // heads], k_blocks, kept)
+        real = [n for n in range(len(key)) if kept is None or kept[list(k_blocks[n])].any()]
+        for i, row in enumerate(query):
+            shares = (key[real] @ row * size**-0.5).softmax(0).tolist()
+            before = 0.0
+            for rank, place in enumerate(sorted(range(len(real)), key=lambda j, s=shares: -s[j])):
+                chosen[b, h, i, real[place]] = before < mass or rank < least
+                before += shares[place]
     return chosen
 
 
@@ -577,6 +657,19 @@ DEFINED: Mapping[str, Defined] = {
         choose=partial(largest, sparsity=0.7),
         varied=tiles(1, 4, 4),
     ),
+    "bsa": Defined(
+        method=method(
+            "bsa_attn",
+            query_keep_ratio=0.5,
+            kv_cumulative_threshold=0.8,
+            min_kv_blocks=2,
+            tile_size=list(CUBE_TILE),
+        ),
+        cut=tiles(*CUBE_TILE),
+        choose=partial(holding_of_computed, ratio=0.5, mass=0.8, least=2),
+        varied=tiles(*CUBE_TILE),
+        stands_in=partial(stand_ins, ratio=0.5),
+    ),
     "pisa": Defined(
         method=method("pisa_attn", density=0.35, tail="none"),
         cut=pieces(64),
@@ -633,6 +726,7 @@ SMALL: Mapping[str, dict[str, Any]] = {
     "cube_sparse_attn": {"topk_ratio": 0.3, "local_cube_size": [1, 2, 2]},
     "nabla_attn": {"P": 0.5, "wT": 1, "wH": 1, "wW": 1, "tile_size": [1, 2, 2]},
     "draft_attn": {"sparsity_ratio": 0.5, "pool_h": 2, "pool_w": 2},
+    "bsa_attn": {"kv_cumulative_threshold": 0.5, "min_kv_blocks": 1, "tile_size": [1, 2, 2]},
     "sparge_attn": {"topk": 0.5},
     "static_sparse_attn": {"pattern": "lvsa", "window_size": 1, "key_frame_interval": 2},
     "subblock_sparse_attn": {"sparsity": 0.5, "skip_first_steps": 0, "min_seq_len": 0},

@@ -1,6 +1,7 @@
 """The tables of the documentation that declarations give."""
 
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -70,7 +71,7 @@ def test_methods_ring_where_their_variants_declare_it(script):
     for name, _, ring, *_ in rows:
         (backend,) = backends_of(AttentionBackendEnum.parse(name.strip("`")))
         declares = any(Feature.RING in variant.features for variant in backend.variants)
-        assert declares == ring.startswith("yes")
+        assert declares == bool(re.search(r"\byes\b", ring))
 
 
 def test_kernels_of_this_package_run_for_real(script):

@@ -161,6 +161,8 @@ METHODS = {
     "cube_sparse_attn": {"topk_ratio": 0.2},
     "nabla_attn": {"P": 0.5},
     "draft_attn": {"sparsity_ratio": 0.7},
+    "bsa_attn": {"kv_cumulative_threshold": 0.5},
+    "bsa_attn, large": {"kv_cumulative_threshold": 0.5, "tile_size": [4, 8, 8]},
     "sparge_attn": {"topk": 0.3},
     "sparge_attn, alike": {"topk": 0.3, "simthreshd1": 0.6},
     "static_sparse_attn": {"decay_factor": 0.5},

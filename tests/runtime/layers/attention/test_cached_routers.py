@@ -22,6 +22,7 @@ from tests.helpers.methods import (
     best,
     by_cells,
     holding,
+    holding_of_computed,
     largest,
     pieces,
     rows_and_chunks,
@@ -151,6 +152,15 @@ CASES = {
         tiles(1, *TILE),
         partial(largest, sparsity=0.6),
     ),
+    "bsa": (
+        "bsa_attn",
+        {
+            "query_keep_ratio": 1.0, "kv_cumulative_threshold": 0.6, "min_kv_blocks": 2,
+            "tile_size": [2, *TILE],
+        },
+        IN_TILES,
+        partial(holding_of_computed, ratio=1.0, mass=0.6, least=2),
+    ),
     "sparge": ("sparge_attn", {"topk": 0.4}, pieces(128, 64), BEST),
     "sparge, with a tail": (
         "sparge_attn", {"topk": 0.4, "tail": "pooled"}, pieces(128, 64), BEST,
@@ -278,6 +288,12 @@ REFUSED = [
         {"pool_h": 4, "pool_w": 4},
         True,
         r"its tiles have \[1, 4, 4\] tokens, and the cache keeps tiles of \[2, 4, 4\]",
+    ),
+    (
+        "bsa_attn",
+        {"tile_size": [2, 4, 4]},
+        True,
+        "`query_keep_ratio` below 1 compares the queries of a whole video",
     ),
     (
         "video_sparse_attn",

@@ -63,6 +63,7 @@ _BUILTIN: MappingProxyType[AttentionBackendEnum, tuple[str, ...]] = MappingProxy
         AttentionBackendEnum.CUBE_SPARSE_ATTN: ("sparse.methods.cube:CubeBackend",),
         AttentionBackendEnum.NABLA_ATTN: ("sparse.methods.nabla:NablaBackend",),
         AttentionBackendEnum.DRAFT_ATTN: ("sparse.methods.draft:DraftBackend",),
+        AttentionBackendEnum.BSA_ATTN: ("sparse.methods.bsa:BsaBackend",),
     }
 )
 

@@ -43,6 +43,8 @@ def density_of_map(
     layout: SequenceLayout,
     order: TileOrder | None = None,
     kept: torch.Tensor | None = None,
+    *,
+    rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the density of a map of the video's blocks, [].
 
@@ -51,7 +53,12 @@ def density_of_map(
         layout: where the video lies.
         order: the blocks, where they are those of both sides; None for blocks of one size.
         kept: the blocks that every row keeps, [B|1, H|1, Nq], where they are counted already.
+        rows: queries of every block that are computed, [B|1, Nq]; None for all.
     """
+    if rows is not None:
+        assert order is not None, "blocks of tiles"
+        text = rows.sum(-1).double().mean() * (layout.num_keys - layout.num_video)
+        return density_of_pairs(_pairs_of_map(chosen, order, kept, rows) + text, layout, None)
     if order is None or order.uniform:
         total = (chosen if kept is None else kept).sum(dtype=torch.int64)
         return layout.density(total.double() / chosen.numel())
@@ -59,7 +66,10 @@ def density_of_map(
 
 
 def _pairs_of_map(
-    block_mask: torch.Tensor, order: TileOrder, counts: torch.Tensor | None = None
+    block_mask: torch.Tensor,
+    order: TileOrder,
+    counts: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return how many pairs of tokens a map of tiles keeps, the mean over batch and heads, [].
 
@@ -67,6 +77,7 @@ def _pairs_of_map(
         block_mask: bool [B|1, H|1, N, N].
         order: the tiles, of both sides.
         counts: how many tiles every row keeps, [B|1, H|1, N], where that is known.
+        rows: queries of every tile that count, [B|1, N]; None for all.
     """
     lengths = order.lengths.to(block_mask.device, torch.float32)
     if order.tiles[:2] == (1, 1):  # in one row only the last one is cut
@@ -78,4 +89,5 @@ def _pairs_of_map(
         kept = by_heads(
             heads, each, _PAIRS_AT_ONCE, lambda some: block_mask[:, some].float() @ lengths
         )
-    return (kept.double() @ lengths.double()).mean()
+    weights = (lengths.unsqueeze(0) if rows is None else rows).double().unsqueeze(1)
+    return (kept.double() * weights).sum(-1).mean()

@@ -71,7 +71,8 @@ def record_plan(
 ) -> None:
     """Record the plan that some heads of the running call attend by.
 
-    Queries of the sequence that lie in no block of the plan attend to every key.
+    Queries of the sequence that have no place in the plan attend to every key, and those that have
+    one, in no block, to none.
 
     Args:
         heads: the query heads, among those of the call; the heads of the plan.
@@ -95,12 +96,13 @@ def record_plan(
         )
         blocks, of_key = _broadcast(blocks, of_key.unsqueeze(2))
         of_key = of_key.expand(*blocks.shape[:3], -1)
-        kept = blocks.gather(-1, of_key.clamp_min(0)) & (of_key >= 0)
+        kept = blocks.gather(-1, of_key.clamp_min(0)) & (of_key >= 0) & (own >= 0).unsqueeze(-1)
         if k_index is not None:
             kept, index = _broadcast(kept, _of_heads(k_index, heads).unsqueeze(2))
             moved = kept.new_zeros((*kept.shape[:3], sizes[1]))
             kept = moved.scatter_(-1, index.expand(*kept.shape[:3], -1), kept)
-        return kept | (own < 0).unsqueeze(-1)
+        outside = (places < 0) | (places >= plan.q.total)
+        return kept | outside.unsqueeze(-1)
 
     record_pairs(heads, of_rows)
 

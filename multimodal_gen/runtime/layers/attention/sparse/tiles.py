@@ -119,6 +119,7 @@ class SparseCall:
         first_order: whether values then follow keys inside of blocks.
         pooled: the means of the tiles' keys and values, where they are known already.
         skip: what leaves out products that cannot count for much; None leaves nothing out.
+        computed: which of the video's queries are computed; None for all.
     """
 
     query: torch.Tensor
@@ -135,6 +136,7 @@ class SparseCall:
     first_order: bool = False
     pooled: PooledBlocks | None = None
     skip: Skip | None = None
+    computed: "ComputedQueries | None" = None
 
     @property
     def on_package(self) -> bool:
@@ -200,6 +202,43 @@ class TiledSequence:
     def num_text_blocks(self) -> int:
         """How many blocks are pieces of text."""
         return self.blocks.num - self.num_tiles
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ComputedQueries:
+    """Which of the video's queries are computed; the others take the output of one that is.
+
+    Attributes:
+        index: int32 [B, H, V], position in the tiled video, where those of a tile that are computed
+            come first -> position in the sequence.
+        source: int32 [B, H, V], position in the tiled video as it is -> that in `index` whose
+            output is taken.
+        counts: int32 [B|1, N], how many of a tile are computed.
+    """
+
+    index: torch.Tensor
+    source: torch.Tensor
+    counts: torch.Tensor
+
+    def heads(self, heads: slice) -> "ComputedQueries":
+        """Return those of some query heads."""
+        return replace(self, index=self.index[:, heads], source=self.source[:, heads])
+
+    def blocks(self, order: TileOrder) -> Blocks:
+        """Return the computed queries of every tile, in the order of `index`."""
+        total, size = order.num_tokens, order.largest
+        starts = order.starts.view(1, 1, -1)
+        return Blocks.ragged(starts, self.counts.unsqueeze(1), total=total, size=size)
+
+    def means(self, query: torch.Tensor, order: TileOrder) -> torch.Tensor:
+        """Return the mean of every tile's computed queries, [B, H, N, D]."""
+        (moved,) = gather_tokens((query,), self.index)
+        starts, lengths, total = order.starts, order.lengths, order.num_tokens
+        tile = torch.arange(len(starts), device=starts.device)
+        tile = torch.repeat_interleave(tile, lengths, output_size=total)
+        place = torch.arange(total, device=starts.device) - starts[tile]
+        inside = (place < self.counts[:, tile]).expand(len(query), -1)
+        return pool_tiles((moved,), Tiles(starts, lengths, order.largest), mask=inside)[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -600,9 +639,9 @@ def attend_tiled(
         (keys.index, None) if mask is None else kept_first(keys.index, keys.blocks, mask)
     )
     out = torch.empty((*query.shape[:3], value.shape[3]), dtype=query.dtype, device=query.device)
-    if queries.in_order and keys.in_order and mask is None:
+    if queries.in_order and keys.in_order and mask is None and call.computed is None:
         return _attend_in_order(call, queries, plan_of, keys.num_tiles)
-    same = queries.index is keys.index and mask is None
+    same = queries.index is keys.index and mask is None and call.computed is None
 
     def attend(kv_slice: slice, plan: BlockPlan | None) -> None:
         q_slice = slice(kv_slice.start * group, kv_slice.stop * group)
@@ -612,17 +651,19 @@ def attend_tiled(
             if whole
             else (query[:, :, q_slice], key[:, :, kv_slice], value[:, :, kv_slice])
         )
+        plan, rows, sources = _of_computed(call, queries, q_slice, plan or plan_of(q_slice))
         if same:
             q, k, v = gather_tokens(parts, index)
         else:
-            (q,) = gather_tokens(parts[:1], queries.index)
+            (q,) = gather_tokens(parts[:1], rows)
             k, v = gather_tokens(parts[1:], index)
-        plan = plan or plan_of(q_slice)
         plan = plan if masked is None else replace(plan, kv=masked)
         if LISTENER.get() is not None:
             sizes = call.layout.num_queries, call.layout.num_keys
-            record_plan(q_slice, plan, sizes, queries=queries.index, keys=index)
+            record_plan(q_slice, plan, sizes, queries=rows, keys=index)
         tiled = call.attend(plan, q, k, v, call.tail_of(keys.num_tiles, kv_slice))
+        if sources is not None:
+            (tiled,) = gather_tokens((tiled,), sources)
         scatter_tokens(tiled, queries.index, out if whole else out[:, :, q_slice])
 
     def attend_to_all(span: slice) -> None:
@@ -641,6 +682,16 @@ def attend_tiled(
             calls.append(now)
     run_on_two_streams(calls, query.device, recorded=recorded)
     return out
+
+
+def _of_computed(
+    call: SparseCall, queries: TiledSequence, heads: slice, plan: BlockPlan
+) -> tuple[BlockPlan, torch.Tensor, torch.Tensor | None]:
+    """Return a plan of computed queries, their index, and whose output each one takes."""
+    if call.computed is None:
+        return plan, queries.index, None
+    computed = call.computed.heads(heads)
+    return replace(plan, q=computed.blocks(queries.order)), computed.index, computed.source
 
 
 def _attend_in_order(

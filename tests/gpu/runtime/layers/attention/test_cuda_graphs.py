@@ -140,6 +140,7 @@ LAYERS: dict[str, dict[str, object]] = {
     "cube_sparse_attn": {"topk_ratio": 0.2},
     "nabla_attn": {"P": 0.5},
     "draft_attn": {"sparsity_ratio": 0.7},
+    "bsa_attn": {"kv_cumulative_threshold": 0.5},
     "sparge_attn": {"topk": 0.3},
     "static_sparse_attn": {"decay_factor": 0.5},
 }

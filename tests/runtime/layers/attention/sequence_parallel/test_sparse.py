@@ -19,7 +19,7 @@ from tests.helpers.inputs import QKV, make_qkv
 from tests.helpers.methods import DEFINED, method
 from tests.helpers.processes import own
 from tests.helpers.sparse import SparseMethod, block_inputs, projection
-from tests.runtime.layers.attention.sparse.methods import test_draft, test_nabla
+from tests.runtime.layers.attention.sparse.methods import test_bsa, test_draft, test_nabla
 
 ULYSSES, RING = Mesh(ulysses=2), Mesh(ring=2)
 TWO = pytest.mark.parametrize("mesh", [ULYSSES, RING], ids=["ulysses", "ring"])
@@ -35,6 +35,7 @@ SVG2 = method(
     svg2_first_times_fp=0,
 )
 THRESHOLD = {"moba_select_mode": "threshold", "moba_threshold": 0.4}
+COMPARED = "bsa, compared"  # whose queries are, which a ring refuses
 # By name: what of `DEFINED` runs with which parameters.
 VARIANTS = {
     **{name: (name, {}) for name in DEFINED},
@@ -56,6 +57,9 @@ VARIANTS = {
     "sol by cells in tiles": ("sol by cells", {"tile_size": [2, 4, 4]}),
     "uneven cells": ("subblock", {"n_q": 8, "n_k": 2, "tail": "pooled"}),
     "one cell of queries": ("subblock", {"n_q": 1, "n_k": 4}),
+    "bsa": ("bsa", {"query_keep_ratio": 1.0}),
+    "bsa, tail": ("bsa", {"query_keep_ratio": 1.0, "tail": "pooled"}),
+    COMPARED: ("bsa", {}),
     "static, radial": (
         "static, lvsa",
         {
@@ -68,7 +72,8 @@ VARIANTS = {
 }
 # Of those whose blocks are to divide the video.
 WHOLE = {"vsa, whole tiles": (4, 8, 12), "vmoba, whole chunks": (4, 6, 8)}
-BY_RING = [name for name in VARIANTS if name not in ("sla, most", "one cell of queries")]
+IN_RINGS = [name for name in VARIANTS if name != COMPARED]
+BY_RING = [name for name in IN_RINGS if name not in ("sla, most", "one cell of queries")]
 
 
 def split(tokens, num, uneven):
@@ -167,7 +172,7 @@ def test_a_ring_of_two_computes_what_one_process_does(two_ranks, name):
     ("name", "mesh"),
     [
         pytest.param(name, mesh, marks=[] if (i + j) % 2 else [pytest.mark.slow])
-        for i, name in enumerate(VARIANTS)
+        for i, name in enumerate(IN_RINGS)
         for j, mesh in enumerate(FOUR)
     ],
     ids=str,
@@ -177,12 +182,12 @@ def test_four_ranks_compute_what_one_process_does(four_ranks, name, mesh):
 
 
 @pytest.mark.parametrize("heads", [4, 3])
-@pytest.mark.parametrize("name", ["sta", "sla", "sol", "vmoba, st", "svg2"])
+@pytest.mark.parametrize("name", ["sta", "sla", "sol", "vmoba, st", "svg2", COMPARED])
 def test_under_ulysses_methods_see_the_whole_video_of_their_heads(two_ranks, name, heads):
     two_ranks.run(ULYSSES, check, name, (heads, heads), CASES[3:], False, (0, 1))
 
 
-DRAWN = {"nabla": test_nabla.drawn, "draft": test_draft.drawn}
+DRAWN = {"nabla": test_nabla.drawn, "draft": test_draft.drawn, "bsa": test_bsa.every_query}
 
 
 def check_drawn(name, seeds):
@@ -496,6 +501,11 @@ REFUSED = {
         "sparse_video_gen_2_attn",
         {"svg2_first_times_fp": 0.5, "svg2_first_layers_fp": 0.0},
         "k-means runs over all tokens of a head, and ranks that hold a part",
+    ),
+    "queries that are compared": (
+        "bsa_attn",
+        {"query_keep_ratio": 0.5, "tile_size": [2, 2, 2]},
+        "`query_keep_ratio` below 1 compares all queries of a tile, which ranks may cut",
     ),
     "a linear branch by block": (
         "sla_attn",

@@ -15,7 +15,7 @@ from tests.helpers.sparse import kept_pairs, run_sparse, text_places
 from tests.helpers.tolerance import assert_within_error_budget
 
 LENGTH = 35
-SCALED = ("vsa by cells", "sol", "sol, exact", "sol by cells", "nabla", "draft", "subblock")
+SCALED = ("vsa by cells", "sol", "sol, exact", "sol by cells", "nabla", "draft", "bsa", "subblock")
 
 
 def text_of(defined: Defined, where: str) -> TextSpan | None:
@@ -186,6 +186,8 @@ EVERYTHING = (
     ("sol", {"tau": -1000.0}),
     ("nabla", {"P": 1.0}),
     ("draft", {"sparsity_ratio": 0.0}),
+    ("bsa", {"query_keep_ratio": 1.0, "kv_cumulative_threshold": 1.0}),
+    ("bsa", {"query_keep_ratio": 1.0, "min_kv_blocks": 99}),
     ("pisa", {"density": 1.0}),
     ("vmoba, temporal", {"temporal_topk": 3}),
     ("vmoba, temporal", {"temporal_topk": 99}),
@@ -213,7 +215,7 @@ def test_a_method_that_leaves_nothing_out_is_dense_attention(name, given, where)
     assert layer.attn_impl.facts().densities == {0: 1.0}
 
 
-@pytest.mark.parametrize("name", ["nabla", "draft"])
+@pytest.mark.parametrize("name", ["nabla", "draft", "bsa"])
 def test_some_heads_at_a_time_choose_as_all_do(name, monkeypatch) -> None:
     defined, text = DEFINED[name], text_of(DEFINED[name], "text last")
     layer, qkv = defined.method.layer(kv_heads=1), defined.inputs(text)

@@ -193,6 +193,7 @@ WRONG = {
     "no cut": (type("SaidRouter", (Router,), {}), "with that and `cut` defined"),
     "cut alone": (type("SaidRouter", (Router,), {"cut": BestRouter.cut}), "`chooses` of Said"),
     "chooses": (saying(chooses="nope"), "`chooses` of SaidRouter must be one of"),
+    "prune": (saying(prune=None), "`chooses` of SaidRouter must be 'map', with a `prune\\(\\)`"),
     "rows": (saying(chooses="rows"), "`chooses` of SaidRouter must be one of"),
     "no router": (None, "`router, config_cls` of RoutedBackend must be given"),
     "tuple": (saying(cut=(2, 2, 2)), r"`cut\(\)` of SaidRouter must be Cut"),

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.runtime.layers.attention.sparse.methods import test_draft, test_nabla
+from tests.runtime.layers.attention.sparse.methods import test_bsa, test_draft, test_nabla
 
-DRAWN = {"nabla": test_nabla.drawn, "draft": test_draft.drawn}
+DRAWN = {"nabla": test_nabla.drawn, "draft": test_draft.drawn, "bsa": test_bsa.drawn}
 
 
 @pytest.mark.parametrize("some", range(10))
