@@ -64,6 +64,7 @@ class AttentionBackendEnum(NamedEnum):
     NABLA_ATTN = "nabla_attn"
     DRAFT_ATTN = "draft_attn"
     BSA_ATTN = "bsa_attn"
+    VIDEO_SPARSE_ATTN_H3 = "video_sparse_attn_h3"
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         # By value: some releases of Python pickle by name, and the class has no plug-in's name. A
@@ -171,6 +172,7 @@ _SPARSE = frozenset(
         AttentionBackendEnum.NABLA_ATTN,
         AttentionBackendEnum.DRAFT_ATTN,
         AttentionBackendEnum.BSA_ATTN,
+        AttentionBackendEnum.VIDEO_SPARSE_ATTN_H3,
     }
 )
 

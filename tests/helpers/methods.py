@@ -605,6 +605,12 @@ DEFINED: Mapping[str, Defined] = {
         choose=partial(best, kept=3),
         varied=tiles(*TILE),
     ),
+    "vsa h3": Defined(
+        method=method("video_sparse_attn_h3", sparsity=0.75),
+        cut=tiles(*TILE),
+        choose=partial(best, kept=3),
+        varied=tiles(*TILE),
+    ),
     "vsa by cells": Defined(
         method=method("video_sparse_attn", topk=8, router="subblock"),
         cut=tiles(*TILE),
@@ -711,6 +717,7 @@ DEFINED: Mapping[str, Defined] = {
 SMALL: Mapping[str, dict[str, Any]] = {
     "sliding_tile_attn": {"window": [1, 1, 1], "tile_size": [1, 2, 3], "skip_time_steps": 0},
     "video_sparse_attn": {"topk": 1},
+    "video_sparse_attn_h3": {"sparsity": 1.0},
     "sla_attn": {"topk_ratio": 0.0, "BLKQ": 64},
     "vmoba_attn": {
         "temporal_layer": 0,

@@ -161,6 +161,7 @@ OTHERS = {
     "cube_sparse_attn": {"topk_ratio": 0.2, "local_cube_size": [1, 2, 2]},
     "nabla_attn": {"P": 0.5, "wT": 1, "tile_size": [1, 2, 2]},
     "draft_attn": {"sparsity_ratio": 0.6, "pool_h": 2, "pool_w": 2},
+    "video_sparse_attn_h3": {"sparsity": 1.0},
     "bsa_attn": {"kv_cumulative_threshold": 0.5, "min_kv_blocks": 1, "tile_size": [1, 2, 2]},
     "sparge_attn": {"topk": 0.3},
     "static_sparse_attn": {"pattern": "lvsa", "window_size": 1, "key_frame_interval": 3},

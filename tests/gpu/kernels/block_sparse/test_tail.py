@@ -161,6 +161,7 @@ METHODS = {
     "cube_sparse_attn": {"topk_ratio": 0.2},
     "nabla_attn": {"P": 0.5},
     "draft_attn": {"sparsity_ratio": 0.7},
+    "video_sparse_attn_h3": {"sparsity": 0.8},
     "bsa_attn": {"kv_cumulative_threshold": 0.5},
     "bsa_attn, large": {"kv_cumulative_threshold": 0.5, "tile_size": [4, 8, 8]},
     "sparge_attn": {"topk": 0.3},

@@ -152,6 +152,18 @@ CASES = {
         tiles(1, *TILE),
         partial(largest, sparsity=0.6),
     ),
+    "vsa h3": (
+        "video_sparse_attn_h3",
+        {"sparsity": 0.6},
+        IN_TILES,
+        share(best, lambda num: -(-num * 2 // 5)),
+    ),
+    "vsa h3, competing": (
+        "video_sparse_attn_h3",
+        {"sparsity": 0.6, "vsa_mode": "compete"},
+        IN_TILES,
+        share(best, lambda num: -(-num * 2 // 5)),
+    ),
     "bsa": (
         "bsa_attn",
         {

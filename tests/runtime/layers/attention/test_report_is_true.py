@@ -75,6 +75,7 @@ PARAMETERS = MappingProxyType(
     {
         "sliding_tile_attn": {"window": (1, 1, 3), "skip_time_steps": 0},
         "video_sparse_attn": {"sparsity": 0.5},
+        "video_sparse_attn_h3": {"sparsity": 0.5},
         "sol_attn": {"dense_steps": None, "dense_layers": None},
         "subblock_sparse_attn": {"skip_first_steps": 0, "min_seq_len": 0},
         "nabla_attn": {"tile_size": [4, 4, 4]},

@@ -141,6 +141,7 @@ LAYERS: dict[str, dict[str, object]] = {
     "nabla_attn": {"P": 0.5},
     "draft_attn": {"sparsity_ratio": 0.7},
     "bsa_attn": {"kv_cumulative_threshold": 0.5},
+    "video_sparse_attn_h3": {"sparsity": 0.8},
     "sparge_attn": {"topk": 0.3},
     "static_sparse_attn": {"decay_factor": 0.5},
 }

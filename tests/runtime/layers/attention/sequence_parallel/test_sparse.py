@@ -9,17 +9,23 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from multimodal_gen.errors import UnsupportedBackendError
+from multimodal_gen.errors import UnsupportedBackendError, UsageError
 from multimodal_gen.runtime.distributed.groups import parallel_groups, use_parallel_groups
 from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.layers.attention import UlyssesAttention_VSA, USPAttention
+from multimodal_gen.runtime.layers.attention.call import AttentionCall
 from multimodal_gen.runtime.layers.attention.scope import scope_from
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from tests.helpers.inputs import QKV, make_qkv
 from tests.helpers.methods import DEFINED, method
 from tests.helpers.processes import own
 from tests.helpers.sparse import SparseMethod, block_inputs, projection
-from tests.runtime.layers.attention.sparse.methods import test_bsa, test_draft, test_nabla
+from tests.runtime.layers.attention.sparse.methods import (
+    test_bsa,
+    test_draft,
+    test_nabla,
+    test_vsa_h3,
+)
 
 ULYSSES, RING = Mesh(ulysses=2), Mesh(ring=2)
 TWO = pytest.mark.parametrize("mesh", [ULYSSES, RING], ids=["ulysses", "ring"])
@@ -187,7 +193,12 @@ def test_under_ulysses_methods_see_the_whole_video_of_their_heads(two_ranks, nam
     two_ranks.run(ULYSSES, check, name, (heads, heads), CASES[3:], False, (0, 1))
 
 
-DRAWN = {"nabla": test_nabla.drawn, "draft": test_draft.drawn, "bsa": test_bsa.every_query}
+DRAWN = {
+    "nabla": test_nabla.drawn,
+    "draft": test_draft.drawn,
+    "bsa": test_bsa.every_query,
+    "vsa h3": test_vsa_h3.drawn,
+}
 
 
 def check_drawn(name, seeds):
@@ -297,6 +308,32 @@ def check_gated(heads, with_gate, steps, **parameters):
             ungated = run(layers[0], None, whole, grid, step=step)
         torch.testing.assert_close(out, own(want, lengths))
         assert torch.allclose(want, ungated, atol=1e-2) is (gate is None)
+
+
+def check_gate_beside_text():
+    """A gate weighs the coarse stage of text under Ulysses, and is refused in a ring."""
+    groups, grid = parallel_groups(), DEFINED["vsa h3"].grid
+    tokens, known = math.prod(grid), {"latent_grid": grid}
+    whole = [*draw(grid, (5, 0), 1, 4), make_qkv(1, tokens + 5, 4, 32, seed=3).query]
+    known["text_span"] = TextSpan(start=0, length=5)
+    layer = layer_of("vsa h3", cls=UlyssesAttention_VSA)
+
+    def of(ranks, *inputs):
+        with torch.no_grad(), use_parallel_groups(ranks), set_forward_context(0, **known):
+            return layer.attend(AttentionCall(*inputs[:3], gate=inputs[3]))
+
+    lengths = split(tokens + 5, groups.sequence.size, uneven=True)
+    local = [own(x, lengths) for x in whole]
+    if groups.ring.size == 1:
+        torch.testing.assert_close(of(groups, *local), own(of(None, *whole), lengths))
+        return
+    with pytest.raises(UsageError, match="a gate of video_sparse_attn_h3 must not be given in a r"):
+        of(groups, *local)
+
+
+@TWO
+def test_a_gate_beside_text_is_served_under_ulysses_and_refused_in_a_ring(two_ranks, mesh):
+    two_ranks.run(mesh, check_gate_beside_text)
 
 
 @pytest.mark.parametrize("with_gate", [False, True])
@@ -501,6 +538,11 @@ REFUSED = {
         "sparse_video_gen_2_attn",
         {"svg2_first_times_fp": 0.5, "svg2_first_layers_fp": 0.0},
         "k-means runs over all tokens of a head, and ranks that hold a part",
+    ),
+    "text that competes": (
+        "video_sparse_attn_h3",
+        {"vsa_mode": "compete"},
+        "`vsa_mode` compete ranks pieces of text, whose means no ring exchanges",
     ),
     "queries that are compared": (
         "bsa_attn",

@@ -22,6 +22,7 @@ CASES = {
     "vmoba_attn": ("moba_threshold", {**VMOBA, "moba_select_mode": "threshold"}, 0.6, 0.1),
     "nabla_attn": ("P", {"tile_size": [1, 3, 4], "add_sta": False}, 0.9, 0.3),
     "draft_attn": ("sparsity_ratio", {"pool_h": 3, "pool_w": 4}, 0.3, 0.9),
+    "video_sparse_attn_h3": ("sparsity", {}, 0.4, 0.8),
     "bsa_attn": ("query_keep_ratio", {"tile_size": [1, 3, 4]}, 1.0, 0.3),
     "sparse_video_gen_2_attn": (
         "svg2_top_p_kmeans",

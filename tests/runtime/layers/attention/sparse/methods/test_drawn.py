@@ -2,9 +2,19 @@
 
 import pytest
 
-from tests.runtime.layers.attention.sparse.methods import test_bsa, test_draft, test_nabla
+from tests.runtime.layers.attention.sparse.methods import (
+    test_bsa,
+    test_draft,
+    test_nabla,
+    test_vsa_h3,
+)
 
-DRAWN = {"nabla": test_nabla.drawn, "draft": test_draft.drawn, "bsa": test_bsa.drawn}
+DRAWN = {
+    "nabla": test_nabla.drawn,
+    "draft": test_draft.drawn,
+    "bsa": test_bsa.drawn,
+    "vsa h3": test_vsa_h3.drawn,
+}
 
 
 @pytest.mark.parametrize("some", range(10))
