@@ -534,6 +534,29 @@ def lvsa(
     return lvsa_frames(len(blocks), 1, 1, interval, offset)[None, None]
 
 
+def chunks(
+    qkv: QKV,
+    blocks: Blocks,
+    _: Blocks,
+    *,
+    token_mask: object = None,
+    chunk: int,
+    radius: int,
+    anchors: str,
+) -> torch.Tensor:
+    """Keep chunks of frames nearby, frame by frame, and the first and the last one."""
+    last = len(blocks) - 1
+    kept = torch.zeros(len(blocks), len(blocks), dtype=torch.bool)
+    for f, g in product(range(last + 1), repeat=2):
+        low, high = f - radius, f + radius
+        if chunk:
+            low, high = (f // chunk - radius) * chunk, (f // chunk + radius + 1) * chunk - 1
+        kept[f, g] = low <= g <= high
+        kept[f, g] |= anchors in ("rows", "both") and f in (0, last)
+        kept[f, g] |= anchors in ("columns", "both") and g in (0, last)
+    return kept[None, None]
+
+
 def rows_choose(
     qkv: QKV,
     rows: Blocks,
@@ -705,6 +728,12 @@ DEFINED: Mapping[str, Defined] = {
         ),
         cut=frames,
         choose=partial(lvsa, interval=4, offset=0),
+        grid=(9, 3, 5),
+    ),
+    "static, chunks": Defined(
+        method=method("static_sparse_attn", pattern="chunks", chunk=2, radius=0),
+        cut=frames,
+        choose=partial(chunks, chunk=2, radius=0, anchors="both"),
         grid=(9, 3, 5),
     ),
     "vmoba, temporal": _vmoba("temporal", 2),

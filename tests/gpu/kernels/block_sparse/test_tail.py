@@ -167,6 +167,7 @@ METHODS = {
     "sparge_attn": {"topk": 0.3},
     "sparge_attn, alike": {"topk": 0.3, "simthreshd1": 0.6},
     "static_sparse_attn": {"decay_factor": 0.5},
+    "static_sparse_attn, chunks": {"pattern": "chunks", "chunk": 1},
     "static_sparse_attn, lvsa": {"pattern": "lvsa", "window_size": 1, "key_frame_interval": 4},
     "video_sparse_attn, cells": {"sparsity": 0.8, "router": "subblock"},
     "vmoba_attn": {

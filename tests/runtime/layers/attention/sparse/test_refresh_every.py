@@ -18,6 +18,7 @@ from tests.helpers.sparse import run_sparse, text_places
 REFUSED = {
     "sta": "its patterns are known before the calls",
     "static, lvsa": "its patterns are known before the calls",
+    "static, chunks": "its patterns are known before the calls",
     "vmoba, temporal": "its queries choose one by one",
     "vmoba, spatial": "its queries choose one by one",
     "vmoba, st": "its queries choose one by one",

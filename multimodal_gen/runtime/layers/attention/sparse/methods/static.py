@@ -1,8 +1,9 @@
 """Static sparse attention: patterns that follow from the latent grid and the step alone.
 
 `radial` is Radial Attention, whose windows shrink with the distance of frames; `lvsa` lets frames
-attend to global ones and to a window. Text is attended to by everything, and attends to everything.
-Windows of tiles are `sliding_tile_attn`.
+attend to global ones and to a window; `chunks` to chunks of frames nearby, as in VDN-H3, without
+the trained gate and the trained linear part that this model has beside them. Text is attended to by
+everything, and attends to everything. Windows of tiles are `sliding_tile_attn`.
 
 Shapes: B batch, S tokens, H heads, D head size, N blocks of the video.
 """
@@ -46,6 +47,7 @@ _OF_PATTERN = MappingProxyType(
             "sparsity_scale",
             "key_frame_interval",
         ),
+        "chunks": ("chunk", "radius", "anchor_frames"),
     }
 )
 
@@ -55,7 +57,7 @@ class StaticConfig(SparseConfig):
     """Parameters of `static_sparse_attn`.
 
     Attributes:
-        pattern: `radial` or `lvsa`; the others are of one of them.
+        pattern: `radial`, `lvsa` or `chunks`; the others are of one of them.
         decay_factor: radial: factor of the widths.
         model_type: radial: whose rule: of Wan all frames keep the first one, too.
         radial_rule: radial: the authors' rule of that month; by that of `2025-07` all frames of
@@ -67,12 +69,16 @@ class StaticConfig(SparseConfig):
         sparsity_scale: lvsa: factor of that number.
         key_frame_interval: lvsa: every so many frames is global, instead. Which ones rotates from
             step to step.
+        chunk: chunks: frames of a chunk; 0 has windows around each frame instead.
+        radius: chunks: chunks on either side, or frames where there are no chunks.
+        anchor_frames: chunks: what the first and the last frame are: attended to by all
+            (`columns`), attending to all (`rows`), `both` or `none`.
         tail: what becomes of blocks, or frames, that are not kept: `none` drops them; `pooled`
             counts each by the mean of its keys and values.
         kernel: which kernel runs; `auto` takes the fastest one supported.
     """
 
-    pattern: Literal["radial", "lvsa"] = option("radial", "which pattern")
+    pattern: Literal["radial", "lvsa", "chunks"] = option("radial", "which pattern")
     decay_factor: float = option(1.0, "radial: factor of the widths", ge=0)
     model_type: Literal["wan", "hunyuan"] = option("wan", "radial: whose rule for the first frame")
     radial_rule: Literal["2025-11", "2025-07"] = option("2025-11", "radial: the rule of that month")
@@ -82,6 +88,11 @@ class StaticConfig(SparseConfig):
     sparsity_scale: float = option(1.0, "lvsa: factor of reference_latent_frames", ge=0)
     key_frame_interval: int | None = option(
         None, "lvsa: interval of the global frames, instead", ge=1
+    )
+    chunk: int = option(5, "chunks: frames of a chunk; 0: windows around each frame", ge=0)
+    radius: int = option(1, "chunks: chunks, or frames, on either side", ge=0)
+    anchor_frames: Literal["none", "columns", "rows", "both"] = option(
+        "both", "chunks: what the first and the last frame see, and who sees them"
     )
     tail: Tail = tail_option()  # noqa: RUF009 - it returns a field
     kernel: Literal["auto", "gluon", "triton", "reference"] = option("auto", "kernel that runs")
@@ -122,15 +133,22 @@ class StaticRouter(Router[StaticConfig]):
             is_older = settings.radial_rule == "2025-07"
             following = tokens // 2 if is_wan and is_older else tokens
             return (_radial(frames, tokens, settings.decay_factor, is_wan or is_older, following),)
+        if settings.pattern == "chunks":
+            return (_chunks(frames, settings.chunk, settings.radius, settings.anchor_frames),)
         every = _interval(settings, frames)
         window, first = settings.window_size, settings.n_first_frames
         return (_lvsa(frames, window, first, every, step % every),)
 
     def dense_reason(self, settings: StaticConfig, tokens: int, frames: int | None) -> str | None:
-        """Videos that LVSA attends to all of are dense."""
-        if frames is None or settings.pattern != "lvsa" or _interval(settings, frames) != 1:
+        """Videos that LVSA, or windows of chunks, attend to all of are dense."""
+        if frames is None or settings.pattern == "radial":
             return None
-        return f"{self.layer.label} keeps all of {frames} frames (`reference_latent_frames`)"
+        if settings.pattern == "lvsa":
+            every, why = _interval(settings, frames) == 1, "reference_latent_frames"
+        else:
+            given = settings.chunk, settings.radius, settings.anchor_frames
+            every, why = bool((_chunks(frames, *given).counts == frames).all()), "radius"
+        return f"{self.layer.label} keeps all of {frames} frames (`{why}`)" if every else None
 
 
 def _interval(config: StaticConfig, frames: int) -> int:
@@ -157,6 +175,12 @@ def _lvsa(frames: int, window: int, first: int, interval: int, offset: int) -> P
     with torch.inference_mode(False), torch.device("cpu"):
         kept = lvsa_map(frames, window=window, first=first, interval=interval, offset=offset)
         return Pattern.of_map(kept)
+
+
+@static_cache(maxsize=64)
+def _chunks(frames: int, chunk: int, radius: int, anchors: str) -> Pattern:
+    with torch.inference_mode(False), torch.device("cpu"):
+        return Pattern.of_map(chunks_map(frames, chunk=chunk, radius=radius, anchors=anchors))
 
 
 _HIGH = 1 / 3  # share of a block's rows that a column must be kept by
@@ -292,6 +316,26 @@ def lvsa_map(frames: int, *, window: int, first: int, interval: int, offset: int
     return kept
 
 
+def chunks_map(frames: int, *, chunk: int, radius: int, anchors: str) -> torch.Tensor:
+    """Return which frames each frame attends to: bool [T, T] on the CPU.
+
+    Frame f of chunk f // chunk sees the chunks at most `radius` away, whole ones, cut at the ends
+    of the video. It is the softmax part of VDN-H3 (`hybrid_window_attn_h3` of sglang at 0c8165c).
+
+    Args:
+        frames: T.
+        chunk: frames of a chunk; 0 for windows of `radius` frames on either side of each.
+        radius: of the windows.
+        anchors: what the first and the last frame are; see `StaticConfig`.
+    """
+    place = torch.arange(frames) // max(chunk, 1)
+    kept = (place[:, None] - place).abs() <= radius
+    ends = [0, frames - 1]
+    kept[ends] |= anchors in ("rows", "both")
+    kept[:, ends] |= anchors in ("columns", "both")
+    return kept
+
+
 def _global(frames: int, first: int, interval: int, offset: int) -> set[int]:
     """Return the frames that every frame attends to."""
     periodic = {(offset + i * interval) % frames for i in range(-(-frames // interval))}
@@ -302,7 +346,7 @@ class StaticBackend(SparseBackend):
     """Static sparse attention."""
 
     backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.STATIC_SPARSE_ATTN
-    summary: ClassVar[str] = "Patterns known in advance: Radial Attention, or LVSA"
+    summary: ClassVar[str] = "Patterns known in advance: Radial Attention, LVSA, or chunks"
     config_cls: ClassVar[type[StaticConfig]] = StaticConfig
     router: ClassVar[type[StaticRouter]] = StaticRouter
     variants: ClassVar[tuple[Variant, ...]] = engine_variants(

@@ -30,7 +30,7 @@ What differs from them, or is easily missed:
 - A mask of the first frame (`use_vsa_first_frame_mask`) is one of xDiT's AITER_VSA, another rule,
   and no VSA-H3 that is public has one. Nor has any windows in some layers: those of VDN-H3 are in
   all of them, beside a trained linear part. A rule of `--attention-config` gives layers another
-  method.
+  method, such as `pattern: chunks` of `static_sparse_attn`.
 
 Shapes: B batch, H heads, D head size, N tiles, P pieces of text.
 """

@@ -6,6 +6,7 @@ from tests.runtime.layers.attention.sparse.methods import (
     test_bsa,
     test_draft,
     test_nabla,
+    test_static,
     test_vsa_h3,
 )
 
@@ -14,6 +15,7 @@ DRAWN = {
     "draft": test_draft.drawn,
     "bsa": test_bsa.drawn,
     "vsa h3": test_vsa_h3.drawn,
+    "static": test_static.drawn,
 }
 
 

@@ -1,6 +1,9 @@
 """Static patterns through the layer, against their definitions, one pair of tokens at a time."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -8,15 +11,26 @@ import torch
 from multimodal_gen.errors import ConfigError
 from multimodal_gen.runtime.layers.attention.sparse.methods import static as backend
 from multimodal_gen.runtime.layers.attention.sparse.methods.static import (
+    chunks_map,
     key_frame_interval,
     lvsa_map,
     radial_map,
 )
-from tests.helpers.methods import DEFINED, Defined, lvsa_frames, method, pieces
+from tests.helpers.methods import (
+    DEFINED,
+    Defined,
+    chunks,
+    drawn_call,
+    lvsa_frames,
+    method,
+    picks,
+    pieces,
+)
 from tests.helpers.reference import reference_attention
 from tests.helpers.sparse import run_sparse, text_places
 
 LVSA, RADIAL = DEFINED["static, lvsa"], method("static_sparse_attn")
+CHUNKS = DEFINED["static, chunks"]
 
 
 def naive_radial(frames, tokens, block, decay, sink, following):
@@ -164,3 +178,38 @@ def test_parameters_of_the_other_pattern_are_refused():
         RADIAL.config(window_size=2)
     with pytest.raises(ConfigError, match="`decay_factor` of static_sparse_attn must be given wi"):
         LVSA.method.config(decay_factor=0.5)
+
+
+def drawn(seed: int) -> tuple[Defined, Mapping[str, Any]]:
+    """Return a case of chunks: a grid, parameters, text, samples, key heads and a mask."""
+    pick = picks(seed)
+    chunk, radius = pick(0, 4), pick(0, 2)
+    anchors = ("none", "columns", "rows", "both")[pick(0, 3)]
+    given = {"pattern": "chunks", "chunk": chunk, "radius": radius, "anchor_frames": anchors}
+    case = replace(
+        CHUNKS,
+        method=method("static_sparse_attn", **given),
+        choose=partial(chunks, chunk=chunk, radius=radius, anchors=anchors),
+        grid=(pick(2, 12), pick(2, 5), pick(2, 6)),
+    )
+    return case, drawn_call(case, pick, without=slice(None))
+
+
+def test_windows_of_chunks_that_see_all_frames_are_dense_with_the_reason():
+    grid = (10, 2, 3)
+    case = replace(CHUNKS, grid=grid, choose=partial(chunks, chunk=5, radius=1, anchors="none"))
+    layer = case.method.layer(kv_heads=1, chunk=5, radius=1, anchor_frames="none")
+    assert case.check(layer=layer).mask.all()
+    (entry,) = layer.report().detours
+    assert "keeps all of 10 frames (`radius`)" in entry.selection.reason
+
+
+def test_the_defaults_are_the_windows_of_vdn_h3():
+    kept = chunks_map(37, chunk=5, radius=1, anchors="both")  # frames of 124 pixel frames
+    assert torch.equal(kept, chunks(None, range(37), (), chunk=5, radius=1, anchors="both")[0, 0])
+    config = RADIAL.config(pattern="chunks")
+    assert (config.chunk, config.radius, config.anchor_frames) == (5, 1, "both")
+    with pytest.raises(
+        ConfigError, match="`chunk` of static_sparse_attn must be given with patter"
+    ):
+        RADIAL.config(chunk=4)

@@ -1,18 +1,23 @@
 """VSA-H3 through the layer: text that competes, its coarse stage, and FastVideo's code."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from multimodal_gen.errors import ConfigError
-from multimodal_gen.runtime.layers.attention import UlyssesAttention_VSA
+from multimodal_gen.runtime.layers.attention import LocalAttention, UlyssesAttention_VSA
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
+from multimodal_gen.runtime.layers.attention.request import LayerSite
+from multimodal_gen.runtime.layers.attention.scope import scope_from
 from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import recorded_pairs
 from multimodal_gen.runtime.managers.forward_context import TextSpan
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
@@ -291,3 +296,18 @@ def test_tiles_have_the_shapes_of_fastvideo(size: int, tile: tuple[int, int, int
     cut = tiles(*tile)
     case = replace(H3, grid=grid, cut=cut, varied=cut, choose=partial(best, kept=2))
     case.check(text, sparsity=1 - 1.5 / len(tokens_of_tiles(grid, tile)), vsa_tile_size=size)
+
+
+def test_rules_give_windows_to_some_layers_and_vsa_to_the_others() -> None:
+    page = Path(__file__).resolve().parents[6] / "docs/pages/methods/video_sparse_attn_h3.md"
+    (rules,) = re.findall(r"```yaml\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
+    scope = scope_from(attention_config=yaml.safe_load(rules), strict=True)
+    backends = [
+        LocalAttention(2, 32, site=LayerSite(name=f"blocks.{i}.attn", layer=i), scope=scope).backend
+        for i in (0, 9, 10)
+    ]
+    windows, h3 = (
+        AttentionBackendEnum.STATIC_SPARSE_ATTN,
+        AttentionBackendEnum.VIDEO_SPARSE_ATTN_H3,
+    )
+    assert backends == [windows, windows, h3]
