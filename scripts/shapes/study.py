@@ -10,12 +10,14 @@
 - `screen`: clips of a few captions with each configuration, scored.
 - `front`: clips of many captions with those that no other one beats in both score and time.
 - `trained`: the same clips after `train_sparse.py` has fine-tuned the model for a method.
+- `pictures`: the score against time, and frames of the screen's first clip.
 - `all`: one after another.
 
-But for `times` each is a comparison (`sglang attention compare`) in a folder of its own, which goes
-on where it was stopped. Rows are in FOLDER/PART.csv, the scores of clips in FOLDER/PART_clips.csv.
-With `--gpus` the configurations are shared out. The captions are those of clips that training did
-not see; the score of these clips and that of captions swapped among them are rows, too.
+`screen`, `front` and `trained` are comparisons (`sglang attention compare`) in folders of their
+own, which go on where they were stopped. Rows are in FOLDER/PART.csv, the scores of clips in
+FOLDER/PART_clips.csv. With `--gpus` the configurations are shared out. The captions are those of
+clips that training did not see; the score of these clips and that of captions swapped among them
+are rows, too.
 """
 
 import argparse
@@ -38,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from clips import draw_scenes, render
 from models import SIZES, Size, Stage, embedded, make_scheduler
+from pictures import clips_in, draw_clips, draw_curves, joined
 from score import score
 from train import DEVICE, TRAINING_SEEDS, Pool
 
@@ -415,6 +418,17 @@ def _fine_tune(
     subprocess.run([sys.executable, script, model, folder, *words, *dtype], check=True)
 
 
+def pictures(given: argparse.Namespace) -> None:
+    """Draw what the rows say, and the first clip of dense attention and of the middle budgets."""
+    draw_curves(joined(given.out), given.out / "study.svg")
+    folders = sorted(x.parent for x in given.out.glob("screen*/report.json"))
+    found = dict(clips_in(folders, prompt=0))
+    names = {"torch_sdpa": "dense", **{text: name for name, text in configurations()}}
+    wanted = ["dense", *STUDY["shown"]]
+    clips = {name: found[text] for text, name in names.items() if text in found}
+    draw_clips({name: clips[name] for name in wanted if name in clips}, given.out / "clips.jpg")
+
+
 def _shard(part: str, given: argparse.Namespace) -> str:
     return part if given.gpus == 1 else f"{part}-{given.shard}"
 
@@ -475,7 +489,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     given = parser.parse_args(argv)
     for part in PARTS if given.part == "all" else (given.part,):
-        if given.gpus > 1 and given.shard is None:
+        if given.gpus > 1 and given.shard is None and part in SHARED:
             _run_shards([part, *argv[1:]], given.gpus)
             _gather(part, given)
         else:
@@ -497,7 +511,10 @@ PARTS: Mapping[str, Callable[[argparse.Namespace], None]] = {
     "screen": lambda given: generations(given, "screen", _named(given)),
     "front": lambda given: generations(given, "front", _named(given, _front(given))),
     "trained": trained,
+    "pictures": pictures,
 }
+SHARED = ("times", "screen", "front", "trained")
+"""Parts that several GPUs share."""
 
 
 if __name__ == "__main__":

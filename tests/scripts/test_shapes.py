@@ -1,6 +1,7 @@
 """The score reads clips of shapes as their captions say, and falls with what a clip loses."""
 
 import importlib
+import json
 import math
 import re
 from pathlib import Path
@@ -183,7 +184,35 @@ def test_the_front_is_what_nothing_beats_in_both_score_and_time(study) -> None:
     assert study.front_of(rows, seconds) == ["best", "fast"]
 
 
+def test_curves_and_clips_are_drawn_from_rows_and_comparisons(study, tmp_path) -> None:
+    pictures = importlib.import_module("pictures")
+    (tmp_path / "screen-0" / "clips").mkdir(parents=True)
+    names = {text: name for name, text in study.configurations("^(sla|sol)_attn|^sage_attn")}
+    scored = [{"name": "torch_sdpa", "configuration": "torch_sdpa", "score": 1.0}]
+    scored += [{"name": x, "configuration": text, "score": 0.5} for text, x in names.items()]
+    scored[-1]["score"] = None  # failed
+    study.write(scored, tmp_path / "screen.csv")
+    timed = [{"configuration": row["configuration"], "seconds": 2.0} for row in scored]
+    study.write(timed, tmp_path / "times.csv")
+    assert len(pictures.joined(tmp_path)) == len(scored) - 1
+    runs = []
+    for number, text in enumerate(["torch_sdpa", *names]):
+        path = f"clips/{number}.npy"
+        np.save(tmp_path / "screen-0" / path, np.full((9, 48, 80, 3), 10 * number, np.uint8))
+        runs.append({"configuration": text, "generations": [{"prompt": 0, "frames_path": path}]})
+    report = {"reference": runs[0], "candidates": runs[1:]}
+    (tmp_path / "screen-0" / "report.json").write_text(json.dumps(report))
+    study.main(["pictures", "--model", "none", "--out", str(tmp_path)])
+    assert (tmp_path / "study.svg").read_text().count("sla_attn") >= 1
+    from PIL import Image
+
+    shown = 1 + sum(x in names.values() for x in study.STUDY["shown"])
+    with Image.open(tmp_path / "clips.jpg") as picture:
+        assert picture.size == (5 * 208, shown * (125 + 22))
+
+
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # diffusers' own
 def test_the_study_goes_from_a_model_to_rows(study, tmp_path, monkeypatch) -> None:
     train = importlib.import_module("train")
     model, out = tmp_path / "model", tmp_path / "out"
@@ -195,7 +224,7 @@ def test_the_study_goes_from_a_model_to_rows(study, tmp_path, monkeypatch) -> No
     words += ["--captions", "2", "--steps", "2"]
     only = ["--only", r"sla_attn.* (topk_ratio=)?0\.1$|^video_sparse_attn 0.9, trained whole"]
     # Two processes share one of the parts; the same command finds what is there.
-    for part in ("times", "screen", "front", "trained"):
+    for part in ("times", "screen", "front", "trained", "pictures"):
         assert study.main([part, *words, *only, *(["--gpus", "2"] if part == "times" else [])]) == 0
     timed, screened, trained = (
         study.read(out / f"{part}.csv") for part in ("times", "screen", "trained")
