@@ -146,10 +146,14 @@ class Training:
             cosine: the steps over which the rate falls to 0; default: all.
         """
         start, last, began = time.monotonic(), min(self.steps, until or self.steps), self.step
+        cosine = cosine or range(self.steps)
+        if began == cosine.start:  # weights of another stage have no part in the average
+            for key, value in self._named.items():
+                self._average[key].copy_(value.detach())
         take: Callable[[], None] | None = None
         while self.step < last and not self._is_late(time.monotonic() - start > seconds):
             warm = min(1.0, (self.step - began + 1) / 200)
-            self._rate.fill_(rate * warm * self._share_of_rate(cosine or range(self.steps)))
+            self._rate.fill_(rate * warm * self._share_of_rate(cosine))
             feed(self.step)
             take = take or self._captured(loss_of)
             take()
