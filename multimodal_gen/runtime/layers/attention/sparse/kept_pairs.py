@@ -68,11 +68,11 @@ def record_plan(
     *,
     queries: torch.Tensor | None = None,
     keys: torch.Tensor | None = None,
+    idle: bool = False,
 ) -> None:
     """Record the plan that some heads of the running call attend by.
 
-    Queries of the sequence that have no place in the plan attend to every key, and those that have
-    one, in no block, to none.
+    Queries of the sequence that lie in no block of the plan attend to every key.
 
     Args:
         heads: the query heads, among those of the call; the heads of the plan.
@@ -81,6 +81,7 @@ def record_plan(
         queries: int32 [Q] or [B|1, H|1, Q], place in the plan -> place in the sequence; None where
             they are the same.
         keys: the same of the keys, [K], [B, K] or [B|1, H|1, K].
+        idle: whether queries with a place in the plan, but in no block, attend to none instead.
     """
     if LISTENER.get() is None:
         return
@@ -101,7 +102,7 @@ def record_plan(
             kept, index = _broadcast(kept, _of_heads(k_index, heads).unsqueeze(2))
             moved = kept.new_zeros((*kept.shape[:3], sizes[1]))
             kept = moved.scatter_(-1, index.expand(*kept.shape[:3], -1), kept)
-        outside = (places < 0) | (places >= plan.q.total)
+        outside = places < 0 if idle else own < 0
         return kept | outside.unsqueeze(-1)
 
     record_pairs(heads, of_rows)

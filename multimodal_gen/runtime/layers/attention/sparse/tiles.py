@@ -660,7 +660,7 @@ def attend_tiled(
         plan = plan if masked is None else replace(plan, kv=masked)
         if LISTENER.get() is not None:
             sizes = call.layout.num_queries, call.layout.num_keys
-            record_plan(q_slice, plan, sizes, queries=rows, keys=index)
+            record_plan(q_slice, plan, sizes, queries=rows, keys=index, idle=sources is not None)
         tiled = call.attend(plan, q, k, v, call.tail_of(keys.num_tiles, kv_slice))
         if sources is not None:
             (tiled,) = gather_tokens((tiled,), sources)
