@@ -2,6 +2,7 @@
 
 import csv
 import importlib
+import itertools
 import shutil
 import sys
 from pathlib import Path
@@ -72,6 +73,53 @@ def test_the_loss_falls_a_run_goes_on_and_the_folder_is_enough(run, tmp_path, ca
     pipe = diffusers.WanPipeline.from_pretrained(tmp_path / "out")
     with multimodal_gen.apply(pipe, attention_backend="video_sparse_attn") as handle:
         assert any("by the gates of the checkpoint" in note for note in handle.report().notes)
+
+
+def test_encoded_clips_are_read_from_a_file(run, tiny_pipeline, tmp_path, capsys) -> None:
+    from safetensors.torch import save_file
+
+    config = diffusers.WanTransformer3DModel.load_config(
+        tiny_pipeline("wan"), subfolder="transformer"
+    )
+    channels, width = config["in_channels"], config["text_dim"]
+    drawn = torch.Generator().manual_seed(0)
+    tensors = {
+        "latents": torch.randn(2, channels, 3, 16, 16, generator=drawn),
+        "prompts": torch.randn(2, 8, width, generator=drawn),
+    }
+    data = tmp_path / "clips.safetensors"
+    save_file(tensors, data)
+    words = ("--data", str(data), "--steps", "2", "--lr-scheduler", "cosine")
+    assert run(*words) == 0
+    assert len(losses(table(tmp_path / "out"))) == 2
+    save_file({**tensors, "latents": tensors["latents"][:, :, :2].clone()}, data)
+    shutil.rmtree(tmp_path / "out")
+    assert run(*words) == 2
+    said = capsys.readouterr().err
+    assert f"latents ['N', {channels}, 3, 16, 16]" in said
+    assert f"got [2, {channels}, 2, 16, 16]" in said
+    data.write_bytes(b"nothing")
+    assert run(*words) == 2
+    assert "--data must be a file that can be read" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_rate_falls_to_nothing_over_the_steps(run) -> None:
+    script, rates = sys.modules["train_sparse"], []
+    train = script.Run.train
+
+    def noting(self, batch):
+        rates.append(self.optimizer.param_groups[0]["lr"])
+        return train(self, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(script.Run, "train", noting)
+        words = ("--steps", "20", "--lr", "0.01", "--lr-scheduler", "linear", "--every", "99")
+        assert run(*words) == 0
+    assert rates[0] == 0  # the warm-up, of one step
+    assert rates[1] == 0.01
+    assert all(after < before for before, after in itertools.pairwise(rates[1:]))
+    assert 0 < rates[-1] < 0.001
 
 
 def test_the_loss_and_the_distance_have_an_axis_each(run, tmp_path, monkeypatch) -> None:

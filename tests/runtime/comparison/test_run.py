@@ -373,6 +373,10 @@ def test_a_score_that_fails_is_known_with_the_first_clip(
     assert generated(lines) == []
 
 
+def scored_runs(report: Report) -> list[Any]:
+    return [report.reference, *(each for each in report.candidates if each.status == "done")]
+
+
 def test_clips_that_are_written_beside_the_next_run_are_the_same(
     tiny_pipeline: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -393,8 +397,12 @@ def test_clips_that_are_written_beside_the_next_run_are_the_same(
         loaded(tiny_pipeline("flux")),
         backends=[EXACT, SCALED, tiles(1, 1)],
         output=tmp_path / "out",
+        floor=(),
+        score=lambda image, prompt: float(image.mean()) / 255,
         **arguments("flux", num_inference_steps=1, replayed_steps=None),
     )
+    assert report.floor == ()
+    assert all(0 < each.score < 1 for run in scored_runs(report) for each in run.generations)
     sparse = found(report, tiles(1, 1))
     assert [each.status for each in report.candidates] == ["done", "failed", "done"]
     assert found(report, SCALED).message == "OSError: no space left"
