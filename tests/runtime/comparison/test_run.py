@@ -397,9 +397,8 @@ def test_clips_that_are_written_beside_the_next_run_are_the_same(
         loaded(tiny_pipeline("flux")),
         backends=[EXACT, SCALED, tiles(1, 1)],
         output=tmp_path / "out",
-        floor=(),
         score=lambda image, prompt: float(image.mean()) / 255,
-        **arguments("flux", num_inference_steps=1, replayed_steps=None),
+        **arguments("flux", num_inference_steps=1, replayed_steps=None, floor=()),
     )
     assert report.floor == ()
     assert all(0 < each.score < 1 for run in scored_runs(report) for each in run.generations)
