@@ -338,9 +338,10 @@ def run_recipe(
         RuntimeError: the result is wrong, or another attention ran.
     """
     recipe = RECIPES[name]
-    needed = recipe.get("needs", DEVICE)
-    if needed != DEVICE and (needed == "cuda" or find_spec(needed) is None):
-        raise UnsupportedBackendError(f"there is no {needed}")
+    for needed in recipe.get("needs", ()):
+        is_there = DEVICE == "cuda" if needed == "cuda" else find_spec(needed) is not None
+        if not is_there:
+            raise UnsupportedBackendError(f"there is no {needed}")
     loading = {key: value for key, value in settings.items() if key in LOADING_SETTINGS}
     making = {key: value for key, value in settings.items() if key not in LOADING_SETTINGS}
     asked = None if recipe.get("backend") == "diffusers" else recipe.get("attention_backend")
