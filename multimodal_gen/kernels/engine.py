@@ -684,6 +684,12 @@ QUANTIZED = Operation(
 )
 """Attention over a `BlockPlan` on int8 queries and keys."""
 
+CODED = Operation(
+    label="attention to codes",
+    kernels=(replace(_TRITON, serves=frozenset({"unaligned"})), _REFERENCE),
+)
+"""Attention to keys and values that are kept in 4 or 2 bits."""
+
 KMEANS = Operation(
     label="k-means",
     kernels=(

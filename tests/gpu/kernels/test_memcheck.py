@@ -16,6 +16,8 @@ import torch
 from multimodal_gen.errors import UnsupportedBackendError
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.coded_attention.api import coded_attention
+from multimodal_gen.kernels.coded_attention.codes import OF_KEYS, OF_VALUES, quantise
 from multimodal_gen.kernels.linear_attention.api import (
     Projection, add_linear, add_unselected, key_means, key_state,
 )
@@ -64,6 +66,10 @@ for size in (64, 90, 128):
                 except UnsupportedBackendError:
                     continue
                 ran += 1
+for bits in (2, 4):
+    q, k, v = draw(plans[0])
+    rows = torch.tensor([k.shape[1] - 1], dtype=torch.int32, device="cuda")
+    coded_attention(q, quantise(k, bits, OF_KEYS), quantise(v, bits, OF_VALUES), rows)
 order = tile_order((3, 5, 7), (4, 4, 4), "cuda")
 x = torch.randn(2, 105, 4, 128, device="cuda", dtype=torch.bfloat16)
 (tiled,) = gather_tokens((x,), order.order)

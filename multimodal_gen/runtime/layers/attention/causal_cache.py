@@ -10,6 +10,14 @@ Chunk c sees the chunks c' <= c that are in the sink (c' < sink) or in its windo
 What differs from chunk to chunk (rows to write, lists of slots) lies in tensors that are changed in
 place, so that a captured CUDA graph replays on the next chunk.
 
+With 4 or 2 bits the chunks of the window become codes when they are no longer among the newest:
+
+    16 bits: | sink 0 .. sink n-1 | chunks c with (c - sink) % (keep_recent_chunks + 1) = 0, 1 .. |
+    codes:   | older chunks c of the window with (c - sink) % (window - keep_recent_chunks) = 0 .. |
+
+One place in 16 bits is free between chunks. The running chunk is there, be it a new one or one that
+is in codes and is written anew; `commit` turns what lies in the place that is free next into codes.
+
 Shapes: B batch, S tokens, H key heads, D head size; L layers, N slots, C tokens of a slot.
 """
 
@@ -29,6 +37,14 @@ from multimodal_gen.kernels.block_sparse.slots import (
     SlotLists,
     TileLists,
     VisibleTiles,
+)
+from multimodal_gen.kernels.coded_attention.codes import (
+    OF_KEYS,
+    OF_VALUES,
+    Coded,
+    Grouping,
+    dequantise,
+    quantise,
 )
 from multimodal_gen.kernels.tensors import usable_device
 from multimodal_gen.kernels.tile_order.api import TileOrder, tile_order
@@ -62,14 +78,19 @@ class CacheSize:
         sink: first chunks that every later one sees.
         dtype: of the keys and values that layers bring.
         before_rope: whether keys come without their rotary embedding; rotated ones are kept too.
-        bits: 8 to keep chunks as bytes with a scale per token and head; 16 as they come.
+        bits: 16 to keep chunks as they come; 8 to keep them as bytes with a scale per token and
+            head; 4 or 2 to keep those of the window that are not among the newest as codes, with a
+            middle and a step, in bf16, for 64 of them, see `kernels.coded_attention.codes`.
+        keep_recent_chunks: newest past chunks that stay in 16 bits where `bits` is 4 or 2, as the
+            sink and the running chunk do.
         grid: (height, width) of a latent frame in tokens; with `tile` alone.
         tile: (height, width) of the tiles in which the tokens of a chunk are kept, each of all its
             frames, so that views may see windows of them; None to keep tokens as they come.
 
     Raises:
-        ConfigError: a size is below 1, `sink` below 0, bits are neither 8 nor 16, layers bring no
-            such dtype, or chunks are not made of frames of the grid.
+        ConfigError: a size is below 1, `sink` below 0, bits are none of 2, 4, 8 and 16, layers
+            bring no such dtype, chunks are not made of frames of the grid, or there would be
+            no codes to read, or they cannot be kept.
     """
 
     num_layers: int
@@ -81,31 +102,60 @@ class CacheSize:
     sink: int = 0
     dtype: torch.dtype = torch.bfloat16
     before_rope: bool = False
-    bits: Literal[8, 16] = 16
+    bits: Literal[2, 4, 8, 16] = 16
+    keep_recent_chunks: int = 1
     grid: Pair | None = None
     tile: Pair | None = None
 
     def __post_init__(self) -> None:
         sizes = ("num_layers", "batch", "num_kv_heads", "head_size", "chunk_tokens", "window")
-        for name in (*sizes, "sink"):
-            value, least = getattr(self, name), 0 if name == "sink" else 1
+        for name in (*sizes, "sink", "keep_recent_chunks"):
+            value, least = getattr(self, name), int(name in sizes)
             if type(value) is not int or value < least:
                 raise ConfigError(f"{name} must be a whole number >= {least}, got {short(value)}")
         expect("before_rope", self.before_rope, bool, "True or False")
-        if type(self.bits) is not int or self.bits not in (8, 16):
-            raise ConfigError(f"bits must be 8, or 16 as layers bring it, got {short(self.bits)}")
+        if type(self.bits) is not int or self.bits not in (2, 4, 8, 16):
+            raise ConfigError(
+                f"bits must be 2, 4 or 8, or 16 as layers bring it, got {short(self.bits)}"
+            )
         if not any(self.dtype is each for each in _DTYPES):
             raise ConfigError(
                 f"dtype must be that of what layers bring, one of {', '.join(map(str, _DTYPES))}, "
                 f"got {short(self.dtype)}; take bits=8 to keep chunks as bytes"
             )
-        if self.bits == 8 and self.before_rope:
+        if self.bits < 16 and self.before_rope:
             raise ConfigError(
-                "before_rope must be False where bits are 8: a chunk's place changes while it is "
-                "kept, and bytes cannot be rotated in place; keep keys after their rotary "
-                "embedding, or 16 bits"
+                f"before_rope must be False where bits are {self.bits}: a chunk's place changes "
+                "while it is kept, and bytes cannot be rotated in place; keep keys after their "
+                "rotary embedding, or 16 bits"
             )
+        self._check_codes()
         self._check_tiles()
+
+    def _check_codes(self) -> None:
+        if self.bits >= 8:
+            if self.keep_recent_chunks != 1:
+                raise ConfigError(
+                    f"keep_recent_chunks must be left out where bits are {self.bits}, got "
+                    f"{self.keep_recent_chunks}; it says what stays in 16 bits with bits=4 or 2"
+                )
+            return
+        exact = self.keep_recent_chunks + 1
+        if self.window <= exact:
+            raise ConfigError(
+                f"window must be above {exact}, the running chunk and keep_recent_chunks, where "
+                f"bits are {self.bits}, got {self.window}, of which none would be read in codes"
+            )
+        if self.head_size * self.bits % 8:
+            raise ConfigError(
+                f"head_size must be a multiple of {8 // self.bits} where bits are {self.bits}, for "
+                f"codes fill bytes, got {self.head_size}"
+            )
+        if self.tile is not None:
+            raise ConfigError(
+                f"tile must be None where bits are {self.bits}: attention reads all codes of a "
+                "chunk, and no blocks of it; take bits=8, or leave grid and tile out"
+            )
 
     def _check_tiles(self) -> None:
         for name, pair in (("grid", self.grid), ("tile", self.tile)):
@@ -158,6 +208,17 @@ class CacheSize:
         return self.sink + self.window
 
     @property
+    def num_coded(self) -> int:
+        """How many of the chunks are kept in codes, once the window is full."""
+        return self.window - self.keep_recent_chunks if self.bits < 8 else 0
+
+    @property
+    def num_places(self) -> int:
+        """How many chunks have rows that are written and read as they come, or as bytes."""
+        # A chunk in codes that is written anew, or else the running one, takes one more.
+        return self.num_slots - self.num_coded + (self.num_coded > 0)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all keys and values; the lists of slots, a few kilobytes, come on top."""
         return sum(count * width for _, count, width in self._parts())
@@ -172,13 +233,25 @@ class CacheSize:
         return f"{' + '.join(parts)} = {_in_words(self.num_bytes)}, for {rows}"
 
     def _parts(self) -> tuple[tuple[str, int, int], ...]:
-        rows = self.batch * self.num_slots * self.chunk_tokens * self.num_kv_heads
+        rows = self.batch * self.num_places * self.chunk_tokens * self.num_kv_heads
         layer, width = rows * self.head_size, self.dtype.itemsize
         every = self.num_layers * layer
         if self.bits == 8:
             scales = 2 * self.num_layers * rows
             bytes_and_scales = (("codes", 2 * every, 1), ("scales", scales, 4))
             return (*bytes_and_scales, ("values of one layer that is read", 2 * layer, width))
+        if self.bits < 8:
+            chunks = self.num_layers * self.batch * self.num_coded * self.num_kv_heads
+            codes = 2 * chunks * self.chunk_tokens * (self.head_size * self.bits // 8)
+            groups = sum(
+                tokens * channels
+                for tokens, channels in (
+                    grouping.of(self.chunk_tokens, self.head_size)
+                    for grouping in (OF_KEYS, OF_VALUES)
+                )
+            )
+            exact = ("keys and values of the sink and the newest chunks", 2 * every, width)
+            return (exact, ("codes", codes, 1), ("middles and steps", 2 * chunks * groups, 2))
         rotated = (("rotated keys", every, width),) if self.before_rope else ()
         return (("keys and values", 2 * every, width), *rotated)
 
@@ -207,15 +280,32 @@ class _Chunk(NamedTuple):
     tokens: int
 
 
+class SeenCodes(NamedTuple):
+    """What the running chunk sees in codes.
+
+    Attributes:
+        keys: of all slots that hold codes.
+        values: the same.
+        lengths: int32 [slots], how many rows of each are seen.
+        bits: of a code.
+    """
+
+    keys: Coded
+    values: Coded
+    lengths: torch.Tensor
+    bits: int
+
+
 class Visible(NamedTuple):
     """What the running chunk sees.
 
     Attributes:
-        keys: [B, N * C, H, D], of all slots.
+        keys: [B, N * C, H, D], of all slots; of those in 16 bits where others are in codes.
         values: the same.
         stretch: first row and number of rows, where what is seen lies in one piece; else None.
         plan: the lists for as many queries as the chunk has tokens, in the order of `tiles`.
         tiles: the windows in space of the tiles of queries; None where all is seen.
+        codes: what is seen in codes besides; None where nothing is.
     """
 
     keys: torch.Tensor
@@ -223,6 +313,7 @@ class Visible(NamedTuple):
     stretch: tuple[int, int] | None
     plan: BlockPlan
     tiles: VisibleTiles | None = None
+    codes: SeenCodes | None = None
 
 
 class _Part(NamedTuple):
@@ -293,6 +384,7 @@ class CausalCache:
             self._rows = torch.arange(size.chunk_tokens, dtype=torch.int64, device=self.device)
             self._rows_of_slot_0 = self._rows.clone()
         self._views: dict[_View, SlotLists | TileLists] = {}
+        self._lengths: dict[_View, torch.Tensor] = {}  # rows seen of every slot of codes
         self._captured: set[_Part] = set()  # what graphs write, whenever they are replayed
         self.layers = tuple(
             LayerCache(cache=self, layer=i, sink=size.sink, window=size.window)
@@ -341,7 +433,10 @@ class CausalCache:
     def kind(self) -> tuple[object, ...]:
         """What a CUDA graph of a chunk depends on; chunks of one kind replay the same graph."""
         chunk = self.running
-        seen = tuple((view, lists.kind) for view, lists in self._views.items())
+        seen = tuple(
+            (view, lists.kind, bool(self._tokens_seen(view)[1]))
+            for view, lists in self._views.items()
+        )
         return chunk.tokens, self.position if self._rotate else None, seen
 
     def begin(self, start: int, tokens: int) -> None:
@@ -383,16 +478,19 @@ class CausalCache:
                 f"recache() was broken off there, got {tokens} tokens at {start}; go through "
                 "recache() to its end, or call reset()"
             )
-        slot, places = self._slot_of(chunk.number), self._rows_of_slot_0[:tokens]
+        slot, order = self._slot_of(chunk.number), self._rows_of_slot_0[:tokens]
         if self.size.tile is not None:
-            places = self.size.tile_order(tokens, self.device).inverse
+            order = self.size.tile_order(tokens, self.device).inverse
         self._slots[slot] = self._running = chunk
         self._written.clear()
         self._is_new = chunk.number == self._next
         self._next, self._end = max(self._next, chunk.number + 1), max(self._end, start + tokens)
-        torch.add(places, slot * self.size.chunk_tokens, out=self._rows[:tokens])
-        for view, lists in self._views.items():
-            lists.update(self._tokens_seen(view))
+        place = self._place_of(chunk.number)
+        torch.add(order, place * self.size.chunk_tokens, out=self._rows[:tokens])
+        if self._is_coded(chunk.number):
+            self._store.unpack(self._code_of(chunk.number), place, tokens)
+        for view in self._views:
+            self._update(view)
         self._rotate_past(slot)
 
     def commit(self) -> None:
@@ -419,6 +517,20 @@ class CausalCache:
         if chunk == self._half:
             self._half = None
         self._running = None
+        self._pack(chunk)
+
+    def _pack(self, chunk: _Chunk) -> None:
+        """Turn into codes what a chunk that was committed leaves no place for in 16 bits."""
+        size = self.size
+        if self._is_new:
+            number = chunk.number - size.keep_recent_chunks
+        elif self._is_coded(chunk.number) and (self._written or self._captured):
+            number = chunk.number
+        else:
+            return
+        if self._is_coded(number):
+            place, tokens = self._place_of(number), self._slots[self._slot_of(number)].tokens
+            self._store.pack(self._code_of(number), place, tokens)
 
     def discard(self) -> None:
         """Drop the running chunk, and what its slot held before; the next one takes its place.
@@ -490,6 +602,26 @@ class CausalCache:
         sink = self.size.sink
         return number if number < sink else sink + (number - sink) % self.size.window
 
+    def _is_coded(self, number: int) -> bool:
+        """Whether a chunk is past, and in codes; the running one is in 16 bits besides."""
+        if not self.size.num_coded:
+            return False
+        newest = self._next - 1 - (self._running is not None and self._is_new)
+        return self.size.sink <= number <= newest - self.size.keep_recent_chunks
+
+    def _code_of(self, number: int) -> int:
+        """Return which of the slots of codes a chunk has."""
+        return (number - self.size.sink) % self.size.num_coded
+
+    def _place_of(self, number: int) -> int:
+        """Return which rows a chunk has that are written; one in codes has those that are free."""
+        size = self.size
+        if not size.num_coded or number < size.sink:
+            return self._slot_of(number)
+        if self._is_coded(number):
+            number = self._next
+        return size.sink + (number - size.sink) % (size.keep_recent_chunks + 1)
+
     def _seen(self, sink: int, window: int) -> dict[int, _Chunk]:
         """Return what the running chunk sees of the slots, by slot, in the order of time."""
         now = self.running.number
@@ -505,12 +637,22 @@ class CausalCache:
             size = self.size
             with torch.inference_mode(False):
                 self._views[view] = (
-                    SlotLists(size.num_slots, size.chunk_tokens, self.device)
+                    SlotLists(size.num_places, size.chunk_tokens, self.device)
                     if view.cut is None
                     else self._tile_lists(view.cut)
                 )
-            self._views[view].update(self._tokens_seen(view))
+                self._lengths[view] = torch.zeros(
+                    size.num_coded, dtype=torch.int32, device=self.device
+                )
+            self._update(view)
         return self._views[view]
+
+    def _update(self, view: _View) -> None:
+        """Write what the running chunk sees into the lists of a view."""
+        places, codes = self._tokens_seen(view)
+        self._views[view].update(places)
+        lengths = [codes.get(slot, 0) for slot in range(self.size.num_coded)]
+        self._lengths[view].copy_(torch.tensor(lengths, dtype=torch.int32))
 
     def _tile_lists(self, cut: CacheCut) -> TileLists:
         size = self.size
@@ -528,10 +670,15 @@ class CausalCache:
         kept = every.expand(len(every), -1)
         return TileLists(slots, rows, pieces, kept, self.device, in_order=True)
 
-    def _tokens_seen(self, view: _View) -> dict[int, int]:
-        """Return the tokens of the slots of a view."""
-        seen = self._seen(view.sink, view.window)
-        return {slot: chunk.tokens for slot, chunk in seen.items()}
+    def _tokens_seen(self, view: _View) -> tuple[dict[int, int], dict[int, int]]:
+        """Return the tokens that a view sees by place, and those that it sees by slot of codes."""
+        places, codes = {}, {}
+        for chunk in self._seen(view.sink, view.window).values():
+            if chunk is not self._running and self._is_coded(chunk.number):
+                codes[self._code_of(chunk.number)] = chunk.tokens
+            else:
+                places[self._place_of(chunk.number)] = chunk.tokens
+        return places, codes
 
     def _places(self) -> dict[int, int]:
         """Return the position of every slot that the running chunk sees."""
@@ -576,11 +723,12 @@ class _Store:
 
     Where keys come before their rotary embedding, `raw` holds those. With 8 bits `codes` and
     `scales` hold keys and values, [2, L, B, N * C, H, D | 1], and what attention reads is that of
-    one layer, made anew at each read.
+    one layer, made anew at each read. With 4 or 2 bits `coded` are keys and values of older chunks,
+    [L, B, rows, H, ...], which attention reads as they are.
     """
 
     def __init__(self, size: CacheSize, device: torch.device) -> None:
-        rows = (size.batch, size.num_slots * size.chunk_tokens, size.num_kv_heads)
+        rows = (size.batch, size.num_places * size.chunk_tokens, size.num_kv_heads)
         eight = size.bits == 8
         shape = (1 if eight else size.num_layers, *rows, size.head_size)
         # Zeros, because kernels read rows of no chunk with others.
@@ -591,6 +739,49 @@ class _Store:
         both = (2, size.num_layers, *rows) if eight else (2, 0, *rows)
         self.codes = torch.zeros((*both, size.head_size), dtype=torch.int8, device=device)
         self.scales = torch.zeros((*both, 1), dtype=torch.float32, device=device)
+        self._size = size
+        self.coded = tuple(self._zeros(grouping, device) for grouping in (OF_KEYS, OF_VALUES))
+
+    def _zeros(self, grouping: Grouping, device: torch.device) -> Coded:
+        size = self._size
+        groups, parts = grouping.of(size.chunk_tokens, size.head_size)
+        codes, scales = (
+            (size.num_layers, size.batch, size.num_coded * rows, size.num_kv_heads, *entry)
+            for rows, entry in (
+                (size.chunk_tokens, (size.head_size * size.bits // 8,)),
+                (groups, (parts, 2)),
+            )
+        )
+        return Coded(
+            torch.zeros(codes, dtype=torch.uint8, device=device),
+            torch.zeros(scales, dtype=torch.bfloat16, device=device),
+        )
+
+    def pack(self, slot: int, place: int, tokens: int) -> None:
+        """Write the codes of a chunk of all layers into a slot of them, from its place."""
+        for rows, coded, grouping in self._chunk(slot, place, tokens):
+            for kept, made in zip(coded, quantise(rows, self._size.bits, grouping), strict=True):
+                kept.copy_(made)
+
+    def unpack(self, slot: int, place: int, tokens: int) -> None:
+        """Write what the codes of a chunk stand for into a place, of all layers."""
+        for rows, coded, grouping in self._chunk(slot, place, tokens):
+            rows.copy_(dequantise(coded, self._size.bits, grouping, rows.dtype))
+
+    def _chunk(
+        self, slot: int, place: int, tokens: int
+    ) -> Iterator[tuple[torch.Tensor, Coded, Grouping]]:
+        """Yield the rows of a chunk and its codes, keys and values of one layer after another."""
+        first, size = place * self._size.chunk_tokens, self._size
+        sides = zip((self.keys, self.values), self.coded, (OF_KEYS, OF_VALUES), strict=True)
+        for exact, coded, grouping in sides:
+            lengths = (tokens, grouping.of(tokens, size.head_size)[0])
+            for layer in range(size.num_layers):
+                codes, scales = (
+                    torch.unflatten(x[layer], 1, (size.num_coded, -1))[:, slot, :length]
+                    for x, length in zip(coded, lengths, strict=True)
+                )
+                yield exact[layer, :, first : first + tokens], Coded(codes, scales), grouping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -713,11 +904,18 @@ class LayerCache:
         """Return what the running chunk sees, in the last `append` of this layer itself."""
         cache = self.cache
         at = 0 if cache.size.bits == 8 else self.layer
-        lists = cache._lists_of(_View(self.sink, self.window, self.cut))
+        view = _View(self.sink, self.window, self.cut)
+        lists = cache._lists_of(view)
         tokens = cache.running.tokens
         keys, values = (self._of(x[at]) for x in (cache._store.keys, cache._store.values))
         if isinstance(lists, SlotLists):
-            return Visible(keys, values, lists.stretch, lists.plan(tokens))
+            codes = None
+            if cache._tokens_seen(view)[1]:
+                of_keys, of_values = (
+                    Coded(*(self._of(x[at]) for x in coded)) for coded in cache._store.coded
+                )
+                codes = SeenCodes(of_keys, of_values, cache._lengths[view], cache.size.bits)
+            return Visible(keys, values, lists.stretch, lists.plan(tokens), codes=codes)
         tiles = lists.seen_by(tokens)
         return Visible(keys, values, None, tiles.plan, tiles)
 
@@ -787,7 +985,7 @@ def _refuse_what_does_not_fit(
     if size.num_bytes > limit_bytes:
         raise UsageError(
             f"the cache must fit into {_in_words(limit_bytes)}, {whose}, got "
-            f"{size.arithmetic()}; take a smaller window or sink, bits=8, or more Ulysses ranks"
+            f"{size.arithmetic()}; take a smaller window or sink, fewer bits, or more Ulysses ranks"
         )
 
 

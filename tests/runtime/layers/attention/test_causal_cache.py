@@ -10,6 +10,12 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageError
+from multimodal_gen.kernels.coded_attention.codes import (
+    OF_KEYS,
+    OF_VALUES,
+    dequantise,
+    quantise,
+)
 from multimodal_gen.runtime.layers.attention import (
     LocalAttention,
     UlyssesAttention,
@@ -180,16 +186,207 @@ def test_past_chunks_in_8_bits_err_as_their_rounding_lets_them(layer):
         cache.commit()
 
 
+def in_codes(chunk: tuple, bits: int) -> tuple:
+    """Return the keys and values of a chunk as a cache keeps them in codes."""
+    sides = zip(chunk, (OF_KEYS, OF_VALUES), strict=True)
+    return tuple(dequantise(quantise(x, bits, g), bits, g, x.dtype) for x, g in sides)
+
+
+def kept_in_codes(past: list, bits: int, recent: int, sink: int) -> list:
+    """Return chunks as they are kept while the last of them runs."""
+    exact = len(past) - 1 - recent
+    return [in_codes(x, bits) if sink <= i < exact else x for i, x in enumerate(past)]
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize(
+    ("sink", "window", "recent"), [(1, 5, 1), (0, 4, 0), (2, 4, 2), (3, 3, 1), (0, 2, 0)]
+)
+def test_chunks_become_codes_when_newer_ones_are_kept(layer, bits, sink, window, recent):
+    cache = CausalCache(size_of(bits=bits, window=window, sink=sink, keep_recent_chunks=recent))
+    past = []
+    for number, tokens in enumerate(lengths_of(14, last=4)):
+        cache.begin(number * TOKENS, tokens)
+        for step in range(2):
+            q, k, v = draw(tokens, seed=100 * number + step)
+            out = layer(q, k, v, cache=cache.layers[0])
+            kept = kept_in_codes([*past, (k, v)], bits, recent, sink)
+            assert_sees(out, q, seen_by(number, kept, window, sink), atol=1e-6)  # merged in fp32
+        past.append((k, v))
+        cache.commit()
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_past_chunks_in_codes_err_as_half_a_step_lets_them(layer, bits):
+    cache = CausalCache(size_of(bits=bits, window=5))
+    past = []
+    for number in range(10):
+        q, k, v = draw(TOKENS, seed=number)
+        cache.begin(number * TOKENS, TOKENS)
+        out = layer(q, k, v, cache=cache.layers[0])
+        past.append((k, v))
+        seen = seen_by(number, past, 5, 1)
+        keys, values = (torch.cat(x, dim=1) for x in zip(*seen, strict=True))
+        want, _ = reference_attention(q, keys, values, scale=SCALE)
+        step_of_keys, step_of_values = (
+            max(float(quantise(x[side], bits, grouping).scales[..., 1].max()) for x in past)
+            for side, grouping in enumerate((OF_KEYS, OF_VALUES))
+        )
+        # A score is off by this at most, and so a weight by twice that in its exponent.
+        off = SCALE * float(q.abs().sum(-1).max()) * step_of_keys / 2
+        budget = math.expm1(2 * off) * float(values.abs().max()) + step_of_values / 2
+        error = float((out - want).abs().max())
+        assert error <= budget
+        assert (error > 1e-6) == (number > 2)  # the sink, the newest and the running one are exact
+        cache.commit()
+
+
+def test_a_view_sees_fewer_codes_or_none(layer):
+    cache = CausalCache(size_of(bits=4, window=5, sink=1))
+    past = []
+    for number in range(9):
+        q, k, v = draw(TOKENS, seed=number)
+        cache.begin(number * TOKENS, TOKENS)
+        past.append((k, v))
+        kept = kept_in_codes(past, 4, 1, 1)
+        for sink, window in ((1, 5), (0, 2), (0, 3), (1, 1)):
+            part = cache.layers[0].view(sink, window)
+            out = layer(q, k, v, cache=part)
+            assert_sees(out, q, seen_by(number, kept, window, sink), atol=1e-6)
+            some = number >= 3 and window > 2
+            assert (part.visible().codes is not None) == some
+        cache.commit()
+
+
+def test_samples_and_heads_of_codes_are_those_of_a_part():
+    cache = CausalCache(size_of(bits=4, window=4, sink=0))
+    past = filled(cache, 5)
+    one_head = LocalAttention(HEADS // KV_HEADS, SIZE, 1)
+    q, k, v = draw(TOKENS, seed=77)
+    cache.begin(5 * TOKENS, TOKENS)
+    kept = seen_by(5, kept_in_codes([*past, (k, v)], 4, 1, 0), 4, 0)
+    for sample in range(BATCH):
+        for head in range(KV_HEADS):
+            part = cache.layers[0].part(samples=(sample, sample + 1), heads=(head, head + 1))
+            queries = q[sample : sample + 1, :, 2 * head : 2 * head + 2]
+            own = [[x[sample : sample + 1, :, head : head + 1] for x in pair] for pair in kept]
+            out = one_head(queries, *own[-1], cache=part)
+            assert_sees(out, queries, own, atol=1e-6)
+    cache.commit()
+
+
+@pytest.mark.parametrize("recent", [0, 1, 2])
+def test_chunks_in_codes_are_written_anew_and_become_codes_again(layer, recent):
+    size = size_of(bits=4, window=5, sink=1, num_layers=2, keep_recent_chunks=recent)
+    cache = CausalCache(size)
+    past = filled(cache, 9)
+    for start, tokens in cache.recache():
+        number = start // TOKENS
+        q, *pair = draw(tokens, seed=1000 + number)
+        kept = kept_in_codes(past, 4, recent - 1, 1)
+        kept[number] = past[number] = tuple(pair)
+        for part in cache.layers:
+            out = layer(q, *pair, cache=part)
+            first = max(1, 9 - 5)  # of the window as it is kept
+            seen = [x for i, x in enumerate(kept) if i <= number and (i < 1 or i >= first)]
+            assert_sees(out, q, seen, atol=1e-6)
+    q, k, v = draw(TOKENS, seed=5)
+    cache.begin(9 * TOKENS, TOKENS)
+    kept = kept_in_codes([*past, (k, v)], 4, recent, 1)
+    for part in cache.layers:
+        assert_sees(layer(q, k, v, cache=part), q, seen_by(9, kept, 5, 1), atol=1e-6)
+    for part in cache.layers:
+        assert torch.equal(layer(q, k, v, cache=part), layer(q, k, v, cache=part))
+    cache.discard()
+    cache.begin(9 * TOKENS, TOKENS)
+    for part in cache.layers:
+        assert_sees(layer(q, k, v, cache=part), q, seen_by(9, kept, 5, 1), atol=1e-6)
+
+
+def test_a_chunk_in_codes_that_is_not_written_anew_stays_as_it_was(layer):
+    cache = CausalCache(size_of(bits=2, window=5, sink=0))
+    filled(cache, 6)
+    before = [x.clone() for coded in cache._store.coded for x in coded]
+    cache.begin(2 * TOKENS, TOKENS)
+    rows = cache._rows[:TOKENS]
+    expected = in_codes(draw(TOKENS, seed=2)[1:], 2)  # what a graph that reads it would see
+    for kept, want in zip((cache._store.keys, cache._store.values), expected, strict=True):
+        assert torch.equal(kept[0].index_select(1, rows), want)
+    cache.commit()
+    after = [x for coded in cache._store.coded for x in coded]
+    assert all(torch.equal(x, y) for x, y in zip(after, before, strict=True))
+
+
+def test_a_graph_depends_on_whether_codes_are_seen(layer):
+    cache = CausalCache(size_of(bits=4, window=4, sink=0))
+    kinds = []
+    for number in range(12):
+        q, k, v = draw(TOKENS, seed=number)
+        cache.begin(number * TOKENS, TOKENS)
+        layer(q, k, v, cache=cache.layers[0])
+        kinds.append(cache.kind)
+        cache.commit()
+    assert kinds[1] != kinds[3]  # as many places, without and with codes
+    assert len({*kinds[3:]}) <= 2  # by which of both places has the running chunk
+
+
+def test_the_report_says_what_read_the_codes(layer):
+    cache = CausalCache(size_of(bits=4, window=4, sink=0, dtype=torch.float32))
+    for number in range(5):
+        q, k, v = (x.float() for x in draw(TOKENS, seed=number))
+        cache.begin(number * TOKENS, TOKENS)
+        layer(q, k, v, cache=cache.layers[0])
+        cache.commit()
+    (entry,), (detour,) = layer.report().entries, layer.report().detours
+    assert (entry.calls, detour.calls) == (2, 3)
+    assert detour.selection.label == "triton_attn (reference and reference on codes of 4 bits)"
+    assert detour.selection.reason == (
+        "torch_sdpa reads no codes, and older chunks of the cache are kept in them"
+    )
+
+
+def test_a_sparse_layer_runs_dense_over_codes_and_says_why():
+    options = {"topk_ratio": 0.5, "dense_steps": 0, "dense_layers": None}
+    cache = CausalCache(size_of(bits=4, window=4, sink=0, dtype=torch.float32))
+    part, reason = cache.layers[0], "codes of chunks are read as a whole"
+    q, k, v = (x.float() for x in draw(TOKENS, seed=0))
+    cache.begin(0, TOKENS)
+    with pytest.raises(UnsupportedBackendError, match=reason):
+        sparse_layer(AttentionBackendEnum.SOL_ATTN, options, strict=True)(q, k, v, cache=part)
+    layer = sparse_layer(AttentionBackendEnum.SOL_ATTN, options)
+    assert_sees(layer(q, k, v, cache=part), q.double(), [(k.double(), v.double())], atol=1e-5)
+    (detour,) = layer.report().detours
+    assert detour.selection.label == "torch_sdpa"
+    assert reason in detour.selection.reason
+
+
+@pytest.mark.parametrize(("bits", "share"), [(4, 4.5 / 8.25), (2, 2.5 / 8.25)])
+def test_older_chunks_take_about_a_half_and_a_quarter_of_those_in_8_bits(bits, share):
+    fields = {"num_kv_heads": 12, "head_size": 128, "chunk_tokens": 4608, "num_layers": 30}
+    at = {
+        n: [size_of(bits=b, window=n, dtype=torch.bfloat16, **fields).num_bytes for b in (bits, 8)]
+        for n in (20, 40)
+    }
+    codes, eight = (at[40][i] - at[20][i] for i in range(2))
+    one_layer = 2 * 20 * BATCH * 4608 * 12 * 128 * 2  # that 8 bits are read back into
+    assert codes / (eight - one_layer) == pytest.approx(share)
+    exact = size_of(bits=16, window=2, sink=1, dtype=torch.bfloat16, **fields).num_bytes
+    assert at[20][0] == exact + 19 * codes // 20
+
+
 def test_the_bytes_are_known_in_advance_and_what_does_not_fit_is_refused():
     size = size_of(num_layers=3, dtype=torch.bfloat16)
     assert size.num_bytes == 3 * 2 * BATCH * 4 * TOKENS * KV_HEADS * SIZE * 2
-    held = vars(CausalCache(size)._store).values()
+    held = [x for x in vars(CausalCache(size)._store).values() if isinstance(x, torch.Tensor)]
     unique = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}
     assert sum(unique.values()) == size.num_bytes
-    eight = size_of(num_layers=30, dtype=torch.bfloat16, bits=8)
-    held = vars(CausalCache(eight)._store).values()
-    unique = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}
-    assert sum(unique.values()) == eight.num_bytes
+    for bits in (8, 4, 2):
+        fewer = size_of(num_layers=30, dtype=torch.bfloat16, bits=bits)
+        store = CausalCache(fewer)._store
+        coded = [x for each in store.coded for x in each]
+        held = [*(x for x in vars(store).values() if isinstance(x, torch.Tensor)), *coded]
+        unique = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}
+        assert sum(unique.values()) == fewer.num_bytes
     CausalCache(size, limit_bytes=size.num_bytes)
     with pytest.raises(
         UsageError, match=r"must fit into 9,215 B, the limit, got .* x 2 B = 9,216 B, for 3 layers"
@@ -735,7 +932,7 @@ def test_sparse_methods_without_such_windows_run_dense_over_a_cache_and_say_so(b
         ({"window": 0}, "window must be a whole number >= 1, got 0"),
         ({"sink": -1}, "sink must be a whole number >= 0, got -1"),
         ({"batch": True}, "batch must be a whole number >= 1, got True"),
-        ({"bits": 4}, "bits must be 8, or 16 as layers bring it, got 4"),
+        ({"bits": 3}, "bits must be 2, 4 or 8, or 16 as layers bring it, got 3"),
         ({"dtype": torch.int8}, "dtype must be that of what layers bring, one of .* torch.int8"),
         (
             {"dtype": torch.float8_e4m3fn},
@@ -743,6 +940,15 @@ def test_sparse_methods_without_such_windows_run_dense_over_a_cache_and_say_so(b
         ),
         ({"window": 1.5}, "window must be a whole number >= 1, got 1.5"),
         ({"bits": 8, "before_rope": True}, "before_rope must be False where bits are 8"),
+        ({"bits": 4, "before_rope": True}, "before_rope must be False where bits are 4"),
+        ({"bits": 4, "window": 2}, "window must be above 2, the running chunk and keep_re.* got 2"),
+        ({"bits": 2, "head_size": 6}, "head_size must be a multiple of 4 where bits are 2.* got 6"),
+        ({"bits": 4, "keep_recent_chunks": -1}, "keep_recent_chunks must be a whole number >= 0"),
+        ({"bits": 8, "keep_recent_chunks": 2}, "keep_recent_chunks must be left out where bits"),
+        (
+            {"bits": 4, "grid": (2, 3), "tile": (1, 1)},
+            "tile must be None where bits are 4: attention reads all codes of a chunk",
+        ),
         ({"grid": (2, 3)}, "grid and tile must be given together"),
         ({"grid": [2, 3], "tile": (1, 1)}, "grid must be .height, width. or None, got .2, 3."),
         ({"grid": (2, 2), "tile": (1, 1)}, "chunk_tokens must be whole frames of the grid"),

@@ -37,7 +37,7 @@ def size(**changes: object) -> CacheSize:
         (lambda: CausalCache(size(), positions=ARRAY), 'positions must be "start" or "window", '),
         (lambda: CausalCache(size(), positions="x" * 5000), 'positions must be "start" or "wi'),
         (lambda: size(head_size="x" * 5000), "head_size must be a whole number >= 1, got 'xx"),
-        (lambda: size(bits=ARRAY), "bits must be 8, or 16 "),
+        (lambda: size(bits=ARRAY), "bits must be 2, 4 or 8, or 16 "),
         (lambda: size(dtype=ARRAY), "dtype must be that of what layers bring, one of "),
         (lambda: scope_from(attention_auto_table="x" * 3000), "attention_auto_table 'xxx"),
     ],

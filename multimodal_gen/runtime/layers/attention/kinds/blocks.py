@@ -15,6 +15,7 @@ import torch
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention, kernel_for
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, flatten, unflatten
+from multimodal_gen.kernels.coded_attention.api import coded_attention, coded_kernel_for
 from multimodal_gen.kernels.part_merge.api import merge_two
 from multimodal_gen.kernels.part_merge.reference import merge_two_reference
 from multimodal_gen.kernels.tensors import loadable
@@ -27,6 +28,7 @@ from multimodal_gen.runtime.layers.attention.backends.block_masks import (
 from multimodal_gen.runtime.layers.attention.backends.flex_attn import FlexAttentionImpl
 from multimodal_gen.runtime.layers.attention.binding import Binding
 from multimodal_gen.runtime.layers.attention.call import AttentionCall, LayerGeometry
+from multimodal_gen.runtime.layers.attention.causal_cache import SeenCodes
 from multimodal_gen.runtime.layers.attention.request import AttentionRole, Feature
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
@@ -112,7 +114,14 @@ def attend_on_backend(bound: Binding, call: AttentionCall) -> torch.Tensor:
     return bound.attend(call)
 
 
-def attend_on_engine(bound: Binding, call: AttentionCall, plans: Plans, why: str) -> torch.Tensor:
+def attend_on_engine(
+    bound: Binding,
+    call: AttentionCall,
+    plans: Plans,
+    why: str,
+    *,
+    codes: SeenCodes | None = None,
+) -> torch.Tensor:
     """Return the output on the block-sparse engine, as sink logits, if any, leave it.
 
     Args:
@@ -120,20 +129,28 @@ def attend_on_engine(bound: Binding, call: AttentionCall, plans: Plans, why: str
         call: the call.
         plans: what is attended to.
         why: why there are blocks, for the report.
+        codes: what else is attended to.
     """
     query, key, value = (x if loadable(x) else x.contiguous() for x in call[:3])
-    parts, kernels = [], [kernel_for(query, key, value, plan) for plan in plans]
+    scale, parts = bound.demand.geometry.softmax_scale, []
+    kernels = [kernel_for(query, key, value, plan) for plan in plans]
+    merged = call.sink_logits is not None or len(plans) > 1 or codes is not None
     for plan, kernel in zip(plans, kernels, strict=True):
         found = block_sparse_attention(
             query,
             key,
             value,
             plan,
-            scale=bound.demand.geometry.softmax_scale,
+            scale=scale,
             kernel=kernel,
-            return_lse=call.sink_logits is not None or len(plans) > 1,
+            return_lse=merged,
         )
         parts.append((found, None) if isinstance(found, torch.Tensor) else found)
+    takes = "takes no lists of blocks"
+    if codes is not None:
+        parts.append(coded_attention(query, *codes[:3], scale=scale))
+        kernels.append(f"{coded_kernel_for(query)} on codes of {codes.bits} bits")
+        takes = "reads no codes"
     out, out_lse = parts[0]
     for more, more_lse in parts[1:]:
         assert out_lse is not None
@@ -144,7 +161,7 @@ def attend_on_engine(bound: Binding, call: AttentionCall, plans: Plans, why: str
         bound.selection,
         backend=AttentionBackendEnum.TRITON_ATTN,
         variant=" and ".join(dict.fromkeys(kernels)),
-        reason=f"{bound.selection.label} takes no lists of blocks, and {why}",
+        reason=f"{bound.selection.label} {takes}, and {why}",
     )
     bound.rerouted[ran] += 1
     return apply_sink(call, out, out_lse)

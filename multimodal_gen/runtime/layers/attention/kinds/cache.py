@@ -28,7 +28,9 @@ from multimodal_gen.runtime.managers.forward_context import ForwardContext, curr
 
 _IN_PIECES = "what a chunk sees lies in pieces of the cache"
 _OF_SEVERAL = "keys in a cache are those of several calls"
+_OF_OLDER = "older chunks of the cache are kept in them"
 _IN_WINDOWS = "the layer sees windows of it already"
+_IN_CODES = "codes of chunks are read as a whole"
 
 
 def check_extended(
@@ -85,7 +87,8 @@ def attend_extended(bound: Binding, call: AttentionCall) -> torch.Tensor:
     if method is not None:
         kept = cache.cache.size.kept
         grid = None if context is None else context.latent_grid
-        reason = _IN_WINDOWS if cache.cut else method.limits.cache
+        coded = _IN_CODES if cache.cache.size.num_coded else method.limits.cache
+        reason = _IN_WINDOWS if cache.cut else coded
         cut = reason or method.router.cut_of_cache(method.settings(context), kept, grid)
         if isinstance(cut, str):
             method, bound = None, bound.without_grid(f"{_OF_SEVERAL}: {cut}")
@@ -94,7 +97,7 @@ def attend_extended(bound: Binding, call: AttentionCall) -> torch.Tensor:
     cache.append(call.key, call.value)
     seen = cache.visible()
     key, value = seen.keys, seen.values
-    if seen.stretch is not None:
+    if seen.stretch is not None and seen.codes is None:
         key, value = (x.narrow(1, *seen.stretch) for x in (key, value))
         call = call._replace(key=key, value=value)
         return attend_on_backend(bound, call)
@@ -108,7 +111,8 @@ def attend_extended(bound: Binding, call: AttentionCall) -> torch.Tensor:
         found = attend_cache(method.router, settings, call[:3], tiles, context)
         out = apply_sink(call, *bound.count(found))
     else:
-        out = attend_on_engine(bound, call, (seen.plan,), _IN_PIECES)
+        why = _IN_PIECES if seen.codes is None else _OF_OLDER
+        out = attend_on_engine(bound, call, (seen.plan,), why, codes=seen.codes)
     if tiles is None or tiles.in_order:
         return out
     in_order = torch.empty_like(out, memory_format=torch.contiguous_format)

@@ -11,6 +11,7 @@ from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.integrations.generator import DiffGenerator
 from multimodal_gen.kernels.block_sparse.layouts import chunk_causal_plan, teacher_forcing_plan
+from multimodal_gen.kernels.coded_attention.codes import OF_KEYS, OF_VALUES, dequantise, quantise
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
 from multimodal_gen.runtime.layers.attention.causal_cache import CacheSize, CausalCache
@@ -110,6 +111,64 @@ def test_a_graph_of_one_chunk_replays_on_those_that_follow(view):
             want, lse = reference_attention(q, keys, values, scale=SCALE)
             want = want * torch.sigmoid(lse - logits[:, None]).transpose(1, 2).unsqueeze(-1)
             torch.testing.assert_close(out.double(), want, rtol=2e-2, atol=2e-2)
+            cache.commit()
+    assert len(kinds) == 1
+
+
+def in_codes(chunks: list, bits: int, sink: int) -> list:
+    """Return chunks as they are kept while the last of them runs, the newest past one exact."""
+    return [
+        tuple(
+            dequantise(quantise(x, bits, grouping), bits, grouping, x.dtype)
+            if sink <= i < len(chunks) - 2
+            else x
+            for x, grouping in zip(chunk, (OF_KEYS, OF_VALUES), strict=True)
+        )
+        for i, chunk in enumerate(chunks)
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("bits", [2, 4])
+def test_codes_of_past_chunks_are_read_within_the_error_budget(bits, dtype):
+    cache = cache_of(dtype=dtype, bits=bits, window=6, sink=1)
+    layer, chunks = LocalAttention(HEADS, SIZE, KV_HEADS), []
+    for number in range(14):
+        tokens = TOKENS if number < 13 else 100
+        q, k, v = draw(tokens, number, dtype)
+        cache.begin(number * TOKENS, tokens)
+        out = layer(q, k, v, cache=cache.layers[0])
+        chunks.append((k, v))
+        keys, values = past_of(in_codes(chunks, bits, 1), 1, 6)
+        assert_within_error_budget(out, q, keys, values, scale=SCALE)
+        cache.commit()
+    (detour,) = layer.report().detours
+    assert detour.selection.variant.endswith(f"triton on codes of {bits} bits")
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_a_graph_replays_over_codes_that_commit_makes(bits):
+    cache, layer = cache_of(bits=bits, window=5, sink=1), LocalAttention(HEADS, SIZE, KV_HEADS)
+    qkv, chunks, kinds = draw(TOKENS, 0), [], set()
+    graph = torch.cuda.CUDAGraph()
+    with torch.inference_mode():
+        for number in range(18):
+            cache.begin(number * TOKENS, TOKENS)
+            for x, new in zip(qkv, draw(TOKENS, number), strict=True):
+                x.copy_(new)
+            if number < 8:
+                out = layer(*qkv, cache=cache.layers[0])
+            else:
+                kinds.add(cache.kind)
+                if number == 8:
+                    with torch.cuda.graph(graph):
+                        out = layer(*qkv, cache=cache.layers[0])
+                out.fill_(torch.nan)
+                graph.replay()
+            q, k, v = (x.clone() for x in qkv)
+            chunks.append((k, v))
+            keys, values = past_of(in_codes(chunks, bits, 1), 1, 5)
+            assert_within_error_budget(out, q, keys, values, scale=SCALE)
             cache.commit()
     assert len(kinds) == 1
 

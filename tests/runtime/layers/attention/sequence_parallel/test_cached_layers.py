@@ -44,11 +44,12 @@ def cache_of(num_kv_heads: int, chunk_tokens: int, **fields) -> CausalCache:
     )
 
 
-def check_chunks(lengths, heads, kv_heads, kind):
+def check_chunks(lengths, heads, kv_heads, kind, bits=16):
     """Compare every chunk of a video on these ranks with one process, whose cache is whole."""
     total = sum(lengths)
     layer = {"ulysses": UlyssesAttention, "usp": USPAttention}[kind](heads, SIZE, kv_heads)
-    mine, whole = cache_of(key_heads_of_rank(heads, kv_heads), total), cache_of(kv_heads, total)
+    own_heads = key_heads_of_rank(heads, kv_heads)
+    mine, whole = (cache_of(n, total, bits=bits) for n in (own_heads, kv_heads))
     assert mine.size.num_bytes <= whole.size.num_bytes
     logits = torch.linspace(-1, 1, heads)
     for number in range(8):
@@ -117,6 +118,7 @@ def check_refusal(lengths):
 def test_two_ranks_keep_their_heads_of_the_past(two_ranks):
     two_ranks.run(Mesh(ulysses=2), check_chunks, (3, 3), 4, 4, "ulysses")
     two_ranks.run(Mesh(ulysses=2), check_chunks, (3, 2), 6, 3, "usp")
+    two_ranks.run(Mesh(ulysses=2), check_chunks, (3, 2), 6, 3, "usp", 4)
 
 
 CUBE = ("cube_sparse_attn", {"local_cube_size": [2, 2, 3], "topk_ratio": 0.4})
