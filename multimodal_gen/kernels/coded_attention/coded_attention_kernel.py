@@ -33,6 +33,17 @@ def _unpack(x, BITS: tl.constexpr):
 
 
 @triton.jit
+def _load_scales(ptr, mask):
+    """Return middles and steps, in fp32, of two numbers in bf16 that are loaded as one of 32 bits.
+
+    Those of keys are loaded by the thousand, and one by one they would take most of the loads.
+    """
+    both = tl.load(ptr, mask=mask, other=0)
+    middle = (both << 16).to(tl.float32, bitcast=True)
+    return middle, (both & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _load_keys(codes_ptr, scale_ptr, codes_s, real, D: tl.constexpr, DP: tl.constexpr,
                BITS: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
     """Return [STEP, DP], 0 in channels from D on, of one group of keys."""
@@ -44,8 +55,7 @@ def _load_keys(codes_ptr, scale_ptr, codes_s, real, D: tl.constexpr, DP: tl.cons
     codes = _unpack(
         tl.load(codes_ptr + n[:, None] * codes_s + byte[None, :], mask=mask, other=0), BITS
     )
-    middle = tl.load(scale_ptr + 2 * d, mask=d < D, other=0).to(tl.float32)
-    step = tl.load(scale_ptr + 2 * d + 1, mask=d < D, other=0).to(tl.float32)
+    middle, step = _load_scales(scale_ptr + d, d < D)
     return middle[None, :] + (codes - (2**BITS - 1) / 2) * step[None, :]
 
 
@@ -63,10 +73,8 @@ def _load_values(codes_ptr, scale_ptr, codes_s, scale_s, real, D: tl.constexpr, 
     codes = _unpack(
         tl.load(codes_ptr + n[:, None] * codes_s + byte[None, :], mask=mask, other=0), BITS
     )
-    at = scale_ptr + n[:, None] * scale_s + 2 * part[None, :]
     there = real[:, None] & (part * GROUP < D)[None, :]
-    middle = tl.load(at, mask=there, other=0).to(tl.float32)
-    step = tl.load(at + 1, mask=there, other=0).to(tl.float32)
+    middle, step = _load_scales(scale_ptr + n[:, None] * scale_s + part[None, :], there)
     codes = tl.reshape(codes - (2**BITS - 1) / 2, [STEP, PARTS, SIZE])
     values = tl.reshape(middle[:, :, None] + codes * step[:, :, None], [STEP, DP])
     if D < DP:
@@ -113,10 +121,10 @@ def _coded_kernel(
                 k_ptr + at * k_at[1], k_scale_ptr + place * k_scale_at[1], k_at[1], real,
                 D, DP, BITS, STEP,
             ).to(q.dtype)  # fmt: skip
-            s = dot(q, tl.trans(k), UPCAST) * scale_log2
+            s = dot(q, tl.trans(k), UPCAST)
             s = tl.where(real[None, :], s, float("-inf"))
-            m_new = tl.maximum(m, tl.max(s, 1))
-            p = tl.exp2(s - m_new[:, None])
+            m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
+            p = tl.exp2(s * scale_log2 - m_new[:, None])
             alpha = tl.exp2(m - m_new)
             total = total * alpha + tl.sum(p, 1)
             v = _load_values(
@@ -152,7 +160,7 @@ def attend(
     """Launch the kernel; see `api.coded_attention`."""
     batch, queries, heads, size = q.shape
     q = q if q.stride(3) == 1 else q.contiguous()
-    keys, values = (Coded(*(_packed(x) for x in coded)) for coded in (keys, values))
+    keys, values = (_readable(coded) for coded in (keys, values))
     out = q.new_empty(q.shape)
     lse = q.new_empty((batch, heads, queries), dtype=torch.float32)
     slots = len(lengths)
@@ -168,6 +176,7 @@ def attend(
     return out, lse
 
 
-def _packed(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose entries of a token and head follow one another."""
-    return x if x[:1, :1, :1].is_contiguous() else x.contiguous()
+def _readable(coded: Coded) -> Coded:
+    """Return codes and scales that follow one another for a token and head, the latter in pairs."""
+    codes, scales = (x if x[:1, :1, :1].is_contiguous() else x.contiguous() for x in coded)
+    return Coded(codes, scales.view(torch.int32))

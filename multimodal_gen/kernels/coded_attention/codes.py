@@ -24,7 +24,6 @@ Shapes: B batch, S tokens, H heads, D channels.
 from typing import Final, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 BITS: Final = (2, 4)
 """Bits that a code may have."""
@@ -70,23 +69,22 @@ def quantise(x: torch.Tensor, bits: int, grouping: Grouping) -> Coded:
     """
     levels = 2**bits - 1
     tokens, channels = x.shape[1], x.shape[3]
-    x = x.float()
-    pads = (0, -channels % grouping.channels, 0, 0, 0, -tokens % grouping.tokens)
-    ends = []
-    for reduce, nothing in ((torch.amin, torch.inf), (torch.amax, -torch.inf)):
-        padded = F.pad(x, pads, value=nothing)
-        grouped = torch.unflatten(padded, 3, (-1, grouping.channels))
-        grouped = torch.unflatten(grouped, 1, (-1, grouping.tokens))
-        ends.append(reduce(grouped, dim=(2, 5)))
-    low, high = ends
+    grouped = x.float()
+    for axis, size in ((3, grouping.channels), (1, grouping.tokens)):
+        missing = -grouped.shape[axis] % size
+        if missing:  # more of the last entry, which changes no end of its group
+            last = grouped.narrow(axis, -1, 1).repeat_interleave(missing, dim=axis)
+            grouped = torch.cat((grouped, last), dim=axis)
+        grouped = torch.unflatten(grouped, axis, (-1, size))
+    low, high = (end(grouped, dim=(2, 5), keepdim=True) for end in (torch.amin, torch.amax))
     middle = low.lerp(high, 0.5).bfloat16().float()
     half = torch.maximum(high - middle, middle - low)
     # More than bf16 may round away, which is 2^-8.
     step = (half * (2 / levels) * (1 + 2**-7)).bfloat16().float()
-    scales = torch.stack((middle, step), dim=-1).bfloat16()
-    middle, step = _by_entry(scales, grouping, tokens, channels)
-    distance = (x - middle) / torch.where(step > 0, step, 1.0)
-    codes = (distance + levels / 2).round().clamp(0, levels).nan_to_num().to(torch.uint8)
+    distance = (grouped - middle).div_(torch.where(step > 0, step, 1.0)).add_(levels / 2)
+    codes = distance.round_().clamp_(0, levels).nan_to_num_().to(torch.uint8)
+    codes = codes.flatten(4).flatten(1, 2)[:, :tokens, :, :channels]
+    scales = torch.stack((middle, step), dim=-1)[:, :, 0, :, :, 0].bfloat16()
     packed = torch.unflatten(codes, -1, (-1, 8 // bits))
     byte = packed[..., 0]
     for place in range(1, 8 // bits):

@@ -17,7 +17,7 @@ FEW = 64
     "size",
     [pytest.param(size, marks=[] if size == 128 else [pytest.mark.slow]) for size in (64, 80, 128)],
 )
-def test_products_are_those_of_hopper_and_little_spills(
+def test_products_are_those_of_hopper_loads_are_wide_and_little_spills(
     compiler: Compiler, size: int, bits: int
 ) -> None:
     from multimodal_gen.kernels.coded_attention.coded_attention_kernel import attend
@@ -26,4 +26,7 @@ def test_products_are_those_of_hopper_and_little_spills(
     coded = (quantise(q[:, :128, :2], bits, grouping) for grouping in (OF_KEYS, OF_VALUES))
     attend(q, *coded, torch.zeros(1, dtype=torch.int32), bits=bits, scale=1.0)
     assert_clean(compiler.kernels, most=FEW)
-    assert "wgmma.mma_async" in compiler.kernels[0].ptx
+    ptx = compiler.kernels[0].ptx
+    assert "wgmma.mma_async" in ptx
+    assert "cp.async" in ptx  # of the next step
+    assert "ld.global.b16" not in ptx  # scales one by one

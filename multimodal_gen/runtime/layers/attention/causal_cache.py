@@ -910,7 +910,7 @@ class LayerCache:
         keys, values = (self._of(x[at]) for x in (cache._store.keys, cache._store.values))
         if isinstance(lists, SlotLists):
             codes = None
-            if cache._tokens_seen(view)[1]:
+            if cache.size.num_coded and cache._tokens_seen(view)[1]:
                 of_keys, of_values = (
                     Coded(*(self._of(x[at]) for x in coded)) for coded in cache._store.coded
                 )
