@@ -496,7 +496,8 @@ class CausalCache:
     def commit(self) -> None:
         """Make the running chunk past, as its last forward wrote it.
 
-        A chunk that is kept may also be left as it was, by all layers.
+        A chunk that is kept may also be left as it was, by all layers. With 4 or 2 bits one chunk
+        becomes codes here, so that it is to be called outside of CUDA graphs, as `begin` is.
 
         Raises:
             UsageError: a layer did not write it, or wrote a part of its samples or heads alone.
