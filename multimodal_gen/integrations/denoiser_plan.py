@@ -11,6 +11,7 @@ from torch import nn
 from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.checkpoint_files import find_checkpoint
 from multimodal_gen.integrations.components import Component, compute_dtype, whole_number
+from multimodal_gen.integrations.cuda_graphs import CudaGraphs, GraphedDenoiser
 from multimodal_gen.integrations.forward_hooks import DenoiserHooks, forget_checkpoints
 from multimodal_gen.integrations.guidance_branch import note_branch_names
 from multimodal_gen.integrations.hooks import StandIn, untraced_hook
@@ -70,6 +71,7 @@ class DenoiserPlan:
         described: what the user says of its tokens, for a model without an adapter.
         train: whether it will be trained: trained parts that it lacks are made.
         guard: checks its self-attention while it runs, or None.
+        graphs: keep its calls as CUDA graphs, or None.
 
     Attributes:
         model: the model.
@@ -79,7 +81,7 @@ class DenoiserPlan:
     Raises:
         UsageError: the model is attached already, under diffusers' context parallelism, or
             scheduled by denoising steps that it does not tell; or ranks share its tokens, which
-            it has too few heads for.
+            it has too few heads for; or a CUDA graph cannot repeat its calls.
         UnsupportedBackendError: a requested backend cannot serve one of them.
     """
 
@@ -94,6 +96,7 @@ class DenoiserPlan:
         *,
         train: bool = False,
         guard: AttentionGuard | None = None,
+        graphs: CudaGraphs | None = None,
     ) -> None:
         adapter = find_adapter(component.model)
         self._described = described if adapter is None else None
@@ -123,6 +126,7 @@ class DenoiserPlan:
         self._refuse_steps()
         self._guard = guard
         self._refuse_guard()
+        self._graphed = None if graphs is None or not self._patched else self._graph(graphs)
         gated = {m.name: m.module for m in self._gated() if m.layer.takes_gate}
         spare = self._gated() if scope.spare_gates else ()
         self._gates = find_gates(component.model, {m.name: m.module for m in spare} or gated)
@@ -253,6 +257,8 @@ class DenoiserPlan:
         after = model.register_forward_hook(self._hooks.after, always_call=True)
         undo.callback(after.remove)
         note_branch_names(model, undo)
+        if self._graphed is not None:
+            self._graphed.install(undo)
 
     def _install_guard(self, guard: AttentionGuard, undo: ExitStack) -> None:
         """Let `guard` serve the layers, and read what it found before every call of the model."""
@@ -390,6 +396,17 @@ class DenoiserPlan:
                     f"have no timestep, and there is no scheduler with a step_index; drop steps, "
                     f"or name another component"
                 )
+
+    def _graph(self, graphs: CudaGraphs) -> GraphedDenoiser:
+        """Return what keeps its calls as CUDA graphs; refuse what these cannot repeat."""
+        if self._adapter.causal_blocks is not None:
+            raise UsageError(
+                f"cuda_graph (--cuda-graph) must be left out for models that work chunk by chunk, "
+                f"got {self.title}"
+            )
+        graphed = GraphedDenoiser(graphs, self.model, self._component.name, lambda: self.layers)
+        graphed.refuse()
+        return graphed
 
     def _refuse_guard(self) -> None:
         if self._guard is not None and self._patched and not self._hooks.tells_steps:

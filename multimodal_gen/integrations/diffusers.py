@@ -19,6 +19,7 @@ from torch import nn
 
 from multimodal_gen.errors import NothingAppliedError, UnsupportedBackendError, UsageError, short
 from multimodal_gen.integrations.components import Component, Kind, find_components, unwrap
+from multimodal_gen.integrations.cuda_graphs import CudaGraphs
 from multimodal_gen.integrations.denoiser_plan import DenoiserPlan
 from multimodal_gen.integrations.forward_hooks import notice_end
 from multimodal_gen.integrations.hooks import StandIn
@@ -62,6 +63,7 @@ class AttentionHandle:
         tracker: follows the denoisers through their generations.
         pipeline: the pipeline, or None for a bare model.
         guard: checks the self-attention of the denoisers, or None.
+        graphs: the denoisers' calls as CUDA graphs, or None.
     """
 
     def __init__(
@@ -72,9 +74,11 @@ class AttentionHandle:
         tracker: StepTracker,
         pipeline: Any = None,
         guard: AttentionGuard | None = None,
+        graphs: CudaGraphs | None = None,
     ) -> None:
         self._plans = plans
         self._guard = guard
+        self._graphs = graphs
         self._notes = notes
         self._warnings = warnings
         self._tracker = tracker
@@ -107,6 +111,7 @@ class AttentionHandle:
                 p.parallel.times() for p in self._plans if isinstance(p, DenoiserPlan)
             ),
             guard=None if self._guard is None else self._guard.report(),
+            graphs=None if self._graphs is None else self._graphs.report(),
         )
 
     def sizes(self) -> tuple[tuple[LayerSite, int, int, int], ...]:
@@ -172,6 +177,7 @@ def apply(
     scope: SelectionScope | None = None,
     train: bool = False,
     attention_guard: Mapping[str, object] | float | str | None = None,
+    cuda_graph: bool = False,
 ) -> AttentionHandle:
     """Do the attention of a pipeline's denoisers and encoders with this package's layers.
 
@@ -211,6 +217,11 @@ def apply(
             by default) and `sparse`, the bound of sparse methods (by default none: what they drop
             is meant), whose layers then run dense. A checked output that is not finite is computed
             again densely at once, whatever the bounds. Not under CUDA graphs.
+        cuda_graph: keep calls of the denoisers as CUDA graphs: the second of a kind is captured,
+            and later ones are replayed on copies of their arguments, with copies of the outputs.
+            Where a graph could not repeat a call it is refused, or, where that turns out later, a
+            call runs without one, with a warning (an error under `strict`). At most 8 are held,
+            until `remove`; the report says how much memory they take.
 
     Returns:
         The handle, to read the report and to take everything back; `applied` finds it again.
@@ -218,7 +229,8 @@ def apply(
     Raises:
         UsageError: the target is no pipeline or model, or is attached already; or ranks are to
             share the tokens of denoisers none of which can be split, or there are several and
-            `attention_guard` is given; or that, and a denoiser does not tell its steps.
+            `attention_guard` or `cuda_graph` is given; or the former, and a denoiser does not
+            tell its steps; or the latter, and a CUDA graph cannot repeat a denoiser's calls.
         ConfigError: a setting cannot be read or does not fit its backend.
         UnsupportedBackendError: a requested backend cannot serve a layer; or, with `strict`, a
             sparse one was asked for, and the latent grid of no denoiser is known.
@@ -233,7 +245,7 @@ def apply(
         "attention_config": attention_config,
         "attention_auto_table": attention_auto_table,
     }
-    for name, flag in (("strict", strict), ("train", train)):
+    for name, flag in (("strict", strict), ("train", train), ("cuda_graph", cuda_graph)):
         expect(name, flag, bool, "True or False")
     expect("scope", scope, SelectionScope | None, "a SelectionScope or None")
     if scope is None:
@@ -244,10 +256,13 @@ def apply(
     scope = replace(scope, warnings=WarnOnce())
     described = describe_tokens(latent_grid, text_rows)
     guard = _guard(attention_guard)
+    graphs = _graphs(scope, guard, train=train) if cuda_graph else None
     components = find_components(target)
     pipeline = None if isinstance(unwrap(target), nn.Module) else target
     tracker = StepTracker(lambda: getattr(pipeline, "scheduler", None))
-    plans, notes = _plan(components, scope, tracker, pipeline, described, train=train, guard=guard)
+    plans, notes = _plan(
+        components, scope, tracker, pipeline, described, train=train, guard=guard, graphs=graphs
+    )
     # A pipeline is about its denoisers: taking over nothing but its encoders is not enough.
     denoisers = [plan for plan in plans if isinstance(plan, DenoiserPlan)]
     if not any(plan.layers for plan in denoisers or plans):
@@ -256,7 +271,7 @@ def apply(
     _require_grid(denoisers, scope)
     _require_split(denoisers)
     check_overrides(scope, [layer.site for plan in plans for layer in plan.layers])
-    return AttentionHandle(plans, notes, scope.warnings, tracker, pipeline, guard)
+    return AttentionHandle(plans, notes, scope.warnings, tracker, pipeline, guard, graphs)
 
 
 def applied(target: Any) -> AttentionHandle | None:
@@ -289,15 +304,15 @@ def _plan(
     *,
     train: bool,
     guard: AttentionGuard | None,
+    graphs: CudaGraphs | None,
 ) -> tuple[tuple[DenoiserPlan | EncoderPlan, ...], tuple[str, ...]]:
     plans: list[DenoiserPlan | EncoderPlan] = []
     notes: list[str] = []
     for component in components:
         if component.kind is Kind.DENOISER:
             groups = parallel_groups()
-            plan = DenoiserPlan(
-                component, scope, tracker, pipeline, groups, described, train=train, guard=guard
-            )
+            asked = (component, scope, tracker, pipeline, groups, described)
+            plan = DenoiserPlan(*asked, train=train, guard=guard, graphs=graphs)
             plans.append(plan)
         elif component.kind is Kind.ENCODER:
             plans.append(EncoderPlan(component, scope))
@@ -315,6 +330,19 @@ def _guard(asked: object) -> AttentionGuard | None:
             f"call, got {short(str(bounds))}; leave it out, or run on one"
         )
     return None if bounds is None else AttentionGuard(bounds)
+
+
+def _graphs(scope: SelectionScope, guard: AttentionGuard | None, *, train: bool) -> CudaGraphs:
+    """Return what keeps calls as CUDA graphs; refuse what none of them can be given with."""
+    asked = (
+        ("left out on several ranks, which exchange by the host", parallel_groups() is not None),
+        ("left out where train is True: a replay records no gradients", train),
+        ("given without attention_guard, which decides in every step", guard is not None),
+    )
+    for rule, is_so in asked:
+        if is_so:
+            raise UsageError(f"cuda_graph (--cuda-graph) must be {rule}, got both; leave one out")
+    return CudaGraphs(scope)
 
 
 def _nothing_applied(

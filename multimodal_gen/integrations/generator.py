@@ -80,6 +80,7 @@ class AttentionSettings(TypedDict, total=False):
     attention_config: str | Mapping[str, object] | None
     attention_auto_table: _Path | None
     attention_guard: Mapping[str, object] | float | str | None
+    cuda_graph: bool
     strict_attention: bool
 
 
@@ -124,7 +125,7 @@ _ATTENTION = tuple(AttentionSettings.__annotations__)
 _CHOICES = tuple(
     name
     for name in _ATTENTION
-    if name not in ("attention_auto_table", "attention_guard", "strict_attention")
+    if name not in ("attention_auto_table", "attention_guard", "cuda_graph", "strict_attention")
 )
 
 
@@ -335,8 +336,8 @@ class DiffGenerator:
             return DiffusersAttention(pipe, name)
         scope = scope_from_args(args)
         # On several ranks, all of them would compute all of what diffusers ships.
-        named = scope.default or scope.components or scope.rules or args.attention_guard
-        nothing_asked = not (self._explicit or named)
+        named = scope.default or scope.components or scope.rules
+        nothing_asked = not (self._explicit or named or args.attention_guard or args.cuda_graph)
         try:
             return apply(
                 pipe,
@@ -344,6 +345,7 @@ class DiffGenerator:
                 latent_grid=args.latent_grid,
                 text_rows=args.text_rows,
                 attention_guard=args.attention_guard,
+                cuda_graph=args.cuda_graph,
             )
         except NothingAppliedError as error:
             if not nothing_asked or parallel_groups() is not None:

@@ -313,12 +313,12 @@ class ModuleAttention(StandIn):
 
     def end_request(self, request_id: str) -> None:
         """Drop what is kept for a generation that is over."""
-        for layer in (self.layer, *self.others.values()):
+        for layer in self.built():
             layer.end_request(request_id)
 
     def guard_by(self, guard: Guard | None) -> None:
         """Let `guard` serve the calls of all layers of the module; None for no guard."""
-        for layer in (self.layer, *self.others.values()):
+        for layer in self.built():
             layer.guard = guard
         self._guard = guard
 
@@ -331,7 +331,7 @@ class ModuleAttention(StandIn):
             projection: maps the channels of a head to themselves.
             place: module and name that it is a child under, where training may put another one.
         """
-        for layer in (self.layer, *self.others.values()):
+        for layer in self.built():
             if layer.head_size == self.head_size:
                 layer.set_projection(projection)
         self._projection, self._place = projection, place
@@ -354,9 +354,13 @@ class ModuleAttention(StandIn):
             )
         self.project(found, (module, name))
 
+    def built(self) -> tuple[AttentionLayer, ...]:
+        """Return the layer of usual calls, and those of others."""
+        return (self.layer, *self.others.values())
+
     def report(self) -> LayerReport:
         """Return what ran, over all layers of the module."""
-        ran = [layer for layer in (self.layer, *self.others.values()) if layer.report().calls]
+        ran = [layer for layer in self.built() if layer.report().calls]
         reports = [layer.report() for layer in ran or [self.layer]]
         return replace(
             reports[0],

@@ -5,7 +5,8 @@ The padding is found out once per call instead of once per layer.
 B batch, S or N tokens; k suffix = key side.
 """
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,10 @@ class KeyPadding:
         before: number of keys in front of the text, all valid.
         after: number of keys behind the text, all valid.
         valid_first: the model moves valid text tokens before padded ones.
+
+    Attributes:
+        text: bool [B, L], the same.
+        valid: the number of leading keys to attend to, once `resolve` found it.
     """
 
     def __init__(
@@ -37,7 +42,7 @@ class KeyPadding:
     ) -> None:
         self.role = role
         self.valid: int | None = None
-        self._text = text != 0
+        self.text = text != 0
         self._before = before
         self._after = after
         self._valid_first = valid_first
@@ -49,11 +54,11 @@ class KeyPadding:
     @property
     def shape(self) -> tuple[int, int]:
         """(B, Sk)."""
-        return self._text.shape[0], self._before + self._text.shape[1] + self._after
+        return self.text.shape[0], self._before + self.text.shape[1] + self._after
 
     def facts(self) -> torch.Tensor:
         """Return what the host has to know: float32 [2 B], for `resolve`."""
-        text = self._text
+        text = self.text
         ordered = (text[:, :-1] >= text[:, 1:]).all(1)
         return torch.cat((text.sum(1), ordered)).float()
 
@@ -63,7 +68,7 @@ class KeyPadding:
         `valid` is the number of leading keys to attend to, where that says everything: the same
         in every sample, with only padding behind it. It is None where a mask is needed.
         """
-        batch, length = self._text.shape
+        batch, length = self.text.shape
         counts = [int(count) for count in facts[:batch]]
         ordered = self._valid_first or all(facts[batch:])
         if all(count == length for count in counts):
@@ -74,10 +79,22 @@ class KeyPadding:
         self._usable = self._before + self._after + min(counts) > 0
         self._counts = tuple(counts)
 
+    def kind(self) -> Hashable:
+        """Return all that it is besides `text`."""
+        counts = self._counts if self._valid_first and self.valid is None else ()
+        sizes = (self.role, self.shape, self._before, self._valid_first)
+        return (*sizes, self.valid, self._usable, counts)
+
+    def over(self, text: torch.Tensor) -> "KeyPadding":
+        """Return one of this kind whose `text` lies in other memory."""
+        found = copy.copy(self)
+        found.text, found._mask, found._key_mask = text, None, None
+        return found
+
     def mask(self) -> torch.Tensor:
         """Return bool [B, Sk], True for keys to attend to; built on first use."""
         if self._mask is None:
-            text = self._text
+            text = self.text
             if self._valid_first:
                 counts = torch.tensor(self._counts, device=text.device)
                 text = torch.arange(text.shape[1], device=text.device) < counts[:, None]
@@ -96,7 +113,7 @@ class KeyPadding:
         if self.role is not role or not self._usable or self.shape != keys:
             return False
         # An offloaded pipeline may keep its masks elsewhere; the model brought its own along.
-        return self.valid is not None or self._text.device == device
+        return self.valid is not None or self.text.device == device
 
 
 class PairMask:

@@ -254,6 +254,11 @@ class SelectedKernel:
             self._fallbacks[key] = self._fallbacks.get(key, 0) + 1
             self._counted = True
 
+    def count_again(self, fallbacks: Mapping[tuple[str, str], int]) -> None:
+        """Count such calls once more, or, below 0, take them back."""
+        for key, calls in fallbacks.items():
+            self._fallbacks[key] = self._fallbacks.get(key, 0) + calls
+
     def gradients(self, kernel: str = "") -> frozenset[str]:
         """Return the kernels that computed gradients of what `kernel` computed.
 

@@ -1,6 +1,8 @@
 """Caches of tensors that many calls read, and that replays of CUDA graphs may read as well."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache, wraps
 from typing import ParamSpec, TypeVar, cast
 
@@ -10,6 +12,20 @@ from multimodal_gen.errors import UsageError
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+# What the graph reads that is being captured, where its owner holds that.
+_HELD: ContextVar[list[object] | None] = ContextVar("multimodal_gen_held", default=None)
+
+
+@contextmanager
+def held_by_graph() -> Iterator[list[object]]:
+    """Yield what a graph reads that is captured in the block, to be held as long as the graph."""
+    held: list[object] = []
+    token = _HELD.set(held)
+    try:
+        yield held
+    finally:
+        _HELD.reset(token)
 
 
 def being_captured() -> bool:
@@ -22,8 +38,9 @@ def static_cache(maxsize: int) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]
     """Cache what a function makes of its arguments: the last `maxsize`, and what graphs read.
 
     A replay reads the memory that its capture saw, however many shapes were seen since: what is
-    asked for during a capture is held as long as the process lives. Nothing is made during one:
-    it would hold nothing before a replay, and lie in memory of that graph alone.
+    asked for during a capture is held as long as the process lives, or by whom `held_by_graph`
+    gives it to. Nothing is made during one: it would hold nothing before a replay, and lie in
+    memory of that graph alone.
 
     Args:
         maxsize: how many results are held that no graph reads.
@@ -47,6 +64,10 @@ def static_cache(maxsize: int) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]
             hashable = cast("dict[str, Hashable]", kwargs)
             if not being_captured():
                 return cached(*args, **hashable)
+            held = _HELD.get()
+            if held is not None:
+                held.append(cached(*args, **hashable))
+                return cast("_R", held[-1])
             key = (args, *hashable.items())
             if key not in read_by_graphs:
                 read_by_graphs[key] = cached(*args, **hashable)

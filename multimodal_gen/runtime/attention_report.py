@@ -100,6 +100,72 @@ class GuardReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DenoiserGraphs:
+    """How the calls of one denoiser went under CUDA graphs.
+
+    Attributes:
+        component: pipeline component.
+        calls: all of them.
+        replays: those that were replayed.
+        learning: those that ran before their graph: the first two of each kind.
+        dropped: how often graphs were dropped, for others or because the model changed.
+        plain: those that ran without one, by the reason.
+    """
+
+    component: str
+    calls: int
+    replays: int
+    learning: int
+    dropped: int
+    plain: tuple[tuple[str, int], ...]
+
+    def as_dict(self) -> dict[str, Json]:
+        """Return it as JSON data."""
+        return {**asdict(self), "plain": dict(self.plain)}
+
+    def lines(self) -> list[str]:
+        """Return it as text."""
+        start = f"CUDA graphs: {self.component}, "
+        replayed = f"{start}{self.replays} of {self.calls} calls were replayed"
+        if self.learning:
+            replayed += f"; {self.learning} ran as the first two of their kind"
+        if self.dropped:
+            replayed += f"; graphs were dropped {self.dropped} times, for others or another model"
+        return [
+            replayed,
+            *(f"{start}{calls} calls ran without one: {reason}" for reason, calls in self.plain),
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphReport:
+    """What CUDA graphs of whole denoiser calls did.
+
+    Attributes:
+        num_graphs: how many there are now.
+        num_bytes: memory of the GPU that they hold.
+        denoisers: how the calls of each denoiser went.
+    """
+
+    num_graphs: int
+    num_bytes: int
+    denoisers: tuple[DenoiserGraphs, ...]
+
+    def as_dict(self) -> dict[str, Json]:
+        """Return it as JSON data."""
+        return {
+            "num_graphs": self.num_graphs,
+            "num_bytes": self.num_bytes,
+            "denoisers": [each.as_dict() for each in self.denoisers],
+        }
+
+    def lines(self) -> list[str]:
+        """Return it as text: what is held, and how the calls went."""
+        held = f"CUDA graphs: {self.num_graphs}, which hold {self.num_bytes / 2**20:.0f} MiB"
+        return [*(line for each in self.denoisers for line in each.lines()), held]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionReport:
     """Every attention layer that was taken over.
 
@@ -109,12 +175,14 @@ class AttentionReport:
         gathering: what splitting and gathering the tokens of denoisers took, where ranks share
             them.
         guard: what the attention guard found, where one was asked for.
+        graphs: what CUDA graphs did, where they were asked for.
     """
 
     layers: tuple[LayerReport, ...]
     notes: tuple[str, ...] = ()
     gathering: TimeTaken | None = None
     guard: GuardReport | None = None
+    graphs: GraphReport | None = None
 
     @property
     def times(self) -> TimeTaken | None:
@@ -127,6 +195,7 @@ class AttentionReport:
             "layers": [layer.as_dict() for layer in self.layers],
             "notes": list(self.notes),
             **({} if self.guard is None else {"guard": self.guard.as_dict()}),
+            **({} if self.graphs is None else {"cuda_graphs": self.graphs.as_dict()}),
             **times_as_dict(self.times),
         }
 
@@ -159,6 +228,7 @@ class AttentionReport:
             )
         notes = [f"note: {note}" for note in self.notes]
         guard = [] if self.guard is None else self.guard.lines()
+        guard += [] if self.graphs is None else self.graphs.lines()
         lines += [*_not_run_lines(self), *guard, *_time_line(self), *notes, *footnotes.lines()]
         return "\n".join(lines)
 

@@ -457,6 +457,14 @@ class ServerArgs:
             "Outputs that are not finite are computed again at once. Default: no guard.",
         ),
     ] = None
+    cuda_graph: Annotated[
+        bool,
+        Setting(
+            help="Keep calls of the denoisers as CUDA graphs: the second of a kind is captured, "
+            "later ones are replayed, without the host's work. For images and short videos, where "
+            "the GPU waits for the host. Refused where a graph could not repeat a call."
+        ),
+    ] = False
     dtype: Annotated[
         str,
         Setting(
@@ -581,6 +589,7 @@ class ServerArgs:
                 f"--prompts-file needs --stream, got {str(self.prompts_file)!r} alone; add it"
             )
         self._check_stream()
+        self._check_graphs()
         if self.check_attention and self.record_attention is None:
             raise ConfigError(
                 f"--check-attention needs --record-attention, the file for what it finds, got "
@@ -597,6 +606,21 @@ class ServerArgs:
             raise ConfigError(
                 f"--sigmas must have as many numbers as --num-inference-steps "
                 f"{self.num_inference_steps}, got {len(self.sigmas)}; leave one of them out"
+            )
+
+    def _check_graphs(self) -> None:
+        """Refuse what decides or looks in every call, which a replay of one would leave out."""
+        for name in ("cache", "attention_guard", "check_attention", "stream"):
+            value = getattr(self, name)
+            if self.cuda_graph and value:
+                raise ConfigError(
+                    f"{as_flag(name)} must not be given with --cuda-graph, which repeats one call "
+                    f"as it was, got {short(value)}; leave one out"
+                )
+        if self.cuda_graph and self.offload != "none":
+            raise ConfigError(
+                f"--offload must be none with --cuda-graph, whose weights must stay where they "
+                f"are, got {self.offload}; leave one out"
             )
 
     def _check_stream(self) -> None:
@@ -626,6 +650,7 @@ class ServerArgs:
             "attention_config",
             "attention_auto_table",
             "attention_guard",
+            "cuda_graph",
             "latent_grid",
         )
         for name in ours:

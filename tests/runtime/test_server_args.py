@@ -19,6 +19,7 @@ from multimodal_gen.runtime.layers.attention.backends.registry import ENTRY_POIN
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.runtime.server_args import SETTINGS, ServerArgs
+from multimodal_gen.settings import as_flag
 
 FA = AttentionBackendEnum.FA
 SDPA = AttentionBackendEnum.TORCH_SDPA
@@ -295,3 +296,23 @@ def test_frames_of_more_pixels_than_a_model_could_make_are_refused() -> None:
     assert ServerArgs(model_path="m", height=16384, width=16384).width == 16384
     with pytest.raises(ConfigError, match=r"--height times --width must be at most 268435456"):
         ServerArgs(model_path="m", height=65536, width=65536)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"cache": "cross_attention"},
+        {"attention_guard": 0.05},
+        {"check_attention": 1, "record_attention": "x.json"},
+        {"offload": "model"},
+        {"stream": True},
+        {"backend": "diffusers"},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_graphs_of_whole_calls_are_not_made_of_calls_that_decide(other):
+    flag = as_flag(next(iter(other)))
+    with pytest.raises(ConfigError, match="--cuda-graph") as refused:
+        args(cuda_graph=True, **other)
+    assert flag in str(refused.value)
+    assert args(cuda_graph=True, enable_torch_compile=True).cuda_graph

@@ -31,7 +31,7 @@ _KEYS_AND_VALUES = (
 )
 
 
-_ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
+ADAPTER_STATE = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 """What peft changes in a layer besides its weights."""
 
 
@@ -54,7 +54,7 @@ def _made_of(layer: nn.Module, x: Tensor, weights: Sequence[Tensor]) -> tuple[ob
         *(
             repr(vars(module)[name])
             for module in layer.modules()
-            for name in _ADAPTERS
+            for name in ADAPTER_STATE
             if name in vars(module)
         ),
     )

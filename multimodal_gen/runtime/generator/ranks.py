@@ -141,6 +141,11 @@ def _refuse_check(args: ServerArgs) -> None:
             f"--attention-guard must be left out on several GPUs, none of which has all keys of a "
             f"call, got {short(args.attention_guard)}; leave it out, or run on one GPU"
         )
+    if args.cuda_graph:
+        raise UsageError(
+            "--cuda-graph must be left out on several GPUs, which exchange with the host's help, "
+            "got both; leave it out, or run on one GPU"
+        )
 
 
 def _device_type(args: ServerArgs) -> str:

@@ -106,3 +106,8 @@ def test_a_process_on_its_own_keeps_its_signals() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with ending_signals_raise():
         assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_graphs_of_whole_calls_are_of_one_gpu(asked, two_gpus) -> None:
+    with pytest.raises(UsageError, match="--cuda-graph must be left out on several GPUs"):
+        plan_ranks(asked(num_gpus=2, cuda_graph=True))

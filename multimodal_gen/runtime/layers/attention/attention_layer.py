@@ -4,7 +4,7 @@ Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 """
 
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import replace
 from functools import partial
 from numbers import Integral, Real
@@ -257,6 +257,27 @@ class AttentionLayer(nn.Module):
             entries=tuple(entry for entries, _ in parts for entry in entries),
             detours=tuple(detour for _, detours in parts for detour in detours),
         )
+
+    def bindings(self) -> Iterator[Binding]:
+        """Yield all that served calls, or may."""
+        for schedule in self._schedules.values():
+            for entry in schedule:
+                yield from entry.primary.family()
+
+    def step_kind(self, context: ForwardContext) -> Hashable:
+        """Return what serves a step, which is checked as its calls check it."""
+        schedule = self.schedule()
+        entry = schedule[0] if len(schedule) == 1 else entry_at(schedule, context)
+        if len(schedule) == 1 and not context.current_timestep:
+            entry.check_run(context)
+        method = entry.primary.method
+        return schedule.index(entry), None if method is None else method.step_kind(context)
+
+    def uncapturable(self) -> str | None:
+        """Return why a CUDA graph of a call would not do for others of its kind, or None."""
+        methods = (entry.primary.method for entry in self.schedule())
+        reasons = (method.uncapturable() for method in methods if method is not None)
+        return next(filter(None, reasons), None)
 
     def end_request(self, request_id: str) -> None:
         """Drop what is kept for a request, as its caller may say that it ended."""

@@ -166,6 +166,26 @@ class Binding:
         kernel = self.impl.kernel
         return self.calls - (0 if kernel is None else sum(kernel.fallbacks().values()))
 
+    def tally(self) -> "Counter[Hashable]":
+        """Return how often it and what stood in for it served calls, for `count_again`."""
+        kernel = self.impl.kernel
+        fallbacks = {} if kernel is None else kernel.fallbacks()
+        found: Counter[Hashable] = Counter({None: self.calls})
+        found.update(self.rerouted)
+        found.update(fallbacks)
+        return found
+
+    def count_again(self, tally: "Counter[Hashable]", sign: int = 1) -> None:
+        """Add what calls added to its tally, or with -1 take it back: of calls in a CUDA graph."""
+        kernel = self.impl.kernel
+        for what, calls in tally.items():
+            if what is None:
+                self.calls += sign * calls
+            elif isinstance(what, Selection):
+                self.rerouted[what] += sign * calls
+            elif kernel is not None:
+                kernel.count_again({cast("tuple[str, str]", what): sign * calls})
+
     def family(self) -> "Iterator[Binding]":
         """Yield it and its alternates, and theirs."""
         yield self

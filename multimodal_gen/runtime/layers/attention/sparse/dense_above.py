@@ -30,6 +30,11 @@ class KeptTooMuch:
     _pause: int = _FIRST_PAUSE
     _dense_until: int = -1
 
+    @property
+    def has_learnt(self) -> bool:
+        """Whether a call was noted."""
+        return self._tried is not None
+
     def learn(self, above: torch.Tensor, limit: float, context: ForwardContext) -> None:
         """Note whether a call kept too much; does not wait for the device.
 
@@ -114,6 +119,11 @@ class DenseAbove:
             fits = (limit for least, limit in reversed(self.measured) if block >= least)
             given = next(fits, None)
         return None if given is None or given >= 1 else given
+
+    @property
+    def learns(self) -> bool:
+        """Whether calls have taught it anything: the data decide how much they keep."""
+        return self._kept_too_much.has_learnt
 
     def reason(
         self,

@@ -4,6 +4,7 @@ Shapes: B batch, S tokens, H heads, D head size.
 """
 
 import math
+from collections.abc import Hashable
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -203,6 +204,20 @@ class SparseMethodImpl(AttentionImpl):
                 f"`refresh_every` of {self.label} must be 1, got {every}: {reason}; remove it"
             )
         return KeptChoices(every, self.label)
+
+    def uncapturable(self) -> str | None:
+        """Return why a CUDA graph of a call would not do for another step, or None."""
+        if self.keeps_state:
+            return f"{self.label} goes on from the step before"
+        if self.router.varies(self.config) or self.router.search is not None:
+            return f"what {self.label} keeps changes from step to step, by its parameters"
+        if self._dense_above.learns:
+            return f"{self.label} learns from its calls which are dense (`dense_above=1`: none)"
+        return None
+
+    def step_kind(self, context: ForwardContext) -> Hashable:
+        """Return what tells the steps apart that a CUDA graph of one does not serve."""
+        return self.settings(context) if self._varies else None
 
     def settings(self, context: ForwardContext | None) -> Any:
         """Return the parameters of the running step: those that change over the steps are numbers.
