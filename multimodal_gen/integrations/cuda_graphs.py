@@ -29,8 +29,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode_temporarily,
+)
+from torch.utils._pytree import tree_iter
 
 from multimodal_gen.errors import UsageError, first_line
 from multimodal_gen.integrations.denoiser_context import (
@@ -43,7 +49,7 @@ from multimodal_gen.kernels.static_cache import being_captured, held_by_graph
 from multimodal_gen.runtime.attention_report import DenoiserGraphs, GraphReport
 from multimodal_gen.runtime.generator.cross_attention_cache import ADAPTER_STATE
 from multimodal_gen.runtime.layers.attention.binding import Binding
-from multimodal_gen.runtime.layers.attention.call import current_watch
+from multimodal_gen.runtime.layers.attention.call import AttentionCall, current_watch, watching
 from multimodal_gen.runtime.layers.attention.scope import SelectionScope, forced_backend
 from multimodal_gen.runtime.layers.attention.sparse.router import Densities
 from multimodal_gen.runtime.managers.forward_context import TensorCache, use_forward_context
@@ -163,14 +169,12 @@ class Recorder:
 
         return Recording(result, replay, free)
 
-    def num_bytes(self) -> int:
-        """Return how much memory the pools hold."""
-        if not self._pools:
-            return 0
+    def spans(self) -> list[tuple[int, int]]:
+        """Return where the memory of the pools begins, and how many bytes it has."""
         pools = {tuple(pool) for pool, _ in self._pools.values()}
-        segments: Any = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        segments: Any = torch.cuda.memory_snapshot() if pools else []  # type: ignore[no-untyped-call]
         mine = (s for s in segments if tuple(s.get("segment_pool_id", ())) in pools)
-        return sum(segment["total_size"] for segment in mine)
+        return [(segment["address"], segment["total_size"]) for segment in mine]
 
     def settle(self) -> None:
         """Wait for replays, before graphs are freed."""
@@ -200,6 +204,79 @@ def _abandon(graph: Any, device: torch.device, pool: Any) -> None:
         x.add_(1)
         again.capture_end()
         again.reset()
+
+
+class _Reads(TorchDispatchMode):
+    """Notes which memory a captured call reads, so that the graph can hold what is not its own.
+
+    Modules keep tensors in attributes and caches, from where others may push them. Dynamo compiles
+    nothing under a mode: compiled blocks, and the package's layers, which have what they read
+    held, run outside of it.
+
+    Args:
+        model: what is captured.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        impls = ((module, module._compiled_call_impl) for module in model.modules())
+        self._compiled: list[Any] = [each for each in impls if each[1] is not None]
+        self._is_out = False
+        weights = itertools.chain(model.parameters(), model.buffers())
+        self._weights = {_place(x) for x in weights}
+        self._seen: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        self._note((args, kwargs))
+        return function(*args, **(kwargs or {}))
+
+    def __enter__(self) -> "_Reads":
+        """Look at what runs from now on."""
+        for module, impl in self._compiled:
+            module._compiled_call_impl = functools.partial(self._outside, impl)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Look at nothing any more."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for module, impl in self._compiled:
+            module._compiled_call_impl = impl
+
+    def watch(self, layer: object, call: AttentionCall, serve: Any) -> torch.Tensor:
+        """Let a layer serve a call outside of the mode."""
+        del layer
+        return self._outside(serve, call)
+
+    def held(self, owns: Callable[[int], bool]) -> list[torch.UntypedStorage]:
+        """Return what was read and is there still, besides weights and what the graph owns."""
+        places = [x for x in self._seen if x not in self._weights and not owns(x)]
+        found = (torch.UntypedStorage._new_with_weak_ptr(self._seen[x].cdata) for x in places)
+        return [storage for storage in found if storage is not None]
+
+    def _outside(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._is_out:  # a layer in a compiled block
+            return function(*args, **kwargs)
+        self._note((args, kwargs))
+        self._is_out = True
+        try:
+            with _pop_mode_temporarily():
+                return function(*args, **kwargs)
+        finally:
+            self._is_out = False
+
+    def _note(self, values: Any) -> None:
+        for x in tree_iter(values):
+            if isinstance(x, torch.Tensor) and x.layout is torch.strided:
+                storage = x.untyped_storage()
+                place = storage.data_ptr()
+                if place not in self._seen:
+                    self._seen[place] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
 class _Counts:
@@ -260,18 +337,21 @@ class _Graph:
 
     Attributes:
         inputs: memory of its arguments.
+        held: other memory that it reads.
         recording: the graph, and its outputs.
         counts: what its layers count.
         ran: names of the attention modules that run in it.
     """
 
     inputs: tuple[_Own, ...]
+    held: list[torch.UntypedStorage]
     recording: Recording
     counts: _Counts
     ran: frozenset[str]
 
     def num_bytes(self) -> int:
-        return sum(own.part.numel() * own.part.element_size() for own in self.inputs)
+        inputs = sum(own.part.numel() * own.part.element_size() for own in self.inputs)
+        return inputs + sum(storage.nbytes() for storage in self.held)
 
 
 class CudaGraphs:
@@ -332,7 +412,7 @@ class CudaGraphs:
             inputs = sum(graph.num_bytes() for graph in graphs)
             return GraphReport(
                 num_graphs=len(graphs),
-                num_bytes=inputs + self.recorder.num_bytes() if graphs else 0,
+                num_bytes=inputs + sum(size for _, size in self.recorder.spans()) if graphs else 0,
                 denoisers=tuple(denoiser.report() for denoiser in self._denoisers),
             )
 
@@ -513,6 +593,7 @@ class GraphedDenoiser:
         versions = [memory.part._version for memory in inputs]
         rest = iter(memory.tensor for memory in inputs)
         args, kwargs = _mapped(given, lambda x: next(rest))
+        before = self._arguments((args, kwargs))
         padding = None if context.padding is None else context.padding.over(next(rest))
         with use_forward_context(dataclasses.replace(context, padding=padding)):
             out = own(*args, **kwargs)
@@ -524,16 +605,18 @@ class GraphedDenoiser:
             cache=TensorCache(),
             exchanges=itertools.count(),
         )
-        counts = _Counts(self._bindings)
+        counts, reads = _Counts(self._bindings), _Reads(self._model)
 
         def run() -> Any:
-            result = own(*args, **kwargs)
+            with watching(reads.watch), reads:
+                result = own(*args, **kwargs)
             counts.gather()
             return result
 
         try:
             _require_copyable(out)
-            if versions != [memory.part._version for memory in inputs]:
+            written = versions != [memory.part._version for memory in inputs]
+            if written or before != self._arguments((args, kwargs)):
                 raise _CannotCaptureError("it writes to its arguments")
             with use_forward_context(captured):
                 recording = self._graphs.recorder.record(run, self._device)
@@ -545,9 +628,16 @@ class GraphedDenoiser:
             self._graphs.keep(key, reason)
             self._tell(reason)
             return out
-        graph = _Graph(inputs, recording, counts, frozenset(captured.ran))
+        spans = self._graphs.recorder.spans()
+        held = reads.held(lambda place: any(0 <= place - start < size for start, size in spans))
+        graph = _Graph(inputs, held, recording, counts, frozenset(captured.ran))
         self._tally.dropped += self._graphs.keep(key, graph)
         return out
+
+    def _arguments(self, given: Any) -> tuple[Hashable, list[int]]:
+        """Return what tells whether a call changed the lists and mappings it was given."""
+        tensors: list[torch.Tensor] = []
+        return _kind_of(given, "its arguments", self._device, tensors), [id(x) for x in tensors]
 
     def _bindings(self) -> Iterator[Binding]:
         for module in self._modules():

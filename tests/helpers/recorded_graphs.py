@@ -96,6 +96,9 @@ class CpuRecorder(Recorder):
     def begin(self, device: torch.device) -> None:
         pass
 
+    def spans(self) -> list[tuple[int, int]]:
+        return []
+
     def record(self, function: Callable[[], Any], device: torch.device) -> Recording:
         del device
         mode = _Recorded()

@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 from diffusers.hooks import FirstBlockCacheConfig
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.integrations import cuda_graphs
 from multimodal_gen.integrations.diffusers import apply
+from multimodal_gen.integrations.generator import DiffGenerator
 from multimodal_gen.runtime.attention_report import AttentionReport, DenoiserGraphs, GraphReport
 from multimodal_gen.runtime.layers.attention.scope import (
     global_force_attn_backend_context_manager as forced,
@@ -491,6 +493,63 @@ def test_a_model_that_writes_to_its_arguments_has_no_graph(recorder, caplog) -> 
         assert recorder.recorded == 0
 
 
+def test_a_model_that_changes_a_mapping_it_is_given_has_no_graph(recorder) -> None:
+    model, inputs = model_of()
+    base = type(model)
+
+    class Taking(base):  # type: ignore[misc, valid-type]
+        def forward(self, *args: Any, attention_kwargs: Any = None, **kwargs: Any) -> Any:
+            attention_kwargs["seen"] = kwargs["encoder_hidden_states"].double()
+            return super().forward(*args, **kwargs)
+
+    model.__class__ = Taking
+    with torch.no_grad(), apply(model, **DENSE, cuda_graph=True) as handle:
+        for _ in range(3):
+            model(**inputs, attention_kwargs={})
+        assert plain(handle.report()) == {"it writes to its arguments": 1}
+    assert recorder.recorded == 0
+
+
+def test_what_a_graph_reads_beside_its_own_memory_is_held() -> None:
+    model = torch.nn.Linear(2, 2)
+    kept, gone = torch.ones(2), torch.ones(2)
+    place, weight = kept.data_ptr(), model.weight.data_ptr()
+    with torch.no_grad(), cuda_graphs._Reads(model) as reads:
+        found = (model(kept) + gone).relu()
+    mine = found.data_ptr()
+    del gone
+    held = reads.held(lambda where: where == mine)
+    assert [each.data_ptr() for each in held] == [place]
+    assert weight in reads._seen
+    del kept
+    assert held[0].tolist() == torch.ones(2).untyped_storage().tolist()
+
+
+def test_blocks_that_are_compiled_run_so_in_a_capture(recorder) -> None:
+    torch._dynamo.reset()
+    model, inputs = model_of()
+    model.compile_repeated_blocks(fullgraph=True, backend="aot_eager")
+    compiled = [block._compiled_call_impl for block in model.blocks]
+
+    def looked_at() -> bool:
+        modes = _get_current_dispatch_mode_stack()
+        return any(isinstance(mode, cuda_graphs._Reads) for mode in modes)
+
+    seen: list[bool] = []
+    with apply(model, **DENSE, cuda_graph=True) as handle:
+        outputs(model, inputs, 1)
+        ran_by = [
+            lambda *a, own=own, **k: (seen.append(looked_at()), own(*a, **k))[1] for own in compiled
+        ]
+        for block, each in zip(model.blocks, ran_by, strict=True):
+            block._compiled_call_impl = each
+        outputs(model, inputs, 2)
+        handle.report()
+        assert [block._compiled_call_impl for block in model.blocks] == ran_by
+    assert seen
+    assert not any(seen)
+
+
 def test_strict_refuses_calls_without_a_graph(monkeypatch, recorder) -> None:
     model, inputs = model_of()
     with apply(model, **DENSE, cuda_graph=True, strict=True):
@@ -518,6 +577,20 @@ def test_only_cuda_has_graphs(monkeypatch) -> None:
         apply(model, **DENSE, cuda_graph=True)
     with pytest.raises(ConfigError, match="cuda_graph must be True or False"):
         apply(model, **DENSE, cuda_graph="yes")
+
+
+def test_a_generator_makes_the_same_with_graphs(tiny_pipeline) -> None:
+    settings = {"prompt": "a cat", "height": 32, "width": 32, "num_frames": 5, "seed": 0}
+    with DiffGenerator.from_pretrained(tiny_pipeline("wan"), device="cpu") as generator:
+        found = [
+            generator.generate(**settings, num_inference_steps=STEPS, cuda_graph=cuda_graph)
+            for cuda_graph in (False, True, True)
+        ]
+    assert all(torch.equal(each.latents, found[0].latents) for each in found)
+    assert "cuda_graphs" not in found[0].record["attention"]
+    for each in found[1:]:
+        (denoiser,) = each.record["attention"]["cuda_graphs"]["denoisers"]
+        assert denoiser["replays"] == denoiser["calls"] - 2 == 2 * STEPS - 2
 
 
 def test_the_report_says_what_was_replayed_what_not_and_what_is_held() -> None:

@@ -206,6 +206,32 @@ def test_remove_gives_the_memory_back() -> None:
     assert sizes[0] == sizes[1] == sizes[2]
 
 
+def test_memory_that_a_module_lets_go_of_is_held() -> None:
+    model, inputs = wan()
+    base, kept = type(model), {}
+
+    class Keeping(base):  # type: ignore[misc, valid-type]
+        def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            frames = hidden_states.shape[2]
+            if frames not in kept:
+                kept.clear()
+                kept[frames] = torch.full_like(hidden_states, 1.0 + frames)
+            return super().forward(hidden_states * kept[frames], *args, **kwargs)
+
+    model.__class__ = Keeping
+    shorter = {**inputs, "hidden_states": inputs["hidden_states"][:, :, :4]}
+    with apply(model, **DENSE):
+        expected = outputs(model, inputs)
+    with apply(model, **DENSE, cuda_graph=True) as handle:
+        outputs(model, inputs)
+        outputs(model, shorter)
+        spoilt = [torch.full_like(inputs["hidden_states"], torch.nan) for _ in range(64)]
+        found = outputs(model, inputs)
+        assert replays(handle.report()) == 4 + 4 + 6
+        del spoilt
+    assert all(map(torch.equal, found, expected))
+
+
 def test_graphs_share_their_memory() -> None:
     model, inputs = wan()
     with torch.inference_mode(), apply(model, **DENSE, cuda_graph=True) as handle:
