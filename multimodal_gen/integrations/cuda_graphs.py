@@ -475,7 +475,7 @@ class GraphedDenoiser:
         self._graphs, self._model, self._component = graphs, model, component
         self._modules = modules
         self._device = _device_of(model)
-        self._facts: list[object] = []
+        self._facts: _Facts | None = None
         self._against: str | None = None
         self._tally = _Tally()
 
@@ -647,7 +647,7 @@ class GraphedDenoiser:
     def _end(self) -> None:
         """Drop the graphs at the end."""
         with self._graphs.lock:
-            self._facts = []
+            self._facts = None
             self._graphs.drop(self._is_mine)
 
     def _is_mine(self, key: Any) -> bool:
@@ -655,7 +655,7 @@ class GraphedDenoiser:
 
     def _forget(self) -> None:
         """Drop the graphs, and what kinds there were."""
-        self._facts = []
+        self._facts = None
         self._tally.dropped += self._graphs.drop(self._is_mine)
 
     def _expected_context(self) -> DenoiserContext:
@@ -675,11 +675,10 @@ class GraphedDenoiser:
 
     def _look_at_model(self) -> None:
         """Drop all graphs where the model is not what it was."""
-        facts = _facts_of(self._model)
-        if facts == self._facts:
+        if self._facts is not None and self._facts.now() == self._facts.taken:
             return
         self._forget()
-        self._facts, self._device = facts, _device_of(self._model)
+        self._facts, self._device = _Facts(self._model), _device_of(self._model)
         self._against = self._reason_of_model()
 
     def _kind(
@@ -779,36 +778,38 @@ def _how_torch_computes() -> Hashable:
     )
 
 
-def _facts_of(model: nn.Module) -> list[object]:
-    """Return what a graph of a model goes by, to be compared; once per call, so it is plain code.
+class _Facts:
+    """What a graph of a model goes by; taken before every call, so that it is flat and short.
 
-    The modules, which are held, so that no other one takes the identity of one; where and how their
-    weights lie; their hooks, processors, and what an adapter adds how strongly.
+    The modules, which are held, so that no other one takes the identity of one; where their weights
+    lie; their hooks and processors, and what adapters add how strongly.
     """
-    facts: list[object] = []
-    stack, seen = [model], {id(model)}
-    while stack:
-        module = stack.pop()
-        own = vars(module)
-        facts += (module, own["training"])
-        for tensors in (own["_parameters"], own["_buffers"]):
-            for x in tensors.values():
-                if x is not None:
-                    facts += (_place(x), x.shape, x.dtype)
-        if module is not model:
-            facts += (*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values())
-            facts += (own.get("forward"),)
-        if "processor" in own:
-            processor = own["processor"]
-            facts += (processor, repr(getattr(processor, "scale", None)))
-        if "scaling" in own or "merged_adapters" in own:
-            facts += [repr(own.get(name)) for name in ADAPTER_STATE]
-        facts.append(own.get("_compiled_call_impl"))
-        for child in own["_modules"].values():
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
-                stack.append(child)
-    return facts
+
+    def __init__(self, model: nn.Module) -> None:
+        self._own = [vars(module) for module in model.modules()]
+        self._inner = inner = self._own[1:]  # hooks of the model itself run around every call
+        self._adapters = [own for own in inner if "scaling" in own or "merged_adapters" in own]
+        self.taken = self.now()
+
+    def now(self) -> tuple[list[object], ...]:
+        """Return all that, to be compared."""
+        own, inner = self._own, self._inner
+        weights = [x for each in own for x in each["_parameters"].values() if x is not None]
+        weights += [x for each in own for x in each["_buffers"].values() if x is not None]
+        processors = [each["processor"] for each in inner if "processor" in each]
+        return (
+            [child for each in own for child in each["_modules"].values()],
+            [_place(x) for x in weights],
+            [x.numel() for x in weights],
+            [each["training"] for each in own],
+            [hook for each in inner for hook in each["_forward_hooks"].values()],
+            [hook for each in inner for hook in each["_forward_pre_hooks"].values()],
+            [each["forward"] for each in inner if "forward" in each],
+            [each["_compiled_call_impl"] for each in inner if "_compiled_call_impl" in each],
+            [*processors],
+            [repr(each.scale) for each in processors if hasattr(each, "scale")],
+            [repr(each.get(name)) for each in self._adapters for name in ADAPTER_STATE],
+        )
 
 
 def _place(x: torch.Tensor) -> int:
