@@ -2,7 +2,8 @@
 
 Wan2.1 1.3B at 480p and Flux at 512 x 512 with random bf16 weights. A capture follows a call at the
 same timestep; replays read new latents from the same memory. Outputs of replays are checked against
-plain calls on the same latents first. `host_ms` is the time until a call returns.
+plain calls on the same latents first. `host_ms` is the time until a call returns. Rows that end in
+`cuda_graph` are calls under `apply(..., cuda_graph=True)`, from the third on, timed after the rest.
 
     python3 scripts/bench/run.py graphs --commit HASH [--only flux] [--rounds 9] [--smoke]
 """
@@ -112,6 +113,20 @@ def times_of(
             for name in shuffled_rounds(both, rounds):
                 times[name].append(event_ms(both[name]))
                 hosts[name].append(host_ms(both[name]))
+            expected = run()
+        with (
+            torch.inference_mode(),
+            wan_forward.applied(model, chosen, cuda_graph=DEVICE != "cpu") as handle,
+        ):
+            name, found = f"{backend}, cuda_graph", [run() for _ in range(3)]
+            graphs = handle.report().graphs
+            error = relative_error(found[-1], expected)
+            print(f"{name}: differs from a call by {error:.2e}; {graphs}", flush=True)
+            if not error < BOUND or (graphs and not graphs.denoisers[0].replays):
+                continue
+            errors[name] = error
+            times[name] = [event_ms(run) for _ in range(rounds)]
+            hosts[name] = [host_ms(run) for _ in range(rounds)]
     return times, hosts, errors
 
 

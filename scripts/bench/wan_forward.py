@@ -106,12 +106,15 @@ def build(case: Case) -> tuple[WanTransformer3DModel, dict[str, torch.Tensor]]:
     return model, inputs
 
 
-def applied(model: torch.nn.Module, backend: str | None = None) -> multimodal_gen.AttentionHandle:
+def applied(
+    model: torch.nn.Module, backend: str | None = None, *, cuda_graph: bool = False
+) -> multimodal_gen.AttentionHandle:
     """Run a model on a backend with what `models.yaml` has for it, or on the automatic choice."""
     return multimodal_gen.apply(
         model,
         attention_backend=backend,
         attention_backend_config=SPARSE.get(backend, {}).get("config"),
+        cuda_graph=cuda_graph,
     )
 
 
