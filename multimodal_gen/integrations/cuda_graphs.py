@@ -397,13 +397,14 @@ class CudaGraphs:
         """Forget kinds by their keys, and free their graphs; return how many these were."""
         kinds = [self._kinds.pop(key) for key in list(self._kinds) if chosen(key)]
         graphs = [kind for kind in kinds if isinstance(kind, _Graph)]
+        num = len(graphs)
+        kinds.clear()
         if graphs:
             self.recorder.settle()
-            for graph in graphs:
-                graph.recording.free()
-            kinds.clear()
+            while graphs:  # and nothing else refers to their memory
+                graphs.pop().recording.free()
             self.recorder.give_back()
-        return len(graphs)
+        return num
 
     def report(self) -> GraphReport:
         """Return how often graphs were replayed, why not, and what they hold."""

@@ -270,6 +270,10 @@ def apply(
     _require_undescribed(denoisers, described)
     _require_grid(denoisers, scope)
     _require_split(denoisers)
+    if graphs is not None and not any(plan.layers for plan in denoisers):
+        raise UsageError(
+            "cuda_graph must be given for a denoiser, got a target without one; leave it out"
+        )
     check_overrides(scope, [layer.site for plan in plans for layer in plan.layers])
     return AttentionHandle(plans, notes, scope.warnings, tracker, pipeline, guard, graphs)
 

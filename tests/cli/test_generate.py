@@ -358,6 +358,8 @@ def test_a_name_taken_meanwhile_in_a_folder_moves_the_result_to_the_next(
             ("--attention-config.backend", "fa", "--backend", "diffusers"),
             "--attention-config must not be given with --backend diffusers",
         ),
+        ("wan", ("--cuda-graph",), "it is on cpu, and graphs are of CUDA"),
+        ("wan", ("--cuda-graph", "--offload", "block"), "--offload must be none with --cuda-graph"),
         (
             "wan",
             ("--attention-config.backend", "fa", "--attention-backend", "fa"),
