@@ -464,6 +464,7 @@ class GraphedDenoiser:
         model: the denoiser.
         component: its name in the pipeline.
         modules: returns its attention modules.
+        finished: returns how many calls its hooks saw; Dynamo compiles what is between them.
     """
 
     def __init__(
@@ -472,9 +473,10 @@ class GraphedDenoiser:
         model: nn.Module,
         component: str,
         modules: Callable[[], Sequence[ModuleAttention]],
+        finished: Callable[[], int],
     ) -> None:
         self._graphs, self._model, self._component = graphs, model, component
-        self._modules = modules
+        self._modules, self._finished = modules, finished
         self._device = _device_of(model)
         self._facts: _Facts | None = None
         self._against: str | None = None
@@ -516,13 +518,16 @@ class GraphedDenoiser:
     def report(self) -> DenoiserGraphs:
         """Return how its calls went."""
         tally = self._tally
+        plain, unseen = tally.plain.copy(), max(0, self._finished() - tally.calls)
+        if unseen:
+            plain["it was compiled as a whole"] += unseen
         return DenoiserGraphs(
             component=self._component,
-            calls=tally.calls,
+            calls=tally.calls + unseen,
             replays=tally.replays,
             learning=tally.learning,
             dropped=tally.dropped,
-            plain=tuple(tally.plain.items()),
+            plain=tuple(plain.items()),
         )
 
     def call(self, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

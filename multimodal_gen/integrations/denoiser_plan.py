@@ -404,7 +404,13 @@ class DenoiserPlan:
                 f"cuda_graph (--cuda-graph) must be left out for models that work chunk by chunk, "
                 f"got {self.title}"
             )
-        graphed = GraphedDenoiser(graphs, self.model, self._component.name, lambda: self.layers)
+        graphed = GraphedDenoiser(
+            graphs,
+            self.model,
+            self._component.name,
+            lambda: self.layers,
+            lambda: self._hooks.num_calls,
+        )
         graphed.refuse()
         return graphed
 

@@ -110,6 +110,7 @@ class DenoiserHooks:
         named_by_sigma: steps that layers know by their noise levels, which calls then must have.
         layers: names of its attention modules, for `not_run`.
         caches: sentences about the caches that were enabled in calls.
+        num_calls: calls that finished here.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class DenoiserHooks:
         self._cache: object = None
         # How often the branches of the running step were called, by the pipeline's name for them.
         self._of_step: tuple[tuple[str, int], Counter[str | None]] = (("", -1), Counter())
-        self._calls = 0
+        self.num_calls = 0
         self._not_run: dict[str, Counter[int]] = {}
         self.before = untraced_hook(self._before)
         self.after = untraced_hook(self._after)
@@ -220,7 +221,7 @@ class DenoiserHooks:
         context = current_denoiser_context()
         finished = output is not None and context is not None and context.hooks is self
         if context is not None and finished and not context.elsewhere:
-            self._calls += 1
+            self.num_calls += 1
             for name in self.layers:
                 if name not in context.ran:
                     self._not_run.setdefault(name, Counter())[context.current_timestep] += 1
@@ -230,7 +231,7 @@ class DenoiserHooks:
         """Return the calls in which an attention module did not run, None where it always ran."""
         if name not in self._not_run:
             return None
-        return NotRun(tuple(sorted(self._not_run[name].items())), self._calls)
+        return NotRun(tuple(sorted(self._not_run[name].items())), self.num_calls)
 
     def _look_at_cache(self, model: nn.Module, batch: int | None = None) -> None:
         """Note the cache that is enabled; refuse one that does not fit how the model is called.

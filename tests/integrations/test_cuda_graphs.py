@@ -15,6 +15,7 @@ import pytest
 import torch
 from diffusers.hooks import FirstBlockCacheConfig
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_iter
 
 from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.integrations import cuda_graphs
@@ -38,6 +39,15 @@ SETTINGS = {
     "sliding_tile_attn": {"window": [1, 1, 1], "tile_size": [1, 2, 2], "skip_time_steps": 0},
     "static_sparse_attn": {"decay_factor": 0.5},  # another pattern has other frames in every step
 }
+CHUNKWISE = ("skyreels v2",)
+QUICK = (
+    "wan with a timestep per token",
+    "hunyuan with different padding",
+    "qwen 2.1 that keeps its text's keys",
+    "z image with captions of different lengths",
+    "cosmos 3",
+    "framepack",
+)
 READ_MASKS = ("hunyuan_video_15",)  # on the host, in every call
 DENSE = {"attention_backend": "torch_sdpa"}
 VSA = {"attention_backend": "video_sparse_attn", "attention_backend_config": {"topk": 1}}
@@ -73,6 +83,10 @@ def plain(report: AttentionReport) -> dict[str, int]:
 def ran(report: AttentionReport) -> list[tuple[Any, ...]]:
     """Return what a report says of calls and densities of every layer."""
     return [(each.name, each.entries, each.detours, each.not_run) for each in report.layers]
+
+
+def tensors_of(out: Any) -> list[torch.Tensor]:
+    return [x for x in tree_iter(out) if isinstance(x, torch.Tensor)]
 
 
 def model_of(name: str = "wan") -> tuple[Any, dict[str, Any]]:
@@ -124,6 +138,47 @@ def test_every_method_is_as_without_and_counts_its_replays(backend, fresh) -> No
     assert replays(reports[1]) == 2 * STEPS - 2
     assert ran(reports[0]) == ran(reports[1])
     assert any(entry.densities for layer in reports[1].layers for entry in layer.entries)
+
+
+def others(value: Any, index: int) -> Any:
+    """Return an argument of another call: other numbers, and masks of other samples."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(others(each, index) for each in value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.is_floating_point():
+        return value + 0.125 * index
+    return value.flip(0) if index % 2 and value.dim() == 2 else value
+
+
+@pytest.mark.filterwarnings("ignore:In CPU autocast")
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
+        for name in DENOISERS
+        if name not in CHUNKWISE
+    ],
+)
+def test_calls_of_every_model_are_as_without(name) -> None:
+    made = []
+    for cuda_graph in (False, True):
+        model, inputs = model_of(name)
+        with apply(model, **DENSE, cuda_graph=cuda_graph) as handle, torch.no_grad():
+            calls = [{k: others(x, index) for k, x in inputs.items()} for index in range(5)]
+            made.append([tensors_of(model(**call)) for call in calls])
+            reports = handle.report()
+    for expected, found in zip(*made, strict=True):
+        assert len(expected) == len(found)
+        assert all(map(torch.equal, expected, found))
+    assert reports.graphs.denoisers[0].calls == 5
+
+
+@pytest.mark.parametrize("name", CHUNKWISE)
+def test_models_that_work_chunk_by_chunk_are_refused(name) -> None:
+    model, _ = model_of(name)
+    with pytest.raises(UsageError, match="chunk by chunk"):
+        apply(model, **DENSE, cuda_graph=True)
 
 
 def test_dense_steps_and_sparse_ones_have_a_graph_each(fresh, recorder) -> None:
@@ -239,6 +294,22 @@ def test_a_model_that_changes_is_computed_as_it_is_then(change) -> None:
         found, expected = outputs(model, inputs), outputs(other, inputs)
         assert replays(handle.report()) > before
     assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_model_that_is_compiled_as_a_whole_later_runs_so_and_it_is_said(whole) -> None:
+    torch._dynamo.reset()
+    model, inputs = model_of()
+    with torch.no_grad(), apply(model, **DENSE, cuda_graph=True) as handle:
+        expected = model(**inputs).sample
+        if whole:
+            compiled = torch.compile(model, backend="eager")
+        else:
+            model.compile(backend="eager")
+            compiled = model
+        for _ in range(3):
+            assert torch.allclose(compiled(**inputs).sample, expected, atol=1e-5)
+        assert plain(handle.report()) == {"it was compiled as a whole": 3}
 
 
 def test_adapters_are_computed_as_strong_as_they_are_then() -> None:
