@@ -58,6 +58,7 @@ class _Method(StandIn):
     """A function in place of a method of one object."""
 
     def __init__(self, owner: object, name: str, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function)
         self._owner = owner
         self._name = name
         self._function = function
@@ -77,7 +78,8 @@ def own_method(owner: object, name: str) -> MethodType:
 def replace_method(owner: object, name: str, function: Callable[..., Any], undo: ExitStack) -> None:
     """Put a function in place of a method of one object, if its class has that method.
 
-    What somebody else put there stays; what a copy of an attached object has there is its class's.
+    What somebody else put there, before or since, stays; what a copy of an attached object has
+    there is its class's.
 
     Args:
         owner: the object.
@@ -91,5 +93,10 @@ def replace_method(owner: object, name: str, function: Callable[..., Any], undo:
     attributes = vars(owner)
     if name in attributes and attributes[name] != own_method(owner, name):
         return
-    attributes[name] = _Method(owner, name, function)
-    undo.callback(attributes.pop, name, None)
+    attributes[name] = method = _Method(owner, name, function)
+
+    def put_back() -> None:
+        if attributes.get(name) is method:
+            del attributes[name]
+
+    undo.callback(put_back)
