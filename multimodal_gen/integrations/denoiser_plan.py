@@ -404,15 +404,13 @@ class DenoiserPlan:
                 f"cuda_graph (--cuda-graph) must be left out for models that work chunk by chunk, "
                 f"got {self.title}"
             )
-        graphed = GraphedDenoiser(
+        return GraphedDenoiser(
             graphs,
             self.model,
             self._component.name,
             lambda: self.layers,
             lambda: self._hooks.num_calls,
         )
-        graphed.refuse()
-        return graphed
 
     def _refuse_guard(self) -> None:
         if self._guard is not None and self._patched and not self._hooks.tells_steps:

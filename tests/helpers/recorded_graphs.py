@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
-from multimodal_gen.integrations.cuda_graphs import Recorder, Recording
+from multimodal_gen.integrations.cuda_graphs import Recorder, Replayable
 from multimodal_gen.kernels.block_sparse import api as block_sparse
 from multimodal_gen.kernels.quantized_attention import api as quantized
 
@@ -82,6 +82,31 @@ def _as_one(module: Any, name: str, mode: _Recorded) -> Any:
     return mock.patch.object(module, name, mode.as_one(getattr(module, name)))
 
 
+class _Graph:
+    """What was recorded.
+
+    Args:
+        operations: one after the other.
+        recorder: counts what is freed.
+    """
+
+    def __init__(self, operations: list[_Operation], recorder: "type[CpuRecorder]") -> None:
+        self._operations = operations
+        self._recorder = recorder
+
+    def replay(self) -> None:
+        """Do it again."""
+        assert self._operations, "it was freed"
+        with torch.inference_mode():
+            for operation in self._operations:
+                operation.again()
+
+    def reset(self) -> None:
+        """Free it."""
+        self._operations.clear()
+        self._recorder.freed += 1
+
+
 class CpuRecorder(Recorder):
     """Records on the CPU; `recorded` and `freed` count."""
 
@@ -96,10 +121,10 @@ class CpuRecorder(Recorder):
     def begin(self, device: torch.device) -> None:
         pass
 
-    def spans(self) -> list[tuple[int, int]]:
-        return []
+    def num_bytes(self) -> int:
+        return 0
 
-    def record(self, function: Callable[[], Any], device: torch.device) -> Recording:
+    def record(self, function: Callable[[], Any], device: torch.device) -> tuple[Any, Replayable]:
         del device
         mode = _Recorded()
         with (
@@ -118,14 +143,5 @@ class CpuRecorder(Recorder):
                     if x.is_floating_point():
                         x.fill_(float("nan"))
 
-        def replay() -> None:
-            assert operations, "it was freed"
-            with torch.inference_mode():
-                for operation in operations:
-                    operation.again()
-
-        def free() -> None:
-            operations.clear()
-            type(self).freed += 1
-
-        return Recording(result, replay, free)
+        self._num_graphs += 1
+        return result, _Graph(operations, type(self))

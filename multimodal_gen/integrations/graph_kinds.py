@@ -1,0 +1,200 @@
+"""Which calls of a denoiser one CUDA graph serves, and why some can have none.
+
+A kind is all that a replay repeats: shapes, strides and dtypes of tensors, arguments that are no
+tensors, the latent grid and where text is, how the padding lies, what serves every layer at the
+step, and how torch computes. What belongs to the model is looked at before every call instead.
+"""
+
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
+
+from multimodal_gen.integrations.denoiser_context import DenoiserContext
+from multimodal_gen.integrations.hooks import own_method
+from multimodal_gen.runtime.generator.cross_attention_cache import ADAPTER_STATE
+from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
+from multimodal_gen.runtime.layers.attention.call import current_watch
+from multimodal_gen.runtime.layers.attention.scope import forced_backend
+
+_PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
+class CannotCaptureError(Exception):
+    """A call runs without a graph; the message says why."""
+
+
+class ModelFacts:
+    """What a graph of a model goes by; taken before every call, so that it is flat and short.
+
+    The modules, which are held, so that no other one takes the identity of one; where their weights
+    lie; their hooks and processors, what adapters add how strongly, and a step cache.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._own = [vars(module) for module in model.modules()]
+        self._inner = inner = self._own[1:]  # hooks of the model itself run around every call
+        self._adapters = [own for own in inner if "scaling" in own or "merged_adapters" in own]
+        self._taken = self._take()
+
+    def hold(self) -> bool:
+        """Tell whether the model is what it was."""
+        return self._take() == self._taken
+
+    def _take(self) -> tuple[list[object], ...]:
+        own, inner = self._own, self._inner
+        weights = [x for each in own for x in each["_parameters"].values() if x is not None]
+        weights += [x for each in own for x in each["_buffers"].values() if x is not None]
+        processors = [each["processor"] for each in inner if "processor" in each]
+        return (
+            [child for each in own for child in each["_modules"].values()],
+            [_place(x) for x in weights],
+            [x.numel() for x in weights],
+            [each["training"] for each in own],
+            [hook for each in inner for hook in each["_forward_hooks"].values()],
+            [hook for each in inner for hook in each["_forward_pre_hooks"].values()],
+            [each["forward"] for each in inner if "forward" in each],
+            [each["_compiled_call_impl"] for each in inner if "_compiled_call_impl" in each],
+            [*processors],
+            [repr(each.scale) for each in processors if hasattr(each, "scale")],
+            [repr(each.get(name)) for each in self._adapters for name in ADAPTER_STATE],
+            [getattr(self._model, name, None) for name in ("_cache_config", "_is_cached")],
+        )
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return where the weights of a model are, or the first of them."""
+    parameter = next(model.parameters(), None)
+    return torch.device("cpu") if parameter is None else parameter.device
+
+
+def _place(x: torch.Tensor) -> int:
+    try:
+        return x.data_ptr()
+    except RuntimeError:  # a quantised weight, which wraps others
+        return id(x)
+
+
+def kind_of_call(
+    given: object,
+    context: DenoiserContext,
+    layers: Iterable[AttentionLayer],
+    device: torch.device,
+) -> Hashable:
+    """Return what calls that one graph serves have in common.
+
+    Args:
+        given: the arguments of the call, and the text of its padding.
+        context: the call's.
+        layers: the attention layers of the denoiser.
+        device: the denoiser's.
+
+    Raises:
+        CannotCaptureError: it is not known what a graph repeats of an argument.
+    """
+    leaves, form = taken_apart(given)
+    padding = context.padding
+    return (
+        (form, *(_kind_of_argument(each, device) for each in leaves)),
+        None if padding is None else padding.kind(),
+        (context.latent_grid, context.text_span, context.described, context.no_grid),
+        (context.batch, context.cfg_branch == "both"),
+        tuple(layer.step_kind(context) for layer in layers),
+        _how_torch_computes(),
+    )
+
+
+def taken_apart(given: object) -> tuple[list[Any], TreeSpec]:
+    """Return what is in lists, tuples and mappings, and how; anything else is a whole."""
+    return tree_flatten(given, is_leaf=lambda x: type(x) not in (list, tuple, dict))
+
+
+def _kind_of_argument(value: object, device: torch.device) -> Hashable:
+    if isinstance(value, torch.Tensor):
+        if type(value) not in (torch.Tensor, nn.Parameter) or value.layout is not torch.strided:
+            raise CannotCaptureError(f"an argument is a {type(value).__name__} of its own kind")
+        if value.device != device:
+            raise CannotCaptureError(f"an argument is on {value.device}, not {device}")
+        return (value.shape, value.stride(), value.dtype)
+    if type(value) is float:
+        return (float, value.hex())
+    if isinstance(value, _PLAIN):
+        return (type(value), value)
+    raise CannotCaptureError(f"an argument is a {type(value).__name__}, whose tensors are unknown")
+
+
+def require_copyable(out: object) -> None:
+    """Refuse what a model returns where it is not known how to copy it."""
+    for each in tree_leaves(out):
+        if not isinstance(each, (torch.Tensor, *_PLAIN)):
+            raise CannotCaptureError(f"it returns a {type(each).__name__}")
+
+
+def _how_torch_computes() -> Hashable:
+    """Return the settings of the process that decide which kernels run."""
+    backends: Any = torch.backends
+    return (
+        forced_backend(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_default_dtype(),
+        backends.cuda.matmul.fp32_precision,
+        backends.cudnn.conv.fp32_precision,
+        backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+        backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        backends.cuda.flash_sdp_enabled(),
+        backends.cuda.mem_efficient_sdp_enabled(),
+        backends.cuda.math_sdp_enabled(),
+        backends.cuda.cudnn_sdp_enabled(),
+    )
+
+
+def reason_of_model(model: nn.Module) -> str | None:
+    """Return why no call of a model as it is can be captured, or None."""
+    cached = getattr(model, "_cache_config", None) is not None
+    if cached or getattr(model, "_is_cached", False):
+        return "a step cache is enabled, which decides in every step"
+    if "_hf_hook" in vars(model):
+        return "it is offloaded by accelerate"
+    if getattr(model, "_compiled_call_impl", None) is not None:
+        return "it is compiled as a whole (compile_repeated_blocks() compiles its blocks)"
+    for name, module in model.named_modules():
+        if module is model:
+            continue
+        if module._forward_hooks or module._forward_pre_hooks:
+            return f"{name} has hooks, which a replay would not call"
+        if has_other_forward(module):
+            return f"{name} has a forward of its own, as step caches and offloading set"
+    devices = {parameter.device for parameter in model.parameters()}
+    return "its weights are on several devices" if len(devices) > 1 else None
+
+
+def has_other_forward(module: nn.Module) -> bool:
+    """Tell whether a module has another forward than its class."""
+    forward = vars(module).get("forward")
+    return forward is not None and forward != own_method(module, "forward")
+
+
+def reason_of_call(context: DenoiserContext, device: torch.device) -> str | None:
+    """Return why a call as it is made now has no graph, or None."""
+    if torch.is_grad_enabled():
+        return "gradients may be recorded; call it under torch.no_grad()"
+    if torch.is_autocast_enabled(device.type):
+        return "autocast keeps copies of weights that no graph may read"
+    if current_watch() is not None:
+        return "its attention is checked or recorded"
+    modes: list[object] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    if modes or _get_current_dispatch_mode_stack():
+        return "a mode of torch looks at every operation"
+    if context.kv_cache is not None or context.lists is not None:
+        return "it works chunk by chunk"
+    return None
+
+
+def reason_of_layers(layers: Iterable[AttentionLayer]) -> str | None:
+    """Return why what layers do in one step would not do for another, or None."""
+    return next(filter(None, (layer.uncapturable() for layer in layers)), None)
