@@ -220,8 +220,8 @@ def apply(
         cuda_graph: keep calls of the denoisers as CUDA graphs: the second of a kind is captured,
             and later ones are replayed on copies of their arguments, with copies of the outputs.
             Where a graph could not repeat a call it is refused, or, where that turns out later, a
-            call runs without one, with a warning (an error under `strict`). At most 8 are held,
-            until `remove`; the report says how much memory they take.
+            call runs without one, with a warning (an error under `strict`). A denoiser has at most
+            8, until `remove`; the report says how much memory they take.
 
     Returns:
         The handle, to read the report and to take everything back; `applied` finds it again.
