@@ -18,7 +18,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -48,7 +48,7 @@ from multimodal_gen.kernels.static_cache import being_captured, held_by_graph
 from multimodal_gen.runtime.attention_report import DenoiserGraphs, GraphReport
 from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
 from multimodal_gen.runtime.layers.attention.binding import Binding
-from multimodal_gen.runtime.layers.attention.call import AttentionCall, watching
+from multimodal_gen.runtime.layers.attention.call import watching
 from multimodal_gen.runtime.layers.attention.scope import SelectionScope
 from multimodal_gen.runtime.layers.attention.sparse.router import Densities
 from multimodal_gen.runtime.managers.forward_context import TensorCache, use_forward_context
@@ -59,22 +59,12 @@ MOST_GRAPHS = 8
 _MOST_KINDS = 256  # that are remembered; a number among the arguments may make each call one
 
 
-class Replayable(Protocol):
-    """A CUDA graph of torch."""
-
-    def replay(self) -> None:
-        """Do on the current stream what was recorded."""
-
-    def reset(self) -> None:
-        """Let go of the recording, and of its memory."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Graph:
     """A captured call.
 
     Attributes:
-        graph: repeats it.
+        graph: repeats it, a `torch.cuda.CUDAGraph`.
         result: what it returns, which every replay writes.
         inputs: memory of its arguments.
         held: what it reads, and what the caches of this package made for it.
@@ -82,7 +72,7 @@ class _Graph:
         ran: names of the attention modules that run in it.
     """
 
-    graph: Replayable
+    graph: Any
     result: Any
     inputs: tuple[torch.Tensor, ...]
     held: list[object]
@@ -117,7 +107,7 @@ class Recorder:
             current.wait_stream(last)
             self._last[device] = current
 
-    def record(self, function: Callable[[], Any], device: torch.device) -> tuple[Any, Replayable]:
+    def record(self, function: Callable[[], Any], device: torch.device) -> tuple[Any, Any]:
         """Record what a function does, which ran before, without doing it.
 
         Returns:
@@ -234,7 +224,7 @@ class _Reads(TorchDispatchMode):
     def __enter__(self) -> "_Reads":
         """Look at what runs from now on."""
         for module, impl in self._compiled:
-            module._compiled_call_impl = functools.partial(self._outside, impl)
+            module._compiled_call_impl = functools.partial(self.outside, impl)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -244,12 +234,8 @@ class _Reads(TorchDispatchMode):
         for module, impl in self._compiled:
             module._compiled_call_impl = impl
 
-    def watch(self, layer: object, call: AttentionCall, serve: Any) -> torch.Tensor:
-        """Let a layer serve a call outside of the mode."""
-        del layer
-        return self._outside(serve, call)
-
-    def _outside(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def outside(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run what is compiled, or may be, outside of the mode."""
         if self._is_out:  # a layer in a compiled block
             return function(*args, **kwargs)
         self.held += self._look_at((args, kwargs))
@@ -517,7 +503,7 @@ class GraphedDenoiser:
         )
 
         def run() -> Any:
-            with watching(reads.watch), reads:
+            with watching(lambda layer, call, serve: reads.outside(serve, call)), reads:
                 return call()
 
         with (

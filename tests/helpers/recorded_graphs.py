@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
-from multimodal_gen.integrations.cuda_graphs import Recorder, Replayable
+from multimodal_gen.integrations.cuda_graphs import Recorder
 from multimodal_gen.kernels.block_sparse import api as block_sparse
 from multimodal_gen.kernels.quantized_attention import api as quantized
 
@@ -124,7 +124,7 @@ class CpuRecorder(Recorder):
     def num_bytes(self) -> int:
         return 0
 
-    def record(self, function: Callable[[], Any], device: torch.device) -> tuple[Any, Replayable]:
+    def record(self, function: Callable[[], Any], device: torch.device) -> tuple[Any, _Graph]:
         del device
         mode = _Recorded()
         with (

@@ -168,6 +168,26 @@ def test_a_capture_that_fails_leaves_the_device_as_it_was() -> None:
         assert all(map(torch.equal, found, outputs(model, inputs)))
 
 
+def test_a_capture_that_fails_leaves_other_graphs() -> None:
+    model, inputs = wan()
+    base = type(model)
+
+    class Reading(base):  # type: ignore[misc, valid-type]
+        def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if kwargs["attention_kwargs"]["scale"] == 2.0:
+                hidden_states = hidden_states * (1.0 if float(hidden_states.sum()) else 2.0)
+            return super().forward(hidden_states, *args, **kwargs)
+
+    model.__class__ = Reading
+    with apply(model, **DENSE):
+        expected = outputs(model, {**inputs, "attention_kwargs": {"scale": 1.0}})
+    with apply(model, **DENSE, cuda_graph=True) as handle:
+        for scale, num in ((1.0, 4), (2.0, 4), (3.0, 8), (2.0, 8), (1.0, 14)):
+            found = outputs(model, {**inputs, "attention_kwargs": {"scale": scale}})
+            assert replays(handle.report()) == num
+            assert all(map(torch.equal, found, expected))
+
+
 def test_a_capture_without_memory_leaves_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = wan()
     with apply(model, **DENSE):
