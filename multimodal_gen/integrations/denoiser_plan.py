@@ -26,7 +26,7 @@ from multimodal_gen.integrations.processor_patch import (
     patched_class,
     unpatch,
 )
-from multimodal_gen.integrations.scopes import without_sparse
+from multimodal_gen.integrations.scopes import calibrated, without_sparse
 from multimodal_gen.integrations.steps import StepTracker
 from multimodal_gen.integrations.trained_layers import (
     GATE,
@@ -106,6 +106,7 @@ class DenoiserPlan:
         self._known = adapter is not None
         self._adapter = adapter or ModelAdapter(classes=())
         self._scope, self._dropped = (scope, False) if adapter else without_sparse(scope)
+        self._scope = calibrated(self._scope, component.model)
         self.failures: list[str] = []
         self._installed = False
         self._tracker = tracker

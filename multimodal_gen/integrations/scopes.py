@@ -1,8 +1,11 @@
 """What a user configured, as far as it concerns stock models."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
+from typing import TypeVar
+
+from torch import nn
 
 from multimodal_gen.errors import ComponentAttentionBackendNotAppliedError, nearest
 from multimodal_gen.runtime.layers.attention.request import LayerSite
@@ -12,6 +15,9 @@ from multimodal_gen.runtime.layers.attention.scope import (
     SelectionScope,
     component_names,
 )
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
+
+_Asked = TypeVar("_Asked", BackendPreference, Rule)
 
 
 def without_sparse(scope: SelectionScope) -> tuple[SelectionScope, bool]:
@@ -43,6 +49,39 @@ def _dense(asked: BackendPreference) -> BackendPreference:
     if asked.backend is None or not asked.backend.is_sparse:
         return asked
     return replace(asked, backend=None, config=None)
+
+
+def calibrated(scope: SelectionScope, model: nn.Module) -> SelectionScope:
+    """Return `scope` with the checkpoint's curve where skip-softmax was asked for without one.
+
+    Raises:
+        ConfigError: the checkpoint's `sparse_attention_config` cannot be read.
+    """
+    asked = [scope.default, *scope.components.values(), *scope.rules]
+    config = getattr(model, "config", None)
+    found = config.get("sparse_attention_config") if isinstance(config, Mapping) else None
+    wants = any(a is not None and a.backend is AttentionBackendEnum.SKIP_SOFTMAX for a in asked)
+    if not wants or found is None:
+        return scope
+    from multimodal_gen.runtime.layers.attention.sparse.methods.skip_softmax import (
+        SkipCurve,
+        SkipSoftmaxConfig,
+    )
+
+    curve = SkipCurve.parse(found, name=f"sparse_attention_config of {type(model).__name__}")
+
+    def filled(asked: _Asked) -> _Asked:
+        own = asked.config
+        if not isinstance(own, SkipSoftmaxConfig) or own.sparse_attention_config is not None:
+            return asked
+        return replace(asked, config=replace(own, sparse_attention_config=curve))
+
+    return replace(
+        scope,
+        default=scope.default and filled(scope.default),
+        components=MappingProxyType({key: filled(a) for key, a in scope.components.items()}),
+        rules=tuple(map(filled, scope.rules)),
+    )
 
 
 def check_overrides(scope: SelectionScope, sites: Sequence[LayerSite]) -> None:

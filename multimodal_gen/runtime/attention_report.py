@@ -216,7 +216,7 @@ class AttentionReport:
             selection, calls = group.entry.selection, group.entry.calls
             density = f"{group.density_text}, " if group.density_text else ""
             if group.skipped is not None:
-                density += f"{100 * group.skipped:.1f} % of them skipped (`skip_below`), "
+                density += f"{100 * group.skipped:.1f} % of their steps skipped, "
             shapes = f"{_shapes_text(group.entry.shapes)}, " if group.entry.shapes else ""
             ran = group.entry.backward
             backward = f"gradients by {' and '.join(ran)}, " if ran else ""
@@ -280,7 +280,7 @@ class Group:
 
     @property
     def skipped(self) -> float | None:
-        """Share of the kernel's steps that `skip_below` left out, as a mean over the layers."""
+        """Share of the kernel's steps over keys that were left out, as a mean over the layers."""
         shares = [entry.skipped for _, entry in self.members if entry.skipped is not None]
         return sum(shares) / len(shares) if shares else None
 

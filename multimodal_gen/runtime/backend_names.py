@@ -65,6 +65,7 @@ class AttentionBackendEnum(NamedEnum):
     DRAFT_ATTN = "draft_attn"
     BSA_ATTN = "bsa_attn"
     VIDEO_SPARSE_ATTN_H3 = "video_sparse_attn_h3"
+    SKIP_SOFTMAX = "skip_softmax"
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         # By value: some releases of Python pickle by name, and the class has no plug-in's name. A
@@ -173,6 +174,7 @@ _SPARSE = frozenset(
         AttentionBackendEnum.DRAFT_ATTN,
         AttentionBackendEnum.BSA_ATTN,
         AttentionBackendEnum.VIDEO_SPARSE_ATTN_H3,
+        AttentionBackendEnum.SKIP_SOFTMAX,
     }
 )
 

@@ -119,6 +119,7 @@ def test_the_documented_members_exist_and_the_sparse_ones_say_so():
         "draft_attn",
         "bsa_attn",
         "video_sparse_attn_h3",
+        "skip_softmax",
     }
     documented = {"FA", "TORCH_SDPA", "SAGE_ATTN", "SAGE_ATTN_3", "AITER", "AITER_SAGE"}
     assert documented <= set(AttentionBackendEnum.__members__)

@@ -351,6 +351,9 @@ def ratio_now(ratio: Ratio) -> float:
 
 _ConfigT = TypeVar("_ConfigT", bound="BackendConfig")
 
+# What the parameter `kernel` names where `skip_below` is given.
+_SKIPPING = frozenset({"auto", "gluon", "triton", "reference"})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendConfig:
@@ -407,6 +410,9 @@ class SparseConfig(BackendConfig):
         dense_above: share of query-key pairs in [0, 1]; a call that would keep more attends to all
             of them, which is faster. 1 never does; None goes by what was measured for the kernel,
             where it was not named. Not under `torch.use_deterministic_algorithms`.
+        skip_below: products of weights and values are left out where all weights of a step of the
+            kernel lie so many decibels below the largest ones so far; 30 is a thousandth. None
+            leaves nothing out. In one process, without a cache and without gradients.
         first_dense_steps: the method's own parameter for first steps that stay dense, or "". A
             float up to 1 is a share of what the run has, other values are numbers.
         first_dense_layers: the same for the layers of the model.
@@ -428,6 +434,26 @@ class SparseConfig(BackendConfig):
     dense_above: float | None = option(
         None, "share of pairs above which a call is dense; 1: never; none: as measured", ge=0, le=1
     )
+    skip_below: float | None = option(
+        None, "decibels below the largest weight so far at which products are left out", ge=1
+    )
+
+    def __post_init__(self) -> None:
+        BackendConfig.__post_init__(self)  # slots make another class, of which super() knows not
+        given, kernel = self.skips(), getattr(self, "kernel", "auto")
+        if given is not None and kernel not in _SKIPPING:
+            raise ConfigError(
+                f"`{given[0]}` of {type(self).__name__} must not be given with kernel {kernel}, "
+                f"which leaves no products out, got {given[1]:g}; remove one"
+            )
+
+    def skips(self) -> tuple[str, float] | None:
+        """Return the parameter that leaves products out, with its value; None for none."""
+        return None if self.skip_below is None else ("skip_below", self.skip_below)
+
+    def decibels(self, num_keys: int) -> float | None:
+        """Return at how many below the largest weight of so many keys products are left out."""
+        return self.skip_below
 
     def dense_parts(self, axis: Axis) -> tuple[DensePart, ...]:
         """Return the steps or the layers that run on the dense backend, by parameter."""
@@ -485,35 +511,20 @@ def tail_option(default: Tail = "none") -> Any:
     return option(default, "what is not kept: dropped (none), or counted by its means (pooled)")
 
 
-def refuse_foreign_tail(
-    backend: str, tail: Tail, kernel: str, *foreign: str, skip_below: float | None = None
-) -> None:
-    """Raise `ConfigError` where a tail, or `skip_below`, was asked of another package's kernel.
+def refuse_foreign_tail(backend: str, tail: Tail, kernel: str, *foreign: str) -> None:
+    """Raise `ConfigError` where a tail was asked of another package's kernel.
 
     Args:
         backend: the backend's name, for the message.
         tail: the parameter `tail`.
         kernel: the parameter `kernel`.
         *foreign: kernels of other packages.
-        skip_below: the parameter `skip_below`, of methods that have it.
     """
     if tail != "none" and kernel in foreign:
         raise ConfigError(
             f"`tail` of {backend} must be none with `kernel` {kernel}, which drops what is not "
             f"kept, got {tail}; leave `kernel` out"
         )
-    if skip_below is not None and kernel in foreign:
-        raise ConfigError(
-            f"`skip_below` of {backend} must not be given with kernel {kernel}, which leaves no "
-            f"products out, got {skip_below}; remove one"
-        )
-
-
-def skip_option() -> Any:
-    """Declare the parameter `skip_below` of a method."""
-    return option(
-        None, "decibels below the largest weight so far at which products are left out", ge=1
-    )
 
 
 def varying(config: BackendConfig) -> tuple[str, ...]:

@@ -49,7 +49,7 @@ class ReportEntry:
 
     Attributes:
         steps: denoising steps it serves, e.g. "0-9"; None for every (other) step.
-        skipped: share of the kernel's steps over keys that `skip_below` left out, or None.
+        skipped: share of the kernel's steps over keys that were left out, or None.
         sigma: how they were named, where by their noise levels and those of the run are known.
         selection: what runs and why.
         calls: how often it ran.

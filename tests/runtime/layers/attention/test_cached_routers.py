@@ -324,6 +324,7 @@ REFUSED = [
         "it clusters the keys of one call",
     ),
     ("static_sparse_attn", {}, True, "its patterns are places in one latent grid"),
+    ("skip_softmax", {"threshold": 0.1}, True, "`threshold` is for keys of one call"),
     ("sparge_attn", {}, True, "its blocks are 64 tokens as they came, and the cache keeps tiles"),
     (
         "sparge_attn",

@@ -78,6 +78,7 @@ PARAMETERS = MappingProxyType(
         "video_sparse_attn_h3": {"sparsity": 0.5},
         "sol_attn": {"dense_steps": None, "dense_layers": None},
         "subblock_sparse_attn": {"skip_first_steps": 0, "min_seq_len": 0},
+        "skip_softmax": {"threshold": 0.1},
         "nabla_attn": {"tile_size": [4, 4, 4]},
         "draft_attn": {"pool_h": 8, "pool_w": 8},
         "sparse_video_gen_2_attn": {

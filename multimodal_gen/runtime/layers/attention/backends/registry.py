@@ -65,6 +65,7 @@ _BUILTIN: MappingProxyType[AttentionBackendEnum, tuple[str, ...]] = MappingProxy
         AttentionBackendEnum.DRAFT_ATTN: ("sparse.methods.draft:DraftBackend",),
         AttentionBackendEnum.BSA_ATTN: ("sparse.methods.bsa:BsaBackend",),
         AttentionBackendEnum.VIDEO_SPARSE_ATTN_H3: ("sparse.methods.vsa_h3:VideoSparseH3Backend",),
+        AttentionBackendEnum.SKIP_SOFTMAX: ("sparse.methods.skip_softmax:SkipSoftmaxBackend",),
     }
 )
 

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from typing_extensions import override
 
+from multimodal_gen.errors import ConfigError
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.tile_order.api import TileOrder
 from multimodal_gen.runtime.distributed.ring import RingInputs
@@ -88,6 +89,11 @@ class SparseImpl(SparseMethodImpl, Generic[_ConfigT]):
         self.observes = self._has("observe")
         self.keeps_state = self.observes or self._has("end_request")
         ring = None if self._has("forward_ring") else _NO_RING
+        if self.config.skip_below is not None:
+            raise ConfigError(
+                f"`skip_below` of {self.label} must be left out, got {self.config.skip_below:g}: "
+                f"it attends itself; remove it"
+            )
         self.prepare()
         self.limits = Limits(
             ulysses=self.ulysses_reason(),

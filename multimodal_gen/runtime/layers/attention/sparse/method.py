@@ -136,9 +136,10 @@ def _limits(router: Router[Any], config: SparseConfig, kernel: SelectedKernel) -
         cache = cache or f"kernel {kernel.name} takes no lists of a cache"
     elif kernel.named and "ragged" not in BLOCK_SPARSE.kernel(kernel.name).serves:
         ring = ring or f"kernel {kernel.name} takes whole tiles only, and shards cut them"
-    if getattr(config, "skip_below", None) is not None:
-        ring = "skip_below compares the scores of a row over all keys in one pass"
-        cache = cache or "`skip_below` is for keys of one call"
+    skips = config.skips()
+    if skips is not None:
+        ring = f"{skips[0]} compares the scores of a row over all keys in one pass"
+        cache = f"`{skips[0]}` is for keys of one call"
     if config.refresh_every > 1:
         ring, cache = ring or RING, cache or CACHE
     return own._replace(ring=ring, cache=cache)
@@ -186,6 +187,7 @@ class SparseMethodImpl(AttentionImpl):
             dense_above=self._dense_above,
         )
         self.router: Router[Any] = self.router_cls(self.layer)
+        self._refuse_skips()
         self._varies = bool(varying(self.config)) or self.router.varies(self.config)
         self.router.prepare(self.config)
         self.limits = _limits(self.router, self.config, kernel)
@@ -219,6 +221,19 @@ class SparseMethodImpl(AttentionImpl):
         """Return what tells the steps apart that a CUDA graph of one does not serve."""
         return self.settings(context) if self._varies else None
 
+    def _refuse_skips(self) -> None:
+        """Refuse what leaves products out where no kernel of the engine is all there is."""
+        skips, reason = self.config.skips(), None
+        if self.router.engine(self.config) is not None or self.router.defines("group"):
+            reason = "its kernels are its own"
+        elif self.router.chooses == "rows":
+            reason = "its rows attend in parts that are put together"
+        if skips is not None and reason is not None:
+            raise ConfigError(
+                f"`{skips[0]}` of {self.label} must be left out, got {skips[1]:g}: {reason}; "
+                f"remove it"
+            )
+
     def settings(self, context: ForwardContext | None) -> Any:
         """Return the parameters of the running step: those that change over the steps are numbers.
 
@@ -241,7 +256,7 @@ class SparseMethodImpl(AttentionImpl):
     def _keeps_all(self, context: ForwardContext) -> str | None:
         """Return what is said of parameters that leave nothing out in any step, else None."""
         grid, total = context.latent_grid, context.num_steps
-        if grid is None or (self._varies and total is None):
+        if self.config.skips() is not None or grid is None or (self._varies and total is None):
             return None
         # The last step first: it is the least likely to keep all.
         steps = reversed(range(total or 0)) if self._varies else (context.current_timestep,)
@@ -322,22 +337,24 @@ class SparseMethodImpl(AttentionImpl):
         )
 
     def _skip_for(self, *qkv: torch.Tensor) -> Skip | None:
-        """Return what `skip_below` asks for, counted on their device; None for nothing."""
-        below = getattr(self.config, "skip_below", None)
-        if below is None:
+        """Return what leaves products out, counted on their device; None for nothing."""
+        skips, below = self.config.skips(), self.config.decibels(qkv[1].shape[1])
+        if skips is None or below is None:
             return None
         if records_gradient(*qkv):
             raise UsageError(
-                f"`skip_below` of {self.label} must be left out where a gradient is asked for, got "
-                f"{below:g}: a backward pass does not know what a kernel left out; remove it, or "
-                f"call the layer under torch.no_grad()"
+                f"`{skips[0]}` of {self.label} must be left out where a gradient is asked for, got "
+                f"{skips[1]:g}: a backward pass does not know what a kernel left out; remove it, "
+                f"or call the layer under torch.no_grad()"
             )
-        device = qkv[0].device
-        if self._skip is None or self._skip.counts is None or self._skip.counts.device != device:
+        device, last = qkv[0].device, self._skip
+        counts = None if last is None else last.counts
+        if counts is None or counts.device != device:
             with torch.inference_mode(False):
                 counts = torch.zeros(2, dtype=torch.int64, device=device)
-            self._skip = Skip(below=below, counts=counts)
-        return self._skip
+        if last is None or last.below != below or last.counts is not counts:
+            self._skip = last = Skip(below=below, counts=counts)
+        return last
 
     def dense_reason(
         self,

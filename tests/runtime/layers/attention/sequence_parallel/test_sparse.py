@@ -551,6 +551,11 @@ REFUSED = {
         {"query_keep_ratio": 0.5, "tile_size": [2, 2, 2]},
         "`query_keep_ratio` below 1 compares all queries of a tile, which ranks may cut",
     ),
+    "scores that are compared": (
+        "skip_softmax",
+        {"threshold": 0.1, "dense_steps": "0"},
+        "threshold compares the scores of a row over all keys in one pass",
+    ),
     "a linear branch by block": (
         "sla_attn",
         {"topk_ratio": 0.3, "linear_branch": "unselected", "dense_steps": "0"},

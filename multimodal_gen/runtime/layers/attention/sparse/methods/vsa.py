@@ -29,7 +29,6 @@ from multimodal_gen.runtime.layers.attention.config import (
     SparseConfig,
     option,
     ratio_now,
-    skip_option,
 )
 from multimodal_gen.runtime.layers.attention.sparse.base import (
     Tail,
@@ -74,9 +73,6 @@ class VideoSparseConfig(SparseConfig):
             the log-sum-exp over those of their cells (`subblock`), see `subblock_sparse_attn`. A
             gate's coarse stage is the same with both.
         tile_size: tokens per tile along (time, height, width): 64, 128 or 256 in all.
-        skip_below: products of weights and values are left out where all weights of a step of the
-            kernel lie so many decibels below the largest ones so far; 30 is a thousandth. None
-            leaves nothing out.
         tail: what becomes of tiles that a query tile does not keep: `none` drops them, as the paper
             does; `pooled` counts each by the mean of its keys and values.
         kernel: which kernel runs; `auto` takes the fastest one supported.
@@ -97,14 +93,12 @@ class VideoSparseConfig(SparseConfig):
     tile_size: tuple[int, ...] = option(
         (4, 4, 4), "time, height, width of a tile: 4x4x4, 4x8x4 or 4x8x8 tokens", ge=1, length=3
     )
-    skip_below: float | None = skip_option()
     tail: Tail = tail_option()  # noqa: RUF009 - it returns a field
     kernel: Literal[EngineKernel, "vsa", "fastvideo_kernel"] = option("auto", "kernel that runs")
 
     def check(self) -> None:
         """The budget is given once, and the tile is one the kernels have."""
-        kernel, skip = self.kernel, self.skip_below
-        refuse_foreign_tail("video_sparse_attn", self.tail, kernel, *UPSTREAM, skip_below=skip)
+        refuse_foreign_tail("video_sparse_attn", self.tail, self.kernel, *UPSTREAM)
         if self.router == "subblock" and self.kernel in UPSTREAM:
             raise ConfigError(
                 f"`router` of video_sparse_attn must be mean with kernel {self.kernel}, which "

@@ -31,7 +31,6 @@ from multimodal_gen.runtime.layers.attention.config import (
     Tail,
     option,
     refuse_foreign_tail,
-    skip_option,
     tail_option,
 )
 from multimodal_gen.runtime.layers.attention.request import Feature
@@ -97,9 +96,6 @@ class SlidingTileConfig(SparseConfig):
         tile_size: tokens per tile along (time, height, width).
         target_density: share of the attention matrix the tuning modes aim at; None for the least
             loss per head.
-        skip_below: products of weights and values are left out where all weights of a step of the
-            kernel lie so many decibels below the largest ones so far; 30 is a thousandth. None
-            leaves nothing out.
         tail: what becomes of tiles outside of a window: `none` drops them, as the paper does;
             `pooled` counts each by the mean of its keys and values. Searches and tuning find other
             windows with it.
@@ -127,7 +123,6 @@ class SlidingTileConfig(SparseConfig):
     target_density: float | None = option(
         None, "share of the attention matrix tuning aims at", ge=0, le=1
     )
-    skip_below: float | None = skip_option()
     tail: Tail = tail_option()  # noqa: RUF009 - it returns a field
     kernel: Literal[
         "auto", "gluon", "fa4", "triton", "reference", "st_attn", "fastvideo_kernel"
@@ -135,8 +130,7 @@ class SlidingTileConfig(SparseConfig):
 
     def check(self) -> None:
         """Each mode has exactly the sources it reads; only tuning has a target."""
-        kernel, skip = self.kernel, self.skip_below
-        refuse_foreign_tail("sliding_tile_attn", self.tail, kernel, *UPSTREAM, skip_below=skip)
+        refuse_foreign_tail("sliding_tile_attn", self.tail, self.kernel, *UPSTREAM)
         file, window, mode = self.mask_strategy_file_path, self.window, self.sta_mode
         inference, tuning = mode == "STA_inference", mode.startswith("STA_tuning")
         if inference and file is None and window is None:

@@ -1,0 +1,345 @@
+"""Skip-softmax: every score is computed, and what cannot count for much goes no further (BLASST).
+
+A step of the kernel over keys is left out, its softmax and its product with the values, where all
+of its weights are at most lambda of the largest that their rows have seen so far
+(arXiv:2512.12087). lambda is given, or follows from the number of keys,
+
+    lambda = threshold_scale_factor / keys
+
+or from a share of steps to leave out on a curve that ModelOpt fits to a model and keeps in its
+config.json, under `sparse_attention_config`:
+
+    threshold_scale_factor = a * exp(b * target_sparsity)
+
+`skip_below`, which every method has, is the same in decibels: -10 log10(lambda).
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from multimodal_gen.errors import ConfigError, UsageError, short
+from multimodal_gen.files import MalformedError
+from multimodal_gen.kernels.engine import BLOCK_SPARSE
+from multimodal_gen.kernels.static_cache import static_cache
+from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
+from multimodal_gen.runtime.layers.attention.backends.engine import engine_variants
+from multimodal_gen.runtime.layers.attention.config import (
+    Axis,
+    DensePart,
+    SigmaSelector,
+    SparseConfig,
+    StepSet,
+    option,
+)
+from multimodal_gen.runtime.layers.attention.request import Feature
+from multimodal_gen.runtime.layers.attention.sparse.method import SparseBackend
+from multimodal_gen.runtime.layers.attention.sparse.pattern import Pattern, Patterns
+from multimodal_gen.runtime.layers.attention.sparse.router import Cut, Router
+from multimodal_gen.runtime.layers.attention.sparse.windows import Window
+from multimodal_gen.runtime.managers.forward_context import ForwardContext
+from multimodal_gen.runtime.platforms import AttentionBackendEnum
+from multimodal_gen.settings import MismatchError, converted, read_json
+
+BLOCK = 128  # rows that must agree, and keys that are left out together, as the authors have it
+FORMULA = "a * exp(b * target_sparsity)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SkipCurve:
+    """What ModelOpt found for a model: `sparse_attention_config` of a component's config.json.
+
+    Attributes:
+        a: of `FORMULA`.
+        b: of `FORMULA`.
+        ignore: names of attention modules that stay dense, as patterns of `fnmatch`, within the
+            component or with its name in front.
+        target_sparsity: what is asked for where nothing else is; None for nothing.
+        disabled_until_timestep: the same of that parameter.
+    """
+
+    a: float
+    b: float
+    ignore: tuple[str, ...] = ()
+    target_sparsity: float | None = None
+    disabled_until_timestep: float | None = None
+
+    expected: ClassVar[str] = "a mapping as ModelOpt's sparse_attention_config"
+
+    @classmethod
+    def parse(cls, value: object, *, name: str = "sparse_attention_config") -> "SkipCurve":
+        """Read a curve from ModelOpt's mapping, of its releases 0.44 and 0.45, or its JSON text.
+
+        Raises:
+            MismatchError: `value` is no mapping.
+            ConfigError: it has no curve, several, or one of another formula.
+        """
+        if isinstance(value, SkipCurve):
+            return value
+        try:
+            mapping = read_json(value) if isinstance(value, str) else value
+        except MalformedError as error:
+            raise ConfigError(f"{name} must be {cls.expected}; {error}") from None
+        if not isinstance(mapping, Mapping):
+            raise MismatchError
+        group = _group_of(mapping, name)
+        factor = group.get("threshold_scale_factor")
+        found = factor if isinstance(factor, Mapping) else {}
+        formula = found.get("formula", FORMULA)
+        if str(formula).replace(" ", "") != FORMULA.replace(" ", ""):
+            raise ConfigError(f"{name} must have the formula {FORMULA}, got {short(formula)}")
+        numbers = found.get("coefficients", found.get("prefill", found))
+        a, b = (_number(numbers, key, name) for key in "ab")
+        ignore = group.get("ignore") or ()
+        if a is None or b is None or a <= 0:
+            raise ConfigError(
+                f"{name} must have the coefficients a, above 0, and b of {FORMULA} under "
+                f"threshold_scale_factor, got {short(factor)}"
+            )
+        if isinstance(ignore, str) or not all(isinstance(each, str) for each in ignore):
+            raise ConfigError(f"{name} must have names of modules in `ignore`, got {short(ignore)}")
+        return cls(
+            a=a,
+            b=b,
+            ignore=tuple(ignore),
+            target_sparsity=_number(group, "target_sparsity", name, most=1),
+            disabled_until_timestep=_number(group, "disabled_until_timestep", name, most=1),
+        )
+
+    def __str__(self) -> str:
+        return json.dumps(self.as_mapping())
+
+    def as_mapping(self) -> dict[str, Any]:
+        """Return it as ModelOpt writes it."""
+        group: dict[str, Any] = {
+            "algorithm": "skip_softmax",
+            "threshold_scale_factor": {
+                "formula": FORMULA,
+                "coefficients": {"a": self.a, "b": self.b},
+            },
+        }
+        given = {
+            "ignore": list(self.ignore) or None,
+            "target_sparsity": self.target_sparsity,
+            "disabled_until_timestep": self.disabled_until_timestep,
+        }
+        group |= {key: value for key, value in given.items() if value is not None}
+        return {"config_groups": {"group_0": group}}
+
+    def factor(self, target_sparsity: float) -> float:
+        """Return the `threshold_scale_factor` of a share of steps to leave out."""
+        return self.a * math.exp(self.b * target_sparsity)
+
+    def ignores(self, component: str | None, name: str) -> bool:
+        """Whether a module of a component stays dense."""
+        names = (name, f"{component}.{name}")
+        return any(fnmatch(each, pattern) for pattern in self.ignore for each in names)
+
+
+def _group_of(mapping: Mapping[Any, Any], name: str) -> Mapping[Any, Any]:
+    """Return the part that is about skip-softmax."""
+    groups = mapping.get("config_groups")
+    if groups is None:
+        return mapping
+    every = list(groups.values()) if isinstance(groups, Mapping) else []
+    held = [g for g in every if isinstance(g, Mapping) and g.get("algorithm") == "skip_softmax"]
+    if len(held) != 1:
+        raise ConfigError(
+            f"{name} must have one group whose `algorithm` is skip_softmax, got {len(held)} of "
+            f"{len(every)} groups"
+        )
+    return held[0]
+
+
+def _number(
+    mapping: Mapping[Any, Any], key: str, name: str, most: float | None = None
+) -> float | None:
+    """Return a number; of phases, which denoisers have none of, that of the first."""
+    value = mapping.get(key)
+    if isinstance(value, Mapping):
+        value = value.get("prefill")
+    if value is None:
+        return None
+    try:
+        number = converted(value, float, None if most is None else 0, most)
+    except MismatchError:
+        within = "" if most is None else f" in [0, {most:g}]"
+        raise ConfigError(f"{name}: {key} must be a number{within}, got {short(value)}") from None
+    assert isinstance(number, float), "it was converted to one"
+    return number
+
+
+_SETTINGS = ("threshold", "threshold_scale_factor", "target_sparsity", "skip_below")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SkipSoftmaxConfig(SparseConfig):
+    """Parameters of `skip_softmax`; one of the first three, or `skip_below`, says how much.
+
+    Attributes:
+        threshold: lambda in (0, 1): weights at most this share of the largest one so far.
+        threshold_scale_factor: lambda times the number of keys, as NVIDIA's kernels take it.
+        target_sparsity: share of steps to leave out, by the curve of `sparse_attention_config`.
+        disabled_until_timestep: noise levels above this stay dense, in (0, 1]; those of
+            schedulers of flows, which run from 1 to 0.
+        sparse_attention_config: what ModelOpt found; by default that of the checkpoint.
+        kernel: which kernel runs; `auto` takes the fastest one supported.
+
+    Raises:
+        ConfigError: several settings are given.
+    """
+
+    example: ClassVar[str] = "threshold=0.01"
+
+    threshold: float | None = option(
+        None, "lambda: weights at most this share of the largest so far are left out", ge=0, le=1
+    )
+    threshold_scale_factor: float | None = option(None, "lambda times the number of keys", ge=0)
+    target_sparsity: float | None = option(
+        None, "share of steps to leave out, by the calibrated curve", ge=0, le=1
+    )
+    disabled_until_timestep: float | None = option(
+        None, "noise levels above this stay dense", ge=0, le=1
+    )
+    sparse_attention_config: SkipCurve | None = option(
+        None, "the calibrated curve, as ModelOpt writes it; by default the checkpoint's"
+    )
+    kernel: Literal["auto", "gluon", "triton", "reference"] = option("auto", "kernel that runs")
+
+    def check(self) -> None:
+        """There is one setting, and it leaves something out, but not everything."""
+        given = [name for name in _SETTINGS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ConfigError(
+                f"{' and '.join(f'`{name}`' for name in given)} of skip_softmax say the same, one "
+                f"must be given; remove the others"
+            )
+        if self.threshold in (0, 1):
+            raise ConfigError(
+                f"`threshold` of skip_softmax must be between 0, which leaves nothing out, and 1, "
+                f"which leaves everything out, got {self.threshold:g}"
+            )
+        for name in ("threshold_scale_factor", "disabled_until_timestep"):
+            if getattr(self, name) == 0:
+                raise ConfigError(f"`{name}` of skip_softmax must be above 0, got 0")
+        if self.dense_above is not None:
+            raise ConfigError(
+                f"`dense_above` of skip_softmax must be left out, got {self.dense_above:g}: every "
+                f"pair has a score"
+            )
+
+    def skips(self) -> tuple[str, float] | None:
+        """Return the setting that was given, or that of the curve."""
+        curve = self.sparse_attention_config
+        values = [(name, getattr(self, name)) for name in _SETTINGS]
+        values += [("target_sparsity", None if curve is None else curve.target_sparsity)]
+        return next((each for each in values if each[1] is not None), None)
+
+    def check_settings(self) -> None:
+        """Refuse what does not say how much to leave out, whatever the checkpoint.
+
+        Raises:
+            ConfigError: no setting is given, or a share without a curve.
+        """
+        given, curve = self.skips(), self.sparse_attention_config
+        if given is not None and (given[0] != "target_sparsity" or curve is not None):
+            return
+        got, remedy = "none", "give a `threshold`"
+        if given is not None:
+            got = f"`target_sparsity` {given[1]:g} without a curve"
+            remedy += ", or a `sparse_attention_config`"
+        elif curve is not None:
+            got, remedy = "a curve alone", "give a `target_sparsity` on it"
+        raise ConfigError(
+            f"skip_softmax must be told how much to leave out by `threshold`, "
+            f"`threshold_scale_factor`, `skip_below`, or by `target_sparsity` with a calibrated "
+            f"curve, got {got}; {remedy}"
+        )
+
+    def decibels(self, num_keys: int) -> float | None:
+        """Return -10 log10(lambda) for so many keys.
+
+        Raises:
+            UsageError: lambda would be 1 or more.
+        """
+        if self.skip_below is not None:
+            return self.skip_below
+        share = self.threshold
+        factor, given = self.threshold_scale_factor, self.skips()
+        if given is not None and given[0] == "target_sparsity":
+            assert self.sparse_attention_config is not None, "others are refused"
+            factor = self.sparse_attention_config.factor(given[1])
+        if factor is not None:
+            share = factor / num_keys
+            if share >= 1:
+                raise UsageError(
+                    f"`threshold_scale_factor` of skip_softmax, given or of a curve, must be less "
+                    f"than the number of keys, which it is divided by, got {factor:g} for "
+                    f"{num_keys} keys; give a `threshold`"
+                )
+        return None if share is None else -10 * math.log10(share)
+
+    def dense_parts(self, axis: Axis) -> tuple[DensePart, ...]:
+        """Add the noise levels that stay dense."""
+        parts, until = SparseConfig.dense_parts(self, axis), self.disabled_until_timestep
+        if until is None and self.sparse_attention_config is not None:
+            until = self.sparse_attention_config.disabled_until_timestep
+        if axis != "steps" or until is None:
+            return parts
+        noise = StepSet(sigma=SigmaSelector.parse(f">{until:.10g}"))
+        return (*parts, DensePart(f"disabled_until_timestep={until:g}", noise))
+
+
+class SkipSoftmaxRouter(Router[SkipSoftmaxConfig]):
+    """Every block."""
+
+    chooses = "pattern"
+
+    def cut(self, settings: SkipSoftmaxConfig, grid: Window) -> Cut:
+        """Return pieces of the sequence, in whose order the largest weight is sought."""
+        return Cut.rows(BLOCK)
+
+    def pattern(
+        self, settings: SkipSoftmaxConfig, grid: Window, heads: slice, context: ForwardContext
+    ) -> Patterns:
+        """Return the pattern that keeps everything."""
+        return (_everything(-(-math.prod(grid) // BLOCK)),)
+
+    def prepare(self, settings: SkipSoftmaxConfig) -> None:
+        """Refuse settings that do not say how much to leave out."""
+        settings.check_settings()
+
+    def dense_reason(
+        self, settings: SkipSoftmaxConfig, tokens: int, frames: int | None
+    ) -> str | None:
+        """Modules that a curve ignores are dense."""
+        curve, site = settings.sparse_attention_config, self.layer.site
+        if curve is None or site is None or not curve.ignores(site.component, site.name):
+            return None
+        return f"{self.layer.label} leaves {site.name} dense (`ignore` of its calibration)"
+
+
+@static_cache(maxsize=64)
+def _everything(num: int) -> Pattern:
+    with torch.inference_mode(False), torch.device("cpu"):
+        return Pattern.of_lists(torch.arange(num, dtype=torch.int32).repeat(num, 1))
+
+
+class SkipSoftmaxBackend(SparseBackend):
+    """Skip-softmax."""
+
+    backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.SKIP_SOFTMAX
+    summary: ClassVar[str] = "Skip-softmax (BLASST): all scores, and only the weights that count"
+    config_cls: ClassVar[type[SkipSoftmaxConfig]] = SkipSoftmaxConfig
+    router: ClassVar[type[SkipSoftmaxRouter]] = SkipSoftmaxRouter
+    variants: ClassVar[tuple[Variant, ...]] = engine_variants(
+        BLOCK_SPARSE,
+        (Feature.GQA, Feature.KEY_MASK),
+        kernels=("gluon", "triton", "reference"),  # those that leave products out
+        trains=False,
+    )

@@ -1,0 +1,73 @@
+"""Skip-softmax in a pipeline: the curve that a checkpoint brings."""
+
+import pytest
+
+from multimodal_gen.errors import ConfigError
+from multimodal_gen.integrations.diffusers import apply
+from tests.integrations.conftest import generate
+
+CURVE = {
+    "config_groups": {
+        "group_0": {
+            "algorithm": "skip_softmax",
+            "ignore": ["blocks.0.attn1"],
+            "threshold_scale_factor": {
+                "formula": "a * exp(b * target_sparsity)",
+                "coefficients": {"a": 0.5, "b": 2.0},
+            },
+            "target_sparsity": 0.5,
+        }
+    }
+}
+
+
+def test_the_curve_of_a_checkpoint_is_read_when_the_backend_is_chosen(fresh):
+    pipe = fresh("wan")
+    # As `from_pretrained` leaves what it finds in config.json and does not know.
+    pipe.transformer.register_to_config(sparse_attention_config=CURVE)
+    with apply(pipe, attention_backend="skip_softmax") as handle:
+        generate(pipe, "wan")
+        report = handle.report()
+        layers = [each for each in report.layers if each.component == "transformer"]
+        ours = [each for each in layers if str(each.role) == "self"]
+        (dense,) = (each for each in ours if each.detours)
+        (ran,) = (each for each in ours if not each.detours)
+    assert dense.name == "blocks.0.attn1"
+    (entry,) = ran.entries
+    assert entry.calls
+    assert entry.skipped is not None
+    given = {"threshold": 0.25, "sparse_attention_config": {**CURVE["config_groups"]["group_0"]}}
+    given["sparse_attention_config"]["ignore"] = []
+    with apply(pipe, attention_backend="skip_softmax", attention_backend_config=given) as handle:
+        generate(pipe, "wan")
+        assert not any(each.detours for each in handle.report().layers)
+
+
+def test_without_a_curve_a_threshold_must_be_given(fresh):
+    pipe = fresh("wan")
+    for given in (None, {"target_sparsity": 0.5}):
+        with pytest.raises(ConfigError, match="skip_softmax must be told how much to leave out"):
+            apply(pipe, attention_backend="skip_softmax", attention_backend_config=given)
+    pipe.transformer.register_to_config(sparse_attention_config={"config_groups": {}})
+    with pytest.raises(ConfigError, match="sparse_attention_config of WanTransformer3DModel must"):
+        apply(pipe, attention_backend="skip_softmax")
+    with apply(pipe, attention_backend="torch_sdpa") as handle:
+        assert handle.report()
+
+
+def test_components_and_rules_get_the_curve_too(fresh):
+    pipe = fresh("wan")
+    pipe.transformer.register_to_config(sparse_attention_config=CURVE)
+    rules = {"rules": [{"role": "self", "backend": "skip_softmax"}]}
+    for given in (
+        {"component_attention_backends": {"transformer.self": "skip_softmax"}},
+        {"attention_config": rules},
+    ):
+        with apply(pipe, **given) as handle:
+            names = {
+                str(entry.selection.backend)
+                for layer in handle.report().layers
+                if str(layer.role) == "self"
+                for entry in layer.entries
+            }
+        assert names == {"skip_softmax"}
