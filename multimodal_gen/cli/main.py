@@ -25,6 +25,7 @@ import typer
 from multimodal_gen._version import __version__
 from multimodal_gen.cli import attention, sta
 from multimodal_gen.cli.bench import bench
+from multimodal_gen.cli.calibrate import calibrate
 from multimodal_gen.cli.compare import compare
 from multimodal_gen.cli.dotted import fold_dotted
 from multimodal_gen.cli.generate import generate
@@ -42,6 +43,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 attention.app.command()(bench)
+attention.app.command()(calibrate)
 attention.app.command()(compare)
 attention.app.command()(recommend)
 attention.app.add_typer(sta.app, name="sta")

@@ -114,12 +114,14 @@ def _commands(group=None, path: tuple[str, ...] = ()):
 
 def test_no_help_text_shows_what_python_calls_a_default(sglang) -> None:
     texts = {" ".join(path): sglang(*path, "--help").out for path, _ in _commands()}
-    assert len(texts) == 10
+    assert len(texts) == 11
     assert [name for name, text in texts.items() if re.search(r"inspect|class '", text)] == []
 
 
 REQUIRED = [
     "explain --model-path",
+    "calibrate --output",
+    "calibrate --model-path",
     "compare --backends",
     "compare --output",
     "compare --model-path",

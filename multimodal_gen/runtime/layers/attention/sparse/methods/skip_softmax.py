@@ -187,7 +187,8 @@ class SkipSoftmaxConfig(SparseConfig):
         target_sparsity: share of steps to leave out, by the curve of `sparse_attention_config`.
         disabled_until_timestep: noise levels above this stay dense, in (0, 1]; those of
             schedulers of flows, which run from 1 to 0.
-        sparse_attention_config: what ModelOpt found; by default that of the checkpoint.
+        sparse_attention_config: what ModelOpt, or `sglang attention calibrate`, found; by default
+            that of the checkpoint.
         kernel: which kernel runs; `auto` takes the fastest one supported.
 
     Raises:
@@ -252,7 +253,7 @@ class SkipSoftmaxConfig(SparseConfig):
         got, remedy = "none", "give a `threshold`"
         if given is not None:
             got = f"`target_sparsity` {given[1]:g} without a curve"
-            remedy += ", or a `sparse_attention_config`"
+            remedy += ", or the file of `sglang attention calibrate`"
         elif curve is not None:
             got, remedy = "a curve alone", "give a `target_sparsity` on it"
         raise ConfigError(

@@ -1,0 +1,102 @@
+"""`sglang attention calibrate`: what share of the attention each lambda of skip-softmax costs."""
+
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from multimodal_gen.cli.options import Settings, takes
+from multimodal_gen.cli.prompts import PromptFile, Prompts, read_prompts
+from multimodal_gen.cli.table import Row, echo, table
+from multimodal_gen.errors import ConfigError, short
+from multimodal_gen.files import require_writable, save_text
+from multimodal_gen.runtime.server_args import CALL_SETTINGS, SETTINGS, ServerArgs
+from multimodal_gen.settings import Setting
+
+_SUFFIXES = (".json", ".yaml", ".yml")
+_SEEN = ("model_path", *CALL_SETTINGS, "dtype", "device", "offload")
+_SEED = replace(SETTINGS["seed"], default=0, help="Seed of the noise.")
+
+_Output = Annotated[
+    Path,
+    Setting(
+        metavar="FILE",
+        help="JSON or YAML file to write, for --attention-backend-config; an older one is "
+        "replaced.",
+    ),
+]
+_Targets = Annotated[
+    str,
+    Setting(
+        metavar="X,...",
+        help="Shares of steps to leave out, in (0, 1); the first one is what the file asks for.",
+    ),
+]
+_Component = Annotated[
+    str | None,
+    Setting(metavar="NAME", help="Which denoiser, where the pipeline has several."),
+]
+
+
+@takes(*(SETTINGS[name] for name in _SEEN), _SEED)
+def calibrate(
+    output: _Output,
+    prompt: Prompts = None,
+    prompts: PromptFile = None,
+    target_sparsity: _Targets = "0.5",
+    component: _Component = None,
+    *,
+    settings: Settings,
+) -> None:
+    """Fit the curve of skip-softmax to a model, and write it to a file.
+
+    Generates the prompts with dense attention, and looks at some heads and queries of every
+    self-attention layer in every step. The file is for --attention-backend skip_softmax.
+    """
+    from multimodal_gen.integrations.diffusers import apply
+    from multimodal_gen.runtime.generator import skip_calibration
+
+    targets = _shares(target_sparsity)
+    if output.suffix.lower() not in _SUFFIXES:
+        raise ConfigError(f"--output must end in {', '.join(_SUFFIXES)}, got {short(str(output))}")
+    require_writable(output.parent, "--output")
+    args = ServerArgs(**settings, prompt="", backend="sglang")
+    given = read_prompts(prompt, prompts, "a calibration")
+    found = skip_calibration.calibrate(
+        args,
+        given,
+        apply,
+        component=component,
+        told=lambda number, seconds: typer.echo(f"[{number}/{len(given)}] {seconds:.1f} s"),
+    )
+    save_text(output, json.dumps(found.as_config(targets), indent=2) + "\n", what="--output")
+    curve = found.curve
+    typer.echo(
+        f"{found.component}: threshold_scale_factor = {curve.a:.6g} * exp({curve.b:.6g} * "
+        f"target_sparsity), {found.keys} keys"
+    )
+    rows = []
+    for target in targets:
+        factor = curve.factor(target)
+        cells = (f"{target:g}", f"{factor:.6g}", f"{factor / found.keys:.3g}")
+        rows.append(Row((*cells, f"{found.share(target):.1%}")))
+    echo(table(("target", "threshold_scale_factor", "lambda", "left out"), rows))
+    typer.echo(
+        f"next: sglang generate ... --attention-backend skip_softmax --attention-backend-config "
+        f"{shlex.quote(str(output))}"
+    )
+
+
+def _shares(text: str) -> list[float]:
+    try:
+        shares = [float(part) for part in text.split(",")]
+    except ValueError:
+        shares = []
+    if not shares or not all(0 < share < 1 for share in shares):
+        raise ConfigError(
+            f"--target-sparsity must be shares between 0 and 1 such as 0.5,0.7, got {short(text)}"
+        )
+    return shares

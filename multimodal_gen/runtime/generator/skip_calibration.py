@@ -1,0 +1,310 @@
+"""Finds the curve of skip-softmax for a model: what share of steps each lambda would leave out.
+
+Prompts are generated with dense attention, and at every call of a self-attention layer some heads
+and some blocks of queries are looked at by definition: a block of keys would be left out where all
+of its weights are at most lambda of the largest that its rows have seen so far. ModelOpt's curve,
+
+    threshold_scale_factor = a * exp(b * share),  with lambda = threshold_scale_factor / keys,
+
+is fitted to the means over layers and steps of every prompt, as a line through the logarithms.
+
+Shapes: S tokens, H heads, D head size, L lambdas that are tried.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from multimodal_gen.errors import UsageError
+from multimodal_gen.runtime.generator.denoise import Timings, denoise
+from multimodal_gen.runtime.generator.index import PipelineIndex
+from multimodal_gen.runtime.generator.inputs import read_inputs
+from multimodal_gen.runtime.generator.library_errors import out_of_memory_explained, told_of_run
+from multimodal_gen.runtime.generator.load import load_pipeline, pick_device
+from multimodal_gen.runtime.generator.run import Handle
+from multimodal_gen.runtime.generator.sampling import check_arguments, prepare_call
+from multimodal_gen.runtime.layers.attention.call import AttentionCall, watching
+from multimodal_gen.runtime.layers.attention.request import AttentionRole
+from multimodal_gen.runtime.layers.attention.sparse.methods.skip_softmax import BLOCK, SkipCurve
+from multimodal_gen.runtime.layers.attention.sparse.tiles import layout_of
+from multimodal_gen.runtime.managers.forward_context import current_forward_context
+from multimodal_gen.runtime.server_args import ServerArgs
+
+_HEADS, _ROWS = 4, 8  # heads of a layer, and blocks of queries of a head, that are looked at
+_LAMBDAS = (0.95, 0.9, 0.8, 0.7, *(10 ** (-i / 4) for i in range(1, 25)))
+_FITTED = (0.1, 0.9)  # shares that the curve goes by; what lies outside bends away
+
+
+def skipped_shares(
+    query: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    *,
+    scale: float,
+    lambdas: Sequence[float],
+    heads: Sequence[int],
+    rows: Sequence[slice],
+) -> torch.Tensor:
+    """Return the share of the blocks of keys that each lambda leaves out, fp64 [L] on the CPU.
+
+    Args:
+        query: [Sq, H, D].
+        keys: parts of the keys, [n, Hkv, D], in the order they are attended to; each is cut into
+            blocks of `BLOCK`.
+        scale: factor of the scores.
+        lambdas: L shares in (0, 1).
+        heads: query heads to look at.
+        rows: blocks of queries to look at.
+    """
+    limits = torch.tensor([math.log(each) for each in lambdas], device=query.device)
+    left, total = torch.zeros(len(lambdas), dtype=torch.float64), 0
+    group = query.shape[1] // keys[0].shape[1]
+    for head in heads:
+        parts = [part[:, head // group].float() for part in keys]
+        for block in rows:
+            best = torch.cat([_best(query[block, head].float(), x, scale) for x in parts], dim=1)
+            near = (best[:, 1:] - best.cummax(1).values[:, :-1]).amax(0)
+            left += (near[:, None] <= limits).sum(0).double().cpu()
+            total += best.shape[1]
+    return left / total
+
+
+def _best(query: torch.Tensor, key: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return the largest score of every row in every block of keys, [R, N]."""
+    scores = query @ key.T * scale
+    scores = F.pad(scores, (0, -key.shape[0] % BLOCK), value=-math.inf)
+    return scores.view(len(scores), -1, BLOCK).amax(2)
+
+
+@dataclass(slots=True)
+class SkipRecorder:
+    """Looks at the self-attention of one component through a generation.
+
+    Attributes:
+        component: its name; None for any, of which there must be one.
+        shares: by (component, step, layer), the shares of its calls, fp64 [L].
+        keys: by component, the keys of its calls.
+    """
+
+    component: str | None = None
+    shares: dict[tuple[str, int, str], list[torch.Tensor]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    keys: dict[str, int] = field(default_factory=dict)
+
+    def __call__(
+        self, layer: Any, call: AttentionCall, serve: Callable[[AttentionCall], torch.Tensor]
+    ) -> torch.Tensor:
+        """Serve a call, and look at it."""
+        site, context = layer.site, current_forward_context()
+        name = site.component or ""
+        wanted = site.role is AttentionRole.SELF and self.component in (None, name)
+        plain = call.mask is None and not call.is_extended() and call.query.shape[0] > 0
+        if wanted and plain and context is not None and context.latent_grid is not None:
+            key, num_keys = call.key[0], call.key.shape[1]
+            layout = layout_of(call.query.shape[1], num_keys, context, "calibration")
+            video = layout.video
+            text = torch.cat((key[: video.start], key[video.stop :]))
+            keys = [key[video], text] if len(text) else [key[video]]
+            heads, blocks = call.query.shape[2], -(-layout.num_video // BLOCK)
+            starts = [BLOCK * i for i in _spread(blocks, _ROWS)]
+            with torch.no_grad():
+                found = skipped_shares(
+                    call.query[0, video],
+                    keys,
+                    scale=layer.geometry.softmax_scale,
+                    lambdas=_LAMBDAS,
+                    heads=_spread(heads, _HEADS),
+                    rows=[slice(i, i + BLOCK) for i in starts],
+                )
+            self.shares[name, context.current_timestep, site.name].append(found)
+            self.keys[name] = num_keys
+        return serve(call)
+
+    def mean(self, *, step: int | None = None, layer: str | None = None) -> torch.Tensor:
+        """Return the mean of the shares, of one step or one layer or of all, fp64 [L]."""
+        held = [
+            share
+            for (_, at, name), shares in self.shares.items()
+            if step in (None, at) and layer in (None, name)
+            for share in shares
+        ]
+        return torch.stack(held).mean(0)
+
+
+def _spread(count: int, most: int) -> list[int]:
+    """Return at most so many of the numbers below `count`, as far apart as they go."""
+    return [i * count // min(count, most) for i in range(min(count, most))]
+
+
+def fit_curve(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return a and b of the curve through (threshold_scale_factor, share), by least squares.
+
+    As ModelOpt's `fit_logspace`: log(factor) = log(a) + b * share, over shares of 0.1 to 0.9.
+
+    Raises:
+        UsageError: too few shares lie there, or they do not rise.
+    """
+    low, high = _FITTED
+    held = [(math.log(factor), share) for factor, share in points if low <= share <= high]
+    shares = [share for _, share in held]
+    mean = sum(shares) / len(shares) if shares else 0.0
+    spread = sum((share - mean) ** 2 for share in shares)
+    every = [share for _, share in points]
+    if len(set(shares)) < 2 or not spread:
+        raise UsageError(
+            f"a curve must be fitted to two shares from {low} to {high} at least, got "
+            f"{min(every):.2f} to {max(every):.2f} for lambda from {min(_LAMBDAS):g} to "
+            f"{max(_LAMBDAS):g}; calibrate on larger or longer videos, of blocks of {BLOCK} tokens"
+        )
+    b = sum((share - mean) * log for log, share in held) / spread
+    return math.exp(sum(log for log, _ in held) / len(held) - b * mean), b
+
+
+def share_at(shares: torch.Tensor, threshold: float) -> float:
+    """Return the share that a lambda leaves out, between those that were tried, fp64 [L]."""
+    tried = sorted(zip(_LAMBDAS, shares.tolist(), strict=True))
+    place = min(max(threshold, tried[0][0]), tried[-1][0])
+    for (low, below), (high, above) in pairwise(tried):
+        if place <= high:
+            part = math.log(place / low) / math.log(high / low)
+            return float(below + part * (above - below))
+    return float(tried[-1][1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibrated:
+    """What a calibration found.
+
+    Attributes:
+        component: which denoiser it is of.
+        curve: the curve.
+        keys: of a call.
+        recorders: what was seen of every prompt.
+    """
+
+    component: str
+    curve: SkipCurve
+    keys: int
+    recorders: tuple[SkipRecorder, ...]
+
+    def share(self, target: float, **of: Any) -> float:
+        """Return the share that the curve's lambda leaves out, of a step or a layer if named."""
+        threshold = self.curve.factor(target) / self.keys
+        shares = torch.stack([recorder.mean(**of) for recorder in self.recorders]).mean(0)
+        return share_at(shares, threshold)
+
+    def as_config(self, targets: Sequence[float]) -> dict[str, Any]:
+        """Return parameters of `skip_softmax`, with what was seen at the targets beside the curve.
+
+        Args:
+            targets: shares of steps to leave out; the first one is asked for.
+
+        Raises:
+            UsageError: one of them takes a lambda of 1 or more, by which all would be left out.
+        """
+        beyond = [each for each in targets if self.curve.factor(each) >= self.keys]
+        if beyond:
+            most = max(float(recorder.mean().max()) for recorder in self.recorders)
+            raise UsageError(
+                f"--target-sparsity must be reached by a lambda below 1, got {beyond[0]:g}, and "
+                f"{most:.2f} at most was seen; ask for less"
+            )
+        seen = self.recorders[0].shares
+        steps = sorted({step for _, step, _ in seen})
+        layers = list(dict.fromkeys(layer for _, _, layer in seen))
+        measured = [
+            {
+                "target_sparsity": target,
+                "threshold_scale_factor": self.curve.factor(target),
+                "share": round(self.share(target), 4),
+                "by_step": {step: round(self.share(target, step=step), 4) for step in steps},
+                "by_layer": {each: round(self.share(target, layer=each), 4) for each in layers},
+            }
+            for target in targets
+        ]
+        more = {"component": self.component, "keys": self.keys, "measured": measured}
+        return {
+            "target_sparsity": targets[0],
+            "sparse_attention_config": {
+                **self.curve.as_mapping(),
+                "producer": {"name": "multimodal_gen", **more},
+            },
+        }
+
+
+def calibrate(
+    args: ServerArgs,
+    prompts: Sequence[str],
+    attach: Callable[[Any], Handle],
+    *,
+    component: str | None = None,
+    told: Callable[[int, float], None] = lambda number, seconds: None,
+) -> Calibrated:
+    """Generate prompts with dense attention, and fit the curve to what is seen of them.
+
+    Args:
+        args: what to load and how to run it; its `prompt` is not used.
+        prompts: what to generate.
+        attach: attaches dense attention to the loaded pipeline.
+        component: which denoiser it is about, where there are several.
+        told: gets the number of a prompt, from 1, and the seconds it took.
+
+    Raises:
+        UsageError: an option does not fit the pipeline or the device, no self-attention was seen,
+            or that of several denoisers; or no curve can be fitted.
+    """
+    device = pick_device(args.device)
+    index = PipelineIndex.read(args.model_path, args.pipeline_class_name)
+    check_arguments(index, args)
+    read_inputs(index, args)
+    recorders: list[SkipRecorder] = []
+    with out_of_memory_explained():
+        pipe = load_pipeline(index, args, device)
+        handle = attach(pipe)
+        try:
+            for number, seconds in _generate(pipe, index, args, prompts, component, recorders):
+                told(number, seconds)
+        finally:
+            handle.remove()
+    names = sorted({name for recorder in recorders for name in recorder.keys})
+    if len(names) != 1:
+        seen = ", ".join(names) or "none"
+        raise UsageError(
+            f"a calibration must see the self-attention of one denoiser, got {seen}; name one with "
+            f"--component"
+        )
+    keys = recorders[0].keys[names[0]]
+    points = [
+        (threshold * keys, share)
+        for recorder in recorders
+        for threshold, share in zip(_LAMBDAS, recorder.mean().tolist(), strict=True)
+    ]
+    a, b = fit_curve(points)
+    curve = SkipCurve(a=a, b=b)
+    return Calibrated(component=names[0], curve=curve, keys=keys, recorders=tuple(recorders))
+
+
+def _generate(
+    pipe: Any,
+    index: PipelineIndex,
+    args: ServerArgs,
+    prompts: Sequence[str],
+    component: str | None,
+    recorders: list[SkipRecorder],
+) -> Iterator[tuple[int, float]]:
+    for number, prompt in enumerate(prompts, 1):
+        call = prepare_call(pipe, index, replace(args, prompt=prompt))
+        arguments = dict(call.arguments)
+        if "output_type" in arguments:
+            arguments["output_type"] = "latent"  # what attention saw is all that is wanted
+        recorder, timings = SkipRecorder(component), Timings(pick_device(args.device))
+        with watching(recorder), timings.phase("calibration"), told_of_run(pipe):
+            denoise(pipe, replace(call, arguments=arguments), timings)
+        recorders.append(recorder)
+        yield number, timings.phases["calibration"]

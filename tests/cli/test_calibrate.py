@@ -1,0 +1,90 @@
+"""`sglang attention calibrate`, and a generation by what it wrote."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+SIZE = ("--height", 128, "--width", 192, "--num-frames", 17, "--num-inference-steps", 2)
+
+
+@pytest.fixture
+def peaked(tiny_pipeline, tmp_path):
+    """A tiny Wan of 480 tokens in a grid of 5x8x12, whose scores fall with the distance."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_pipeline("wan"), folder)
+    (file,) = (folder / "transformer").glob("*.safetensors")
+    weights = load_file(file)
+    for name, weight in weights.items():
+        if name.endswith(("attn1.to_q.bias", "attn1.to_k.bias")):
+            weights[name] = torch.full_like(weight, 20.0)  # which its rotation turns
+        if name.endswith("attn1.norm_q.weight"):
+            weights[name] = 4.0 * weight
+    save_file(weights, file)
+    return folder
+
+
+def test_a_curve_is_written_that_a_generation_takes(sglang, peaked, tmp_path):
+    file, prompts = tmp_path / "skip.json", tmp_path / "prompts.txt"
+    prompts.write_text("a fox\na cat\n")
+    run = ("--model-path", peaked, *SIZE, "--guidance-scale", 3)
+    found = sglang(
+        *("attention", "calibrate", *run, "--prompts", prompts, "--seed", 0),
+        *("--target-sparsity", "0.15,0.2", "--output", file),
+    )
+    assert found.code == 0, found.err
+    assert "[2/2]" in found.out
+    assert f"--attention-backend skip_softmax --attention-backend-config {file}" in found.out
+    written = json.loads(file.read_text())
+    assert written["target_sparsity"] == 0.15
+    producer = written["sparse_attention_config"]["producer"]
+    assert (producer["component"], producer["keys"]) == ("transformer", 480)
+    at_least, more = producer["measured"]
+    assert set(at_least["by_step"]) == {"0", "1"}
+    assert set(at_least["by_layer"]) == {"blocks.0.attn1", "blocks.1.attn1"}
+    assert 0 < at_least["share"] <= more["share"] < 1
+    assert at_least["threshold_scale_factor"] < more["threshold_scale_factor"]
+    beyond = sglang(
+        *("attention", "calibrate", *run, "--prompt", "a fox", "--seed", 0),
+        *("--target-sparsity", 0.9, "--output", tmp_path / "other.json"),
+    )
+    assert beyond.code == 2
+    assert "--target-sparsity must be reached by a lambda below 1, got 0.9, and 0.3" in beyond.err
+    out = tmp_path / "out"
+    made = sglang(
+        *("generate", *run, "--prompt", "a fox", "--seed", 0, "--output-path", out),
+        *("--attention-backend", "skip_softmax", "--attention-backend-config", file),
+    )
+    assert made.code == 0, made.err
+    (record,) = out.glob("*.json")
+    layers = json.loads(record.read_text())["attention"]["layers"]
+    skipped = [e["skipped"] for layer in layers for e in layer["entries"] if e.get("skipped")]
+    # All heads and rows are looked at, and one prompt of the two is generated again.
+    assert sum(skipped) / 2 == pytest.approx(at_least["share"], abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--target-sparsity", "0.5,2"), "--target-sparsity must be shares between 0 and 1 such"),
+        (("--output", "skip.txt"), "--output must end in .json, .yaml, .yml, got 'skip.txt'"),
+        ((), "a curve must be fitted to two shares from 0.1 to 0.9 at least, got 0.00 to 0.00"),
+        (("--component", "vae"), "a calibration must see the self-attention of one denoiser, got"),
+        (("--prompt",), "a calibration must have at least one prompt, got none"),
+    ],
+)
+def test_what_cannot_be_calibrated_is_refused(sglang, tiny_pipeline, tmp_path, arguments, message):
+    given = {"--output": tmp_path / "skip.json", "--prompt": "a fox"}
+    if arguments == ("--prompt",):
+        del given["--prompt"]
+    elif arguments:
+        given[arguments[0]] = arguments[1]
+    model = ("--model-path", tiny_pipeline("wan"), "--height", 64, "--width", 96)
+    size = ("--num-frames", 9, "--num-inference-steps", 1)
+    typed = [each for pair in given.items() for each in pair]
+    found = sglang("attention", "calibrate", *model, *size, *typed)
+    assert found.code == 2
+    assert message in found.err
+    assert not (tmp_path / "skip.json").exists()
