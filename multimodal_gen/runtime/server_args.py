@@ -515,7 +515,7 @@ class ServerArgs:
         ),
     ] = None
     transformer_weights_path: Annotated[
-        Mapping[str, str] | Sequence[str] | Path | str | None,
+        Mapping[str, Path | str] | Sequence[Path | str] | Path | str | None,
         Setting(
             metavar="[COMPONENT=]FILE",
             many=True,

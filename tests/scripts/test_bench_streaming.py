@@ -24,10 +24,13 @@ def test_every_way_to_keep_the_past_is_compared_and_timed(streaming, tmp_path):
     chunks = {row["contender"]: row for row in rows if "chunk 30" in row["case"]}
     assert set(chunks) == {
         "sdpa, clone-and-shift", "cache, auto", "cache, in pieces", "cache, windows in space",
-        "cache, tall windows in space", "cache, 8 bits", "no self-attention",
+        "cache, tall windows in space", "cache, 8 bits", "cache, 4 bits", "cache, 2 bits",
+        "no self-attention",
     }  # fmt: skip
     assert all(float(row["frames_per_second"]) > 0 for row in chunks.values())
-    assert float(chunks["cache, 8 bits"]["relative_error"]) < 1e-2
+    errors = [float(chunks[f"cache, {bits} bits"]["relative_error"]) for bits in (8, 4, 2)]
+    assert errors[0] < 1e-2
+    assert errors == sorted(errors)
     (last,) = [row for row in rows if "chunk 1000" in row["case"]]
     assert last["contender"] == "cache, auto"
 
