@@ -132,6 +132,7 @@ def test_the_dictionary_is_json_and_complete(report):
                 "dense_layers": None,
                 "refresh_every": 1,
                 "dense_above": None,
+                "skip_below": None,
             },
         ),
         (SparseConfig(dense_steps="0-3"), SDPA, None),
