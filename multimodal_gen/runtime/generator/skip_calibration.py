@@ -15,7 +15,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from statistics import linear_regression
 from typing import Any
 
 import torch
@@ -153,28 +153,25 @@ def fit_curve(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     low, high = _FITTED
     held = [(math.log(factor), share) for factor, share in points if low <= share <= high]
     shares = [share for _, share in held]
-    mean = sum(shares) / len(shares) if shares else 0.0
-    spread = sum((share - mean) ** 2 for share in shares)
     every = [share for _, share in points]
-    if len(set(shares)) < 2 or not spread:
+    if len(set(shares)) < 2:
         raise UsageError(
             f"a curve must be fitted to two shares from {low} to {high} at least, got "
             f"{min(every):.2f} to {max(every):.2f} for lambda from {min(_LAMBDAS):g} to "
             f"{max(_LAMBDAS):g}; calibrate on larger or longer videos, of blocks of {BLOCK} tokens"
         )
-    b = sum((share - mean) * log for log, share in held) / spread
-    return math.exp(sum(log for log, _ in held) / len(held) - b * mean), b
+    line = linear_regression(shares, [log for log, _ in held])
+    return math.exp(line.intercept), line.slope
 
 
 def share_at(shares: torch.Tensor, threshold: float) -> float:
     """Return the share that a lambda leaves out, between those that were tried, fp64 [L]."""
-    tried = sorted(zip(_LAMBDAS, shares.tolist(), strict=True))
-    place = min(max(threshold, tried[0][0]), tried[-1][0])
-    for (low, below), (high, above) in pairwise(tried):
-        if place <= high:
-            part = math.log(place / low) / math.log(high / low)
-            return float(below + part * (above - below))
-    return float(tried[-1][1])
+    import numpy as np
+
+    tried = sorted(
+        (math.log(each), share) for each, share in zip(_LAMBDAS, shares.tolist(), strict=True)
+    )
+    return float(np.interp(math.log(threshold), *zip(*tried, strict=True)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
