@@ -113,6 +113,22 @@ def class_of(library: str, class_name: str) -> Any:
     return found if isinstance(found, type) else None
 
 
+def class_of_component(index: "PipelineIndex", name: str, flag: str) -> tuple[Any, str]:
+    """Return the class, as `class_of` does, of a component that a flag names, and its name.
+
+    Raises:
+        UsageError: the pipeline has no such component.
+    """
+    if name not in index.components:
+        valid = sorted(index.components)
+        raise UsageError(
+            f"{flag} must name a component of {index.name} ({', '.join(valid)}), got "
+            f"{short(name)}{nearest(name, valid)}"
+        )
+    library, class_name = index.components[name]
+    return class_of(library, class_name), class_name
+
+
 def components_in(config: Mapping[str, Any], *, dotted: bool = False) -> dict[str, tuple[str, str]]:
     """Return library and class name by component, those left out not; `dotted`: private keys too.
 

@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import torch
 
-from multimodal_gen.errors import MissingDependencyError, UsageError, nearest, short
-from multimodal_gen.runtime.generator.index import PipelineIndex, class_of
+from multimodal_gen.errors import MissingDependencyError, UsageError
+from multimodal_gen.runtime.generator.index import PipelineIndex, class_of, class_of_component
 from multimodal_gen.runtime.generator.library_errors import described, told
 from multimodal_gen.settings import expanded
 
@@ -33,14 +33,7 @@ def check_quantized(index: PipelineIndex, ways: Mapping[str, str], device: torch
     """
     for name, way in ways.items():
         flag = f"--quantize {name}={way}"
-        if name not in index.components:
-            valid = sorted(index.components)
-            raise UsageError(
-                f"--quantize must name a component of {index.name} ({', '.join(valid)}), got "
-                f"{short(name)}{nearest(name, valid)}"
-            )
-        library, class_name = index.components[name]
-        found = class_of(library, class_name)
+        found, class_name = class_of_component(index, name, "--quantize")
         if found is None or not issubclass(found, torch.nn.Module):
             raise UsageError(f"{flag} must name a model, got {name}, a {class_name}")
         package = _PACKAGES["gguf" if _is_file(way) else way.partition("-")[0]]

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from multimodal_gen.errors import UsageError, nearest, short
-from multimodal_gen.runtime.generator.index import PipelineIndex, class_of
+from multimodal_gen.errors import UsageError
+from multimodal_gen.runtime.generator.index import PipelineIndex, class_of, class_of_component
 from multimodal_gen.runtime.generator.library_errors import described, told
 from multimodal_gen.settings import expanded
 
@@ -75,14 +75,7 @@ def check_weights(
 
     for name, file in files.items():
         flag = f"{_FLAG} {name}={file}"
-        if name not in index.components:
-            valid = sorted(index.components)
-            raise UsageError(
-                f"{_FLAG} must name a component of {index.name} ({', '.join(valid)}), got "
-                f"{short(name)}{nearest(name, valid)}"
-            )
-        library, class_name = index.components[name]
-        found = class_of(library, class_name)
+        found, class_name = class_of_component(index, name, _FLAG)
         if found is None or not issubclass(found, ModelMixin):
             raise UsageError(f"{flag} must name a model of diffusers, got {name}, a {class_name}")
         if name in quantized:
