@@ -38,7 +38,7 @@ import yaml
 # A checkout works without being installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from clips import draw_scenes, render
+from clips import Scene, draw_scenes, render
 from models import SIZES, Size, Stage, embedded, make_scheduler
 from pictures import clips_in, draw_clips, draw_curves, joined
 from score import score
@@ -98,18 +98,23 @@ def _text(backend: str, settings: Mapping[str, Any]) -> str:
     return f"{backend}:{json.dumps(settings)}"
 
 
-def captions_of(size: Size, count: int) -> tuple[list[str], list[float], list[float]]:
-    """Return captions, the scores of their real clips, and those with another's caption."""
+def scenes_of(size: Size, count: int) -> list[Scene]:
+    """Return the scenes whose captions are generated."""
     stage = size.stages[-1]
-    scenes = draw_scenes(SEED, count, frames=stage.frames, aspect=stage.width / stage.height)
+    return draw_scenes(SEED, count, frames=stage.frames, aspect=stage.width / stage.height)
+
+
+def ends_of(scenes: Sequence[Scene], stage: Stage) -> Iterator[dict[str, Any]]:
+    """Yield the rows of the scenes' own clips, and of these with each other's captions."""
     said = [scene.caption for scene in scenes]
     real, swapped = [], []
     for scene, other in zip(scenes, said[1:] + said[:1], strict=True):
-        (clip,) = render([scene], height=stage.height, width=stage.width)
-        video = clip.permute(1, 2, 3, 0).numpy()
+        (clip,) = render([scene], height=stage.height, width=stage.width, device=DEVICE)
+        video = clip.permute(1, 2, 3, 0).cpu().numpy()
         real.append(score(video, scene.caption))
         swapped.append(score(video, other))
-    return said, real, swapped
+    for name, scores in (("real clips", real), ("captions swapped", swapped)):
+        yield {"name": name, "clips": len(scores), "score": _mean(scores)}
 
 
 def generations(given: argparse.Namespace, part: str, names: Mapping[str, str]) -> None:
@@ -123,19 +128,18 @@ def generations(given: argparse.Namespace, part: str, names: Mapping[str, str]) 
     texts = [*names][given.shard :: given.gpus]
     if texts:
         size = SIZES[given.size]
-        captions, real, swapped = captions_of(size, given.captions or _part(part)["captions"])
+        scenes = scenes_of(size, given.captions or _part(part)["captions"])
         folder = given.out / _shard(part, given)
         report = compared(
             _pipeline(given.model),
             size.stages[-1],
-            captions,
+            [scene.caption for scene in scenes],
             part,
             texts,
             folder,
             noise=given.shard == 0,
         )
-        ends = {"real clips": real, "captions swapped": swapped}
-        rows: Rows = [{"name": key, "clips": len(x), "score": _mean(x)} for key, x in ends.items()]
+        rows: Rows = [] if given.shard else [*ends_of(scenes, size.stages[-1])]
         rows += rows_of(report, names, given.commit)
         write(rows, given.out / f"{_shard(part, given)}.csv")
         write(scores_of(report, names), given.out / f"{_shard(part, given)}_clips.csv")
@@ -359,7 +363,8 @@ def trained(given: argparse.Namespace) -> None:
     size = SIZES[given.size]
     stage = size.stages[-1]
     data, rows, clips = given.out / f"data-{given.shard}.safetensors", Rows(), Rows()
-    captions, *_ = captions_of(size, given.captions or _part("trained")["captions"])
+    scenes = scenes_of(size, given.captions or _part("trained")["captions"])
+    captions = [scene.caption for scene in scenes]
     entries = [(name, x) for name, x in STUDY["trained"].items() if re.search(given.only, name)]
     for name, entry in entries[given.shard :: given.gpus]:
         folder = given.out / re.sub(r"\W+", "-", name)
