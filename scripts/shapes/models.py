@@ -88,7 +88,7 @@ SIZES = {
                 rate=5e-4, shift=6.5,
             ),
             Stage(
-                frames=81, height=480, width=832, batch=4, clips=384, steps=2500,
+                frames=81, height=480, width=832, batch=4, clips=384, steps=1900,
                 rate=5e-4, shift=8,
             ),
         ),
