@@ -28,6 +28,7 @@ class Stage:
         steps: how many.
         rate: the highest learning rate, which falls to 0 over the steps.
         shift: of the noise levels.
+        keep: tokens along time, height and width that a step has; default: all.
     """
 
     frames: int
@@ -38,6 +39,7 @@ class Stage:
     steps: int
     rate: float = 1e-3
     shift: float = 3.0
+    keep: tuple[int, int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,12 +93,21 @@ SIZES = {
                 frames=81, height=480, width=832, batch=4, clips=384, steps=1900,
                 rate=5e-4, shift=8,
             ),
+            Stage(
+                frames=81, height=480, width=832, batch=64, clips=1536, steps=7500,
+                rate=5e-4, shift=4, keep=(7, 12, 16),
+            ),
+            Stage(
+                frames=81, height=480, width=832, batch=4, clips=384, steps=2400,
+                rate=4e-4, shift=8,
+            ),
         ),
     ),
     "smoke": Size(
         heads=1, head_size=32, layers=1, ffn=32, text=32, latent=4, vae=4, patch=(1, 1, 1),
         stages=(
             Stage(frames=5, height=32, width=32, batch=2, clips=4, steps=2),
+            Stage(frames=9, height=32, width=48, batch=1, clips=2, steps=2, keep=(2, 3, 4)),
             Stage(frames=9, height=32, width=48, batch=1, clips=2, steps=2),
         ),
     ),

@@ -64,6 +64,23 @@ def score(video: Sequence[object] | Floats, prompt: str) -> float:
     Raises:
         ValueError: the caption names no shape.
     """
+    held = [holds for kind in facts(video, prompt).values() for holds in kind]
+    return sum(held) / len(held)
+
+
+def facts(video: Sequence[object] | Floats, prompt: str) -> dict[str, list[bool]]:
+    """Return what a caption says, and of each fact whether a clip holds it.
+
+    Args:
+        video: as for `score`.
+        prompt: the same.
+
+    Returns:
+        By "number", "colour", "kind", "motion" and "speed".
+
+    Raises:
+        ValueError: the caption names no shape.
+    """
     said = said_by(prompt)
     if not said:
         raise ValueError(f"a caption must name a shape, got {prompt!r}")
@@ -71,15 +88,15 @@ def score(video: Sequence[object] | Floats, prompt: str) -> float:
     step = max(1, len(frames[0]) // _ROWS)
     read = as_array([frame[::step, ::step] for frame in frames])
     seen = {shape.colour: shape for shape in seen_in(read)}
-    facts = [len(seen) == len(said)]
-    for shape in said:
-        found = seen.get(shape.colour)
-        facts.append(found is not None)
-        facts.append(found is not None and found.kind == shape.kind)
-        facts.append(found is not None and found.motion == shape.motion)
-        if shape.speed:
-            facts.append(found is not None and found.speed == shape.speed)
-    return sum(facts) / len(facts)
+    pairs = [(shape, seen.get(shape.colour)) for shape in said]
+    held = {"number": [len(seen) == len(said)], "colour": [found is not None for _, found in pairs]}
+    for name in ("kind", "motion", "speed"):
+        held[name] = [
+            found is not None and getattr(found, name) == getattr(shape, name)
+            for shape, found in pairs
+            if getattr(shape, name)
+        ]
+    return held
 
 
 def as_array(video: Sequence[object] | Floats) -> Floats:

@@ -20,7 +20,9 @@ the pipeline's scheduler does. A tenth of the captions is left out, for guidance
 Later stages have larger grids. So that what captions mean need not be learnt again, positions of a
 smaller grid are stretched over the last one, as far as its clips are the same in time and space;
 and the more tokens show the same thing, the more noise it takes to hide it, so the shift grows
-(Esser et al. 2024, eq. 23, has the root of the ratio of tokens).
+(Esser et al. 2024, eq. 23, has the root of the ratio of tokens). Before the last stage comes one on
+some tokens of its clips, drawn anew in each step, which saves most of attention's work (Zheng et
+al. 2023, "Fast training of diffusion models with masked transformers", drop half of them).
 """
 
 import argparse
@@ -411,7 +413,8 @@ def train_transformer(size: Size, state: Path, options: argparse.Namespace) -> A
         first, last = last, last + stage.steps
         if training.step < last and time.monotonic() < end:
             pool = Pool(vae, tokenizer, stage, TRAINING_SEEDS + 100_000 + training.step)
-            stretch_positions(transformer.rope, stage, size.stages[-1])
+            rope = transformer.rope
+            place_tokens(rope, *stretched_positions(rope, stage, size.stages[-1]))
             feed, loss_of = flow_matching(transformer, text_encoder, pool, stage)
             training.run(
                 feed,
@@ -421,32 +424,60 @@ def train_transformer(size: Size, state: Path, options: argparse.Namespace) -> A
                 until=last,
                 cosine=range(first, last),
             )
-    stretch_positions(transformer.rope, size.stages[-1], size.stages[-1])
+    place_tokens(transformer.rope, *stretched_positions(transformer.rope, stage, size.stages[-1]))
     training.use_average()
     modules = (text_encoder, vae, transformer)
     shift = size.stages[-1].shift
     return make_pipeline(tokenizer, *(module.eval() for module in modules), shift=shift)
 
 
-def stretch_positions(rope: Any, stage: Stage, last: Stage) -> None:
-    """Have a transformer place the tokens of a stage's grid as far apart as those of the last."""
+def place_tokens(rope: Any, *positions: torch.Tensor) -> None:
+    """Have a transformer place the first tokens along time, height and width at these positions."""
     from diffusers.models.embeddings import get_1d_rotary_pos_embed
 
-    latents = [((x.frames + 3) // 4, x.height, x.width) for x in (stage, last)]
-    tables = [
-        get_1d_rotary_pos_embed(
+    start = 0
+    for dim, places in zip((rope.t_dim, rope.h_dim, rope.w_dim), positions, strict=True):
+        tables = get_1d_rotary_pos_embed(
             dim,
-            torch.arange(rope.max_seq_len, dtype=torch.float64) * (whole / part),
+            places.double(),
             use_real=True,
             repeat_interleave_real=True,
             freqs_dtype=torch.float64,
         )
-        for dim, part, whole in zip((rope.t_dim, rope.h_dim, rope.w_dim), *latents, strict=True)
-    ]
-    for buffer, axes in zip(
-        (rope.freqs_cos, rope.freqs_sin), zip(*tables, strict=True), strict=True
-    ):
-        buffer.copy_(torch.cat(axes, 1))
+        for buffer, table in zip((rope.freqs_cos, rope.freqs_sin), tables, strict=True):
+            buffer[: len(places), start : start + dim].copy_(table)
+        start += dim
+
+
+def stretched_positions(rope: Any, stage: Stage, last: Stage) -> list[torch.Tensor]:
+    """Return positions at which the grid of a stage is as large as that of the last one."""
+    grids = [((x.frames + 3) // 4, x.height, x.width) for x in (stage, last)]
+    tokens = torch.arange(rope.max_seq_len, device=DEVICE, dtype=torch.float64)
+    return [tokens * (whole / part) for part, whole in zip(*grids, strict=True)]
+
+
+def drawn_positions(
+    grid: Sequence[int], keep: Sequence[int], drawn: torch.Generator
+) -> list[torch.Tensor]:
+    """Return ascending positions of as many tokens as are kept along each axis of a grid.
+
+    An axis is cut in as many even parts; of each one token is drawn.
+    """
+    positions = []
+    for whole, few in zip(grid, keep, strict=True):
+        parts = torch.arange(few, device=DEVICE) + torch.rand(few, generator=drawn, device=DEVICE)
+        positions.append((parts * (whole / few)).long().clamp(max=whole - 1))
+    return positions
+
+
+def tokens_at(
+    latents: torch.Tensor, patch: Sequence[int], positions: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Return the latents [N, C, t, h, w] of the tokens at these positions of three axes."""
+    for axis, (size, places) in enumerate(zip(patch, positions, strict=True), 2):
+        of_tokens = latents.unflatten(axis, (-1, size))
+        latents = of_tokens.index_select(axis, places).flatten(axis, axis + 1)
+    return latents
 
 
 def flow_matching(
@@ -454,7 +485,12 @@ def flow_matching(
 ) -> tuple[Callable[[int], None], Callable[[], torch.Tensor]]:
     """Return what draws the noise and the clips of a step, and the loss on them."""
     batch, shift = max(1, stage.batch // ranks()), stage.shift
-    latents = torch.empty_like(pool.latents[:batch], dtype=torch.float32)
+    patch = transformer.config.patch_size
+    grid = [
+        length // of_token for length, of_token in zip(pool.latents.shape[2:], patch, strict=True)
+    ]
+    kept = [few * of_token for few, of_token in zip(stage.keep or grid, patch, strict=True)]
+    latents = torch.empty(batch, pool.latents.shape[1], *kept, device=DEVICE)
     noise, sigma = torch.empty_like(latents), torch.empty(batch, device=DEVICE)
     tokens, real = pool.tokens[:batch].clone(), pool.real[:batch].clone()
 
@@ -463,7 +499,12 @@ def flow_matching(
         draws = torch.rand(3, batch, generator=drawn, device=DEVICE)
         chosen = (draws[0] * len(pool.latents)).long()
         said = torch.where(draws[1] < NO_CAPTION, len(pool.latents), chosen)
-        latents.copy_(pool.latents[chosen])
+        clips = pool.latents[chosen]
+        if stage.keep is not None:
+            positions = drawn_positions(grid, stage.keep, drawn)
+            place_tokens(transformer.rope, *positions)
+            clips = tokens_at(clips, patch, positions)
+        latents.copy_(clips)
         tokens.copy_(pool.tokens[said])
         real.copy_(pool.real[said])
         noise.normal_(generator=drawn)
@@ -481,11 +522,12 @@ def flow_matching(
 
 @torch.no_grad()
 def evaluate(pipeline: Any, size: Size, count: int, steps: int) -> None:
-    """Print the score of generated clips, of real ones and of captions that were swapped."""
-    from score import score
+    """Print the share of facts that generated clips hold, and that real ones do."""
+    from score import facts
 
     pipeline.set_progress_bar_config(disable=True)
-    stage, found = size.stages[-1], []
+    stage = size.stages[-1]
+    held: dict[str, dict[str, list[bool]]] = {"generated": {}, "real": {}}
     at_once = clips_at_once(stage, count)
     for number in range(-(-count // at_once)):
         scenes, real = clips_of(stage, 7 + number, at_once)
@@ -502,9 +544,18 @@ def evaluate(pipeline: Any, size: Size, count: int, steps: int) -> None:
                 output_type="np",
             ).frames
         shown = ((real + 1) / 2).permute(0, 2, 3, 4, 1).cpu().numpy()
-        found += zip(map(score, made, captions), map(score, shown, captions), strict=True)
-    generated, ceiling = (sum(column) / len(found) for column in zip(*found, strict=True))
-    print(f"score of {len(found)} clips: generated {generated:.3f}, real {ceiling:.3f}", flush=True)
+        for which, clips in (("generated", made), ("real", shown)):
+            for clip, caption in zip(clips, captions, strict=True):
+                for kind, holds in facts(clip, caption).items():
+                    held[which].setdefault(kind, []).extend(holds)
+    for which, kinds in held.items():
+        every = [holds for kind in kinds.values() for holds in kind]
+        shares = [f"{kind} {_share(holds)}" for kind, holds in kinds.items()]
+        print(f"{which}: {_share(every)} of facts; {', '.join(shares)}", flush=True)
+
+
+def _share(holds: Sequence[bool]) -> str:
+    return f"{sum(holds) / len(holds):.3f}" if holds else "none"
 
 
 def options() -> Iterator[tuple[str, dict[str, Any]]]:

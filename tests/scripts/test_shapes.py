@@ -129,6 +129,8 @@ def test_a_model_is_trained_in_pieces_and_saved(tmp_path, monkeypatch, capsys) -
     said = capsys.readouterr().out
     assert "3 of 4 steps" in said
     assert "4 of 4 steps" in said
+    assert "6 of 6 steps" in said
+    assert re.search(r"^real: 1\.000 of facts; number 1\.000, colour 1\.000, ", said, re.MULTILINE)
     from diffusers import WanPipeline
 
     pipe = WanPipeline.from_pretrained(folder, dtype=torch.float32)
@@ -136,6 +138,34 @@ def test_a_model_is_trained_in_pieces_and_saved(tmp_path, monkeypatch, capsys) -
     video = pipe("a red ball moves right over a plain ground", **asked, output_type="np").frames
     assert video.shape == (1, 9, 32, 48, 3)
     assert np.isfinite(video).all()
+
+
+def test_tokens_that_are_drawn_stay_in_their_places(monkeypatch) -> None:
+    monkeypatch.syspath_prepend("scripts/shapes")
+    train = importlib.import_module("train")
+    from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
+
+    rope, grid, patch = WanRotaryPosEmbed(32, (1, 2, 2), 64), (5, 6, 8), (1, 2, 2)
+    latents = torch.randn(2, 3, 5, 12, 16)
+    whole = torch.stack(rope(latents)).unflatten(2, grid)
+    drawn = torch.Generator().manual_seed(0)
+    for keep in ((2, 3, 4), (5, 4, 7), grid):
+        positions = train.drawn_positions(grid, keep, drawn)
+        for places, few, length in zip(positions, keep, grid, strict=True):
+            assert len(places) == few == len(places.unique())
+            assert places.min() >= 0
+            assert places.max() < length
+        t, h, w = positions
+        found = train.tokens_at(latents, patch, positions)
+        tokens = latents.unflatten(4, (8, 2)).unflatten(3, (6, 2))
+        wanted = tokens[:, :, t][:, :, :, h][:, :, :, :, :, w]
+        assert torch.equal(found.unflatten(4, (-1, 2)).unflatten(3, (-1, 2)), wanted)
+        train.place_tokens(rope, *positions)
+        assert torch.equal(
+            torch.stack(rope(found)).unflatten(2, keep),
+            whole[:, :, t][:, :, :, h][:, :, :, :, w].clone(),
+        )
+        train.place_tokens(rope, *(torch.arange(64.0) for _ in grid))
 
 
 def test_the_autoencoder_of_the_small_model_keeps_what_clips_show(shapes) -> None:
