@@ -76,7 +76,7 @@ SIZES = {
         stages=(Stage(frames=17, height=128, width=128, batch=64, clips=12_288, steps=18_000),),
     ),
     # Its autoencoder is that of the small one. What captions mean is learnt on short, small clips,
-    # of which a step holds many; the last stage has the tokens of Wan's 480p.
+    # of which a step holds many; the last stages have the tokens of Wan's 480p.
     "large": Size(
         heads=3, head_size=128, layers=6, ffn=1024, text=128, latent=12, vae=16, patch=(1, 2, 2),
         stages=(
@@ -93,12 +93,17 @@ SIZES = {
                 frames=81, height=480, width=832, batch=4, clips=384, steps=1900,
                 rate=5e-4, shift=8,
             ),
+            # Some tokens of such clips, of which a step holds many again; then all of them.
             Stage(
-                frames=81, height=480, width=832, batch=64, clips=1536, steps=7500,
+                frames=81, height=480, width=832, batch=64, clips=1536, steps=3500,
                 rate=5e-4, shift=4, keep=(7, 12, 16),
             ),
             Stage(
-                frames=81, height=480, width=832, batch=4, clips=384, steps=2400,
+                frames=81, height=480, width=832, batch=16, clips=1536, steps=3000,
+                rate=4e-4, shift=6, keep=(11, 18, 30),
+            ),
+            Stage(
+                frames=81, height=480, width=832, batch=4, clips=1536, steps=2200,
                 rate=4e-4, shift=8,
             ),
         ),

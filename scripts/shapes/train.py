@@ -20,9 +20,9 @@ the pipeline's scheduler does. A tenth of the captions is left out, for guidance
 Later stages have larger grids. So that what captions mean need not be learnt again, positions of a
 smaller grid are stretched over the last one, as far as its clips are the same in time and space;
 and the more tokens show the same thing, the more noise it takes to hide it, so the shift grows
-(Esser et al. 2024, eq. 23, has the root of the ratio of tokens). Before the last stage comes one on
-some tokens of its clips, drawn anew in each step, which saves most of attention's work (Zheng et
-al. 2023, "Fast training of diffusion models with masked transformers", drop half of them).
+(Esser et al. 2024, eq. 23, has the root of the ratio of tokens). Some stages see a part of the
+tokens, drawn anew in each step, which saves most of attention's work (Zheng et al. 2023, "Fast
+training of diffusion models with masked transformers", drop half of them).
 """
 
 import argparse
@@ -374,6 +374,7 @@ class Pool:
 
     def __init__(self, vae: Any, tokenizer: Any, stage: Stage, seed: int) -> None:
         start = time.monotonic()
+        self._stage = stage
         at_once = clips_at_once(stage, stage.clips)
         mean, deviation = (
             torch.tensor(x, device=DEVICE).view(1, -1, 1, 1, 1)
@@ -392,6 +393,11 @@ class Pool:
         self.tokens, self.real = tokens_of(tokenizer, [*captions, ""], DEVICE)
         print(f"{len(captions)} clips, {time.monotonic() - start:.0f} s", flush=True)
 
+    def serves(self, stage: Stage) -> bool:
+        """Whether the clips are those of another stage, too."""
+        shapes = ((x.frames, x.height, x.width, x.clips) for x in (self._stage, stage))
+        return next(shapes) == next(shapes)
+
 
 def train_transformer(size: Size, state: Path, options: argparse.Namespace) -> Any:
     """Train transformer and text encoder; return the pipeline with the average of both."""
@@ -408,12 +414,13 @@ def train_transformer(size: Size, state: Path, options: argparse.Namespace) -> A
         state / "transformer.pt",
         steps=sum(stage.steps for stage in size.stages),
     )
-    end, last = time.monotonic() + options.seconds, 0
+    end, last, rope = time.monotonic() + options.seconds, 0, transformer.rope
+    pool: Pool | None = None
     for stage in size.stages:
         first, last = last, last + stage.steps
         if training.step < last and time.monotonic() < end:
-            pool = Pool(vae, tokenizer, stage, TRAINING_SEEDS + 100_000 + training.step)
-            rope = transformer.rope
+            if pool is None or not pool.serves(stage):
+                pool = Pool(vae, tokenizer, stage, TRAINING_SEEDS + 100_000 + training.step)
             place_tokens(rope, *stretched_positions(rope, stage, size.stages[-1]))
             feed, loss_of = flow_matching(transformer, text_encoder, pool, stage)
             training.run(
@@ -424,7 +431,7 @@ def train_transformer(size: Size, state: Path, options: argparse.Namespace) -> A
                 until=last,
                 cosine=range(first, last),
             )
-    place_tokens(transformer.rope, *stretched_positions(transformer.rope, stage, size.stages[-1]))
+    place_tokens(rope, *stretched_positions(rope, stage, size.stages[-1]))
     training.use_average()
     modules = (text_encoder, vae, transformer)
     shift = size.stages[-1].shift
