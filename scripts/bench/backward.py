@@ -1,6 +1,7 @@
 """Forward and backward of the engine, dense and over random lists, against torch and others.
 
-Peers that are not installed, flash-attn-4 and fastvideo-kernel, are left out with a word.
+Peers that are not installed, flash-attn-4, fastvideo-kernel and nvidia-cudnn-frontend with CuTe
+DSL, are left out with a word.
 
 Gradients of one head are checked first, against float64 by the definition: they may err at most
 twice as much as plain PyTorch code in bfloat16 does. What is wrong is not timed, and makes the
@@ -16,8 +17,10 @@ import importlib
 from dataclasses import dataclass
 from functools import partial
 
+import _block_sparse_peers as sparse_peers
 import torch
 from _attention import Attend, Case, first_of, random_lists, sdpa
+from _block_sparse_peers import kept_blocks
 from _harness import DEVICE, Bench, Run, relative_error, version_of
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -56,13 +59,6 @@ def lists_of(case: Case, blocks: str) -> BlockPlan:
         whole = Blocks.regular(case.tokens, 384)
         return BlockPlan.dense(whole, whole, DEVICE)
     return random_lists(case.tokens, case.heads, int(blocks.split("x")[0]), share=DENSITY)
-
-
-def kept_blocks(plan: BlockPlan) -> torch.Tensor:
-    """Return which blocks a plan of equal counts keeps: bool [1, H, Nq, Nk]."""
-    shape = (*plan.indices.shape[:3], plan.kv.num)
-    keep = torch.zeros(shape, dtype=torch.bool, device=plan.device)
-    return keep.scatter_(-1, plan.indices.long(), True)
 
 
 def head_gradients(
@@ -153,6 +149,15 @@ def fastvideo(plan: BlockPlan) -> Contender:
     )
 
 
+def cudnn(plan: BlockPlan) -> Contender:
+    """Return cuDNN's block-sparse attention."""
+    return Contender(
+        attend=sparse_peers.cudnn(plan),
+        version=version_of("nvidia-cudnn-frontend"),
+        heads_first=True,
+    )
+
+
 def flex(plan: BlockPlan) -> Contender:
     """Return FlexAttention over the lists of a plan."""
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
@@ -188,6 +193,8 @@ ON_GPU = {
     "flash dense": partial(torchs_own, SDPBackend.FLASH_ATTENTION),
     "fa4 dense": flash_attention_4,
     "fa4 128x128": flash_attention_4,
+    "cudnn 128x128": cudnn,
+    "cudnn 64x64": cudnn,
     "fastvideo 64x64": fastvideo,
 }
 SLOW = {"flex 128x128": flex, "flex 64x64": flex}  # compile for long

@@ -6,7 +6,8 @@
 `forward` variants are checked on small plans against the reference; those of the backward pass
 (`dq`, `dkv`, `all` three gradients by two kernels or by one) at full size, against the first one.
 Each is tried in a process of its own, so that one that fails or hangs costs only itself; the same
-step fills the kernel cache. Those that pass are timed in interleaved rounds.
+step fills the kernel cache. Those that pass are timed in interleaved rounds; over random lists next
+to cuDNN's block-sparse attention, in 16 and 8 bits, and FlashInfer's, where they are installed.
 
     python3 scripts/bench/run.py engine --commit HASH [--only "sta forward|dq"] [--rounds 7]
     python3 scripts/bench/run.py engine --commit HASH --smoke    # what is checked, on any machine
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 import yaml
 from _attention import FA3, Case, fa3_run, random_lists
+from _block_sparse_peers import runs_of
 from _harness import DEVICE, Bench, Row, relative_error, run_apart, version_of
 
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention, request_for
@@ -38,6 +40,7 @@ from tests.helpers.block_plans import tile_lists
 HEADS, HEAD_SIZE = 24, 128
 TRIAL_SECONDS, AT_ONCE = 200, 12
 BOUND, BACKWARD_BOUND = 4e-3, 1e-2
+PEER_BOUND = 0.1  # some have 8 bits; rows tell the errors
 
 Tile = TritonTile | GluonTile | None
 
@@ -224,13 +227,20 @@ def measure(pattern: str, kernel: str, names: list[str], bench: Bench) -> None:
     tiles = {name: VARIANTS[pattern, kernel][name] for name in names}
     pairs = float(plan.pairs().double().mean())
     flop = FACTORS[kernel] * case.heads * case.head_size * pairs
+    versions = {FA3: version_of("fa3-fwd")}
     if kernel == "forward":
         qkv, scale = case.draw(torch.bfloat16), case.head_size**-0.5
         runs = {name: partial(forward, tile, *qkv, plan, scale) for name, tile in tiles.items()}
-        right, errors = bench.check(
-            runs.items(), lambda name, run: sampled_error(run(), qkv, plan, scale), BOUND
-        )
+
+        def error_of(name: str, run: Callable[[], torch.Tensor]) -> float:
+            return sampled_error(run(), qkv, plan, scale)
+
+        right, errors = bench.check(runs.items(), error_of, BOUND)
         against = fa3_run(qkv)
+        if pattern in BLOCKS:
+            peers, found = runs_of(qkv, plan)
+            good, of_peers = bench.check(peers.items(), error_of, PEER_BOUND)
+            against, errors, versions = {**against, **good}, errors | of_peers, versions | found
     else:
         runs = {name: gradients(pattern, kernel, tile) for name, tile in tiles.items()}
         right, errors = bench.check(runs.items(), from_the_first(), BACKWARD_BOUND)
@@ -251,7 +261,7 @@ def measure(pattern: str, kernel: str, names: list[str], bench: Bench) -> None:
         flop={name: case.flop if name == FA3 else flop for name in times},
         flop_formula=f"{FACTORS[kernel]}*H*D*kept pairs",
         errors=errors,
-        versions={FA3: version_of("fa3-fwd")},
+        versions=versions,
         show=show,
     )
 
