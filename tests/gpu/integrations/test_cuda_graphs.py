@@ -86,6 +86,7 @@ def test_densities_that_data_decide_are_those_of_the_calls() -> None:
     torch.testing.assert_close(*shares, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # which inductor's tuning uses
 @pytest.mark.parametrize("mode", ["default", "max-autotune-no-cudagraphs"])
 def test_compiled_blocks_are_captured(mode: str) -> None:
     model, inputs = wan()
