@@ -85,13 +85,13 @@ def _point(row: Row) -> tuple[float, float]:
     return float(row["seconds"]), float(row["score"])
 
 
-def clips_in(folders: Sequence[Path], prompt: int) -> Iterator[tuple[str, Any]]:
+def clips_in(reports: Sequence[Path], prompt: int) -> Iterator[tuple[str, Any]]:
     """Yield the configurations of comparisons, each with its clip [T, H, W, 3] of a prompt."""
     import numpy as np
 
     seen: set[str] = set()
-    for folder in folders:
-        report = json.loads((folder / "report.json").read_text("utf-8"))
+    for path in reports:
+        report, folder = json.loads(path.read_text("utf-8")), path.parent
         for run in (report["reference"], *report["candidates"]):
             made = [x for x in run["generations"] if x["prompt"] == prompt and x["frames_path"]]
             if made and run["configuration"] not in seen:

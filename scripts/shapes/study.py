@@ -14,16 +14,19 @@
 - `all`: one after another.
 
 `screen`, `front` and `trained` are comparisons (`sglang attention compare`) in folders of their
-own, which go on where they were stopped. Rows are in FOLDER/PART.csv, the scores of clips in
-FOLDER/PART_clips.csv. With `--gpus` the configurations are shared out. The captions are those of
-clips that training did not see; the score of these clips and that of captions swapped among them
-are rows, too.
+own. Rows are in FOLDER/PART.csv, the scores of clips in FOLDER/PART_clips.csv. They are written as
+soon as they are known, a few configurations at a time, and not measured again: the same command
+goes on where it was stopped. With `--gpus` the configurations are shared out, and until all are
+done, rows are in FOLDER/PART-NUMBER.csv. The captions are those of clips that training did not see;
+the score of these clips and that of captions swapped among them are rows, too.
 """
 
 import argparse
 import csv
+import dataclasses
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -39,7 +42,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from clips import Scene, draw_scenes, render
-from models import SIZES, Size, Stage, embedded, make_scheduler
+from models import SIZES, Size, Stage, embedded, make_pipeline
 from pictures import clips_in, draw_clips, draw_curves, joined
 from score import score
 from train import DEVICE, TRAINING_SEEDS, Pool
@@ -50,6 +53,11 @@ STUDY = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
 SEED = 11
 """Of the captions: below the seeds of training, and not that of its evaluations."""
 METRICS = ("psnr", "ssim", "xpsnr", "vmaf", "st_lpips", "cvvdp")
+ENDS = ("real clips", "captions swapped")
+TOGETHER = 4
+"""Configurations of a comparison: what is lost where it is stopped."""
+TIMED = 4
+"""Steps that are timed of those that the same things serve."""
 
 
 def configurations(only: str = "") -> Iterator[tuple[str, str]]:
@@ -105,16 +113,13 @@ def scenes_of(size: Size, count: int) -> list[Scene]:
 
 
 def ends_of(scenes: Sequence[Scene], stage: Stage) -> Iterator[dict[str, Any]]:
-    """Yield the rows of the scenes' own clips, and of these with each other's captions."""
+    """Yield the scores of the scenes' own clips, and of these with each other's captions."""
     said = [scene.caption for scene in scenes]
-    real, swapped = [], []
     for scene, other in zip(scenes, said[1:] + said[:1], strict=True):
         (clip,) = render([scene], height=stage.height, width=stage.width, device=DEVICE)
         video = clip.permute(1, 2, 3, 0).cpu().numpy()
-        real.append(score(video, scene.caption))
-        swapped.append(score(video, other))
-    for name, scores in (("real clips", real), ("captions swapped", swapped)):
-        yield {"name": name, "clips": len(scores), "score": _mean(scores)}
+        for name, caption in zip(ENDS, (scene.caption, other), strict=True):
+            yield {"name": name, "caption": scene.caption, "score": score(video, caption)}
 
 
 def generations(given: argparse.Namespace, part: str, names: Mapping[str, str]) -> None:
@@ -125,24 +130,63 @@ def generations(given: argparse.Namespace, part: str, names: Mapping[str, str]) 
         part: "screen" or "front".
         names: those of the configurations.
     """
-    texts = [*names][given.shard :: given.gpus]
-    if texts:
-        size = SIZES[given.size]
-        scenes = scenes_of(size, given.captions or _part(part)["captions"])
-        folder = given.out / _shard(part, given)
+    done = _done(part, given)
+    texts = [x for x in [*names][given.shard :: given.gpus] if names[x] not in done]
+    if not texts:
+        return
+    size = SIZES[given.size]
+    scenes = scenes_of(size, given.captions or _part(part)["captions"])
+    folder, pipe = given.out / _shard(part, given), _pipeline(given.model)
+    if not given.shard and not {*ENDS} <= done:
+        clips = [*ends_of(scenes, size.stages[-1])]
+        scores = {name: [x["score"] for x in clips if x["name"] == name] for name in ENDS}
+        _add_both(
+            [
+                {"name": x, "clips": len(found), "score": _mean(found)}
+                for x, found in scores.items()
+            ],
+            clips,
+            part,
+            given,
+        )
+    of_study = {*ENDS, "torch_sdpa", *dict(configurations())}
+    for start in range(0, len(texts), TOGETHER):
         report = compared(
-            _pipeline(given.model),
+            pipe,
             size.stages[-1],
             [scene.caption for scene in scenes],
             part,
-            texts,
+            texts[start : start + TOGETHER],
             folder,
-            noise=given.shard == 0,
+            noise=not given.shard and not start and done <= of_study,
         )
-        rows: Rows = [] if given.shard else [*ends_of(scenes, size.stages[-1])]
-        rows += rows_of(report, names, given.commit)
-        write(rows, given.out / f"{_shard(part, given)}.csv")
-        write(scores_of(report, names), given.out / f"{_shard(part, given)}_clips.csv")
+        _keep(report, part, given, names)
+        number = len([*folder.glob("report-*.json")])
+        (folder / "report.json").replace(folder / f"report-{number}.json")
+        _let_go(report, folder)
+
+
+def _keep(
+    report: Any, part: str, given: argparse.Namespace, names: Mapping[str, str], **more: object
+) -> None:
+    """Add what a comparison found to the rows of a part, and `more` to each of these."""
+    rows = [{**row, **more} for row in rows_of(report, names, given.commit)]
+    _add_both(rows, scores_of(report, names), part, given)
+
+
+def _add_both(rows: Rows, clips: Rows, part: str, given: argparse.Namespace) -> None:
+    """Add to the scores of clips and then to the rows of a part, which say what is done."""
+    to = given.out / _shard(part, given)
+    _add(clips, Path(f"{to}_clips.csv"))
+    _add(rows, Path(f"{to}.csv"))
+
+
+def _let_go(report: Any, folder: Path) -> None:
+    """Delete clips that no picture shows: all of them are more than a disk holds."""
+    for run in (*report.floor, *report.candidates):
+        for clip in run.generations:
+            if clip.prompt and clip.frames_path:
+                (folder / clip.frames_path).unlink(missing_ok=True)
 
 
 def _part(name: str) -> dict[str, Any]:
@@ -254,21 +298,23 @@ def times(given: argparse.Namespace, names: Mapping[str, str]) -> None:
 
     size = SIZES[given.size]
     model, inputs = _wan(size.stages[-1], smoke=given.size == "smoke")
-    dense = {"torch_sdpa": "torch_sdpa", "auto": ""}
-    rows: Rows = []
-    for text in [*dense, *names][given.shard :: given.gpus]:
-        row: dict[str, Any] = {"name": names.get(text, text), "configuration": text}
+    pipe = make_pipeline(None, None, None, model, shift=size.stages[-1].shift)
+    done = _done("times", given)
+    for text in ["torch_sdpa", "auto", *names][given.shard :: given.gpus]:
+        name = names.get(text, text)
+        if name in done:
+            continue
+        row: dict[str, Any] = {"name": name, "configuration": text}
         asked = text.replace("auto", "")
         scope = read_configuration(asked, name="times", taken=[]).scope if asked else None
         try:
-            seconds, density = _timed(model, inputs, scope, size.stages[-1].shift)
+            seconds, density = _timed(pipe, inputs, scope)
             row |= {"status": "done", "seconds": round(2 * seconds, 4), "density": density}
         except Exception as error:  # one configuration is one row
             row |= {"status": f"failed: {str(error).splitlines()[0]}"}
         row |= {"gpu": _gpu(), "torch": torch.__version__, "commit": given.commit}
         print(row, flush=True)
-        rows.append(row)
-    write(rows, given.out / f"{_shard('times', given)}.csv")
+        _add([row], given.out / f"{_shard('times', given)}.csv")
 
 
 def _wan(stage: Stage, *, smoke: bool) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -289,31 +335,72 @@ def _wan(stage: Stage, *, smoke: bool) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 @torch.inference_mode()
-def _timed(model: Any, inputs: Mapping[str, Any], scope: Any, shift: float) -> tuple[float, float]:
+def _timed(pipe: Any, inputs: Mapping[str, Any], scope: Any) -> tuple[float, float]:
     """Return the seconds of all steps, and the mean density of self-attention."""
     import multimodal_gen
     from multimodal_gen.runtime.generator.attention_check import layer_density
     from multimodal_gen.runtime.layers.attention.request import AttentionRole
-    from multimodal_gen.runtime.managers.forward_context import set_forward_context
 
-    scheduler = make_scheduler(shift)
-    scheduler.set_timesteps(STUDY["steps"], DEVICE)
+    pipe.scheduler.set_timesteps(STUDY["steps"], DEVICE)
+    timesteps = pipe.scheduler.timesteps
 
     def run(steps: Sequence[int]) -> float:
         _wait()
         start = time.perf_counter()
         for step in steps:
-            with set_forward_context(step, num_steps=STUDY["steps"]):
-                model(**inputs, timestep=scheduler.timesteps[step : step + 1], return_dict=False)
+            pipe.transformer(**inputs, timestep=timesteps[step : step + 1], return_dict=False)
         _wait()
         return time.perf_counter() - start
 
-    with multimodal_gen.apply(model, scope=scope):
-        run([0, *[STUDY["steps"] - 1] * 2])  # whatever is compiled
-    with multimodal_gen.apply(model, scope=scope) as handle:
-        seconds = run(range(STUDY["steps"]))
-        layers = [x for x in handle.report().layers if x.role is AttentionRole.SELF]
-    return seconds, round(sum(map(layer_density, layers)) / len(layers), 5)
+    with multimodal_gen.apply(pipe, scope=scope):
+        kinds = kinds_of_steps(lambda: run([0]), STUDY["steps"])
+        run([steps[-1] for steps in kinds])  # whatever is compiled
+    seconds = density = 0.0
+    for steps in kinds:
+        with multimodal_gen.apply(pipe, scope=scope) as handle:
+            seconds += seconds_of(run, steps)
+            layers = [x for x in handle.report().layers if x.role is AttentionRole.SELF]
+        share = sum(map(layer_density, layers)) / len(layers)
+        density += share * len(steps) / STUDY["steps"]
+    return seconds, round(density, 5)
+
+
+def kinds_of_steps(call: Callable[[], object], count: int) -> list[list[int]]:
+    """Return the denoising steps, those together that the same things serve in every layer.
+
+    Args:
+        call: calls the denoiser once.
+        count: how many steps there are.
+    """
+    from multimodal_gen.runtime.layers.attention.call import watching
+    from multimodal_gen.runtime.managers.forward_context import current_forward_context
+
+    served: list[list[Any]] = [[] for _ in range(count)]
+
+    def look(layer: Any, given: Any, serve: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+        context = current_forward_context()
+        assert context is not None, "a denoiser that is attached has a context"
+        for step, found in enumerate(served):
+            found.append(layer.step_kind(dataclasses.replace(context, current_timestep=step)))
+        return serve(given)
+
+    with watching(look):
+        call()
+    kinds: dict[tuple[Any, ...], list[int]] = {}
+    for step, found in enumerate(served):
+        kinds.setdefault(tuple(found), []).append(step)
+    return [*kinds.values()]
+
+
+def seconds_of(run: Callable[[Sequence[int]], float], steps: Sequence[int]) -> float:
+    """Return the seconds of steps of one kind, of which a few are run.
+
+    The first one, which makes what others go on from, stands for itself, the next for the rest.
+    """
+    seconds, others = run(steps[:1]), steps[1:TIMED]
+    if others:
+        seconds += run(others) / len(others) * (len(steps) - 1)
+    return seconds
 
 
 def _wait() -> None:
@@ -362,11 +449,14 @@ def trained(given: argparse.Namespace) -> None:
     """Fine-tune for every entry of the study, then compare what came out, dense and sparse."""
     size = SIZES[given.size]
     stage = size.stages[-1]
-    data, rows, clips = given.out / f"data-{given.shard}.safetensors", Rows(), Rows()
+    data = given.out / f"data-{given.shard}.safetensors"
     scenes = scenes_of(size, given.captions or _part("trained")["captions"])
     captions = [scene.caption for scene in scenes]
+    done = _done("trained", given)
     entries = [(name, x) for name, x in STUDY["trained"].items() if re.search(given.only, name)]
     for name, entry in entries[given.shard :: given.gpus]:
+        if name in done:
+            continue
         folder = given.out / re.sub(r"\W+", "-", name)
         if not (folder / "model_index.json").exists():
             if not data.exists():
@@ -374,19 +464,14 @@ def trained(given: argparse.Namespace) -> None:
             start = time.monotonic()
             options = {**entry["options"], **({"steps": given.steps} if given.steps else {})}
             _fine_tune(given.model, folder, data, stage, {**entry, "options": options})
-            print(f"{name}: {time.monotonic() - start:.0f} s", flush=True)
+            (folder / "seconds.txt").write_text(f"{time.monotonic() - start:.0f}")
         text = _text(entry["backend"], entry["config"])
         to = given.out / f"{folder.name}-clips"
         report = compared(_pipeline(folder), stage, captions, "trained", [text], to, noise=False)
-        names = {text: name, "torch_sdpa": f"{name}, then dense"}
-        both = {report.reference.configuration, text}
-        rows += [
-            row for row in rows_of(report, names, given.commit) if row["configuration"] in both
-        ]
-        clips += scores_of(report, names)
-    if rows:
-        write(rows, given.out / f"{_shard('trained', given)}.csv")
-        write(clips, given.out / f"{_shard('trained', given)}_clips.csv")
+        names, took = {text: name, "torch_sdpa": f"{name}, then dense"}, folder / "seconds.txt"
+        more = {"training_seconds": took.read_text()} if took.exists() else {}
+        _keep(report, "trained", given, names, **more)
+        _let_go(report, to)
 
 
 @torch.no_grad()
@@ -426,8 +511,7 @@ def _fine_tune(
 def pictures(given: argparse.Namespace) -> None:
     """Draw what the rows say, and the first clip of dense attention and of the middle budgets."""
     draw_curves(joined(given.out), given.out / "study.svg")
-    folders = sorted(x.parent for x in given.out.glob("screen*/report.json"))
-    found = dict(clips_in(folders, prompt=0))
+    found = dict(clips_in(sorted(given.out.glob("screen*/report-*.json")), prompt=0))
     names = {"torch_sdpa": "dense", **{text: name for name, text in configurations()}}
     wanted = ["dense", *STUDY["shown"]]
     clips = {name: found[text] for text, name in names.items() if text in found}
@@ -445,24 +529,58 @@ def read(path: Path) -> list[dict[str, str]]:
 
 
 def write(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Write rows with all their columns as a CSV file."""
+    """Write rows with all their columns as a CSV file, whole or not at all."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
+    partial = path.with_suffix(".part")
+    with partial.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
+    os.replace(partial, path)
+
+
+def _add(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Add rows to a CSV file, see `once`."""
+    write(once([*(read(path) if path.exists() else []), *rows]), path)
+
+
+def once(rows: Sequence[Mapping[str, Any]]) -> Rows:
+    """Return each row once: the first that is not of a failure, or else the last."""
+    found: dict[tuple[str, ...], dict[str, Any]] = {}
+    for row in rows:
+        key = tuple(str(row.get(name, "")) for name in ("name", "caption", "seed"))
+        if key not in found or not _is_done(found[key]):
+            found[key] = dict(row)
+    return [*found.values()]
+
+
+def _is_done(row: Mapping[str, Any]) -> bool:
+    return row.get("status", "done") in ("", "done")
+
+
+def _files(part: str, given: argparse.Namespace, ending: str = "") -> list[Path]:
+    """Return the files with rows of a part, those of all shards there ever were."""
+    name = re.compile(rf"{part}(-\d+)?{ending}\.csv")
+    return sorted(path for path in given.out.glob("*.csv") if name.fullmatch(path.name))
+
+
+def _done(part: str, given: argparse.Namespace) -> set[str]:
+    """Return the names that have a row, whoever wrote it."""
+    rows = itertools.chain.from_iterable(map(read, _files(part, given)))
+    return {row["name"] for row in rows if _is_done(row)}
 
 
 def _gather(part: str, given: argparse.Namespace) -> None:
-    """Make the files of a part from those of its shards, each row once."""
+    """Make the files of a part from those of its shards, in the order of the study."""
+    names = [*ENDS, "torch_sdpa", "auto", *dict(configurations())]
+    order = {name: place for place, name in enumerate(names)}
     for ending in ("", "_clips"):
-        files = [given.out / f"{part}-{shard}{ending}.csv" for shard in range(given.gpus)]
-        rows: dict[tuple[str | None, ...], dict[str, str]] = {}
-        for row in itertools.chain.from_iterable(read(file) for file in files if file.exists()):
-            rows.setdefault(tuple(map(row.get, ("name", "caption", "seed"))), row)
-        if rows:
-            write([*rows.values()], given.out / f"{part}{ending}.csv")
+        files = _files(part, given, ending)
+        if files:
+            rows = once([*itertools.chain.from_iterable(map(read, files))])
+            rows.sort(key=lambda row: order.get(row["name"], len(order)))
+            write(rows, given.out / f"{part}{ending}.csv")
 
 
 def _run_shards(argv: Sequence[str], gpus: int) -> None:
@@ -493,15 +611,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shard", type=int, help=argparse.SUPPRESS)
     argv = sys.argv[1:] if argv is None else argv
     given = parser.parse_args(argv)
+    whole = given.shard is None
     for part in PARTS if given.part == "all" else (given.part,):
-        if given.gpus > 1 and given.shard is None and part in SHARED:
-            _run_shards([part, *argv[1:]], given.gpus)
-            _gather(part, given)
-        else:
-            given.shard = given.shard or 0
-            if given.gpus > 1 and DEVICE == "cuda":
-                torch.cuda.set_device(given.shard)
-            PARTS[part](given)
+        try:
+            if given.gpus > 1 and whole and part in SHARED:
+                _run_shards([part, *argv[1:]], given.gpus)
+            else:
+                given.shard = given.shard or 0
+                if given.gpus > 1 and DEVICE == "cuda":
+                    torch.cuda.set_device(given.shard)
+                PARTS[part](given)
+        finally:
+            if whole and part in SHARED:
+                _gather(part, given)
     return 0
 
 

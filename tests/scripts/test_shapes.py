@@ -199,6 +199,86 @@ def test_every_configuration_of_the_study_is_one_that_a_comparison_takes(study) 
     assert len(dict(study.configurations("^sla_attn .*tail"))) == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "dense"),
+    [
+        ("sliding_tile_attn window=[1,3,3]", 0),
+        ("sliding_tile_attn window=[1,3,3], dense first", 5),
+        ("sparse_video_gen_2_attn svg2_top_p_kmeans=0.7, dense first", 4),
+        ("skip_softmax threshold=0.1, dense first", 7),  # by its noise levels
+    ],
+)
+def test_steps_that_the_same_serves_are_of_one_kind(study, name: str, dense: int) -> None:
+    import multimodal_gen
+
+    model, inputs = study._wan(study.SIZES["smoke"].stages[-1], smoke=True)
+    pipe = study.make_pipeline(None, None, None, model, shift=3.0)
+    pipe.scheduler.set_timesteps(20)
+    now = pipe.scheduler.timesteps[:1]
+    (asked,) = (text for found, text in study.configurations() if found == name)
+    (configuration,) = read_configurations([asked])
+    with torch.inference_mode(), multimodal_gen.apply(pipe, scope=configuration.scope):
+        found = study.kinds_of_steps(lambda: model(**inputs, timestep=now), 20)
+    wanted = [[*range(dense)], [*range(dense, 20)]]
+    assert found == [steps for steps in wanted if steps]
+
+
+def test_a_few_steps_of_a_kind_stand_for_all_of_them(study) -> None:
+    ran: list[list[int]] = []
+
+    def run(steps) -> float:
+        ran.append([*steps])
+        return sum(10.0 if step == 5 else 1.0 for step in steps)  # the first of a kind takes long
+
+    assert study.seconds_of(run, [*range(5, 20)]) == 10 + 14
+    assert study.seconds_of(run, [3]) == 1
+    assert ran == [[5], [6, 7, 8], [3]]
+
+
+def test_times_are_rows_at_once_and_the_same_command_goes_on(study, tmp_path, monkeypatch) -> None:
+    scopes: list[str] = []
+
+    def timed(pipe, inputs, scope) -> tuple[float, float]:
+        scopes.append(str(scope and scope.default.backend))
+        if len(scopes) == 3:
+            raise KeyboardInterrupt
+        if len(scopes) == 2:
+            raise RuntimeError("no memory\nmore")
+        return 1.0, 0.5
+
+    monkeypatch.setattr(study, "_timed", timed)
+    words = ["times", "--size", "smoke", "--model", "none", "--out", str(tmp_path)]
+    words += ["--only", "^sage_attn", "--commit", "abc"]
+    with pytest.raises(KeyboardInterrupt):
+        study.main(words)
+    first = study.read(tmp_path / "times.csv")
+    assert [(row["name"], row["status"], row["seconds"]) for row in first] == [
+        ("torch_sdpa", "done", "2.0"),
+        ("auto", "failed: no memory", ""),
+    ]
+    # One of two processes, which share out what is left otherwise, and then one that does it all.
+    study.main([*words, "--gpus", "2", "--shard", "1"])
+    assert study.main(words) == 0
+    assert scopes[3:] == ["None", "sage_attn"]
+    rows = study.read(tmp_path / "times.csv")
+    assert [row["name"] for row in rows] == ["torch_sdpa", "auto", "sage_attn"]
+    assert {row["status"] for row in rows} == {"done"}
+    columns = ("name", "configuration", "status", "seconds", "density", "gpu", "torch", "commit")
+    assert tuple(rows[0]) == columns
+
+
+def test_a_row_of_a_failure_gives_way_to_a_later_one(study) -> None:
+    rows = [
+        {"name": "a", "status": "failed", "score": ""},
+        {"name": "b", "status": "done", "score": "1"},
+        {"name": "a", "status": "done", "score": "0.5"},
+        {"name": "b", "status": "out of memory", "score": ""},
+    ]
+    assert [(row["name"], row["score"]) for row in study.once(rows)] == [("a", "0.5"), ("b", "1")]
+    clips = [{"name": "a", "caption": "x", "seed": seed} for seed in (0, 1, "0")]
+    assert len(study.once(clips)) == 2
+
+
 def test_the_front_is_what_nothing_beats_in_both_score_and_time(study) -> None:
     rows = [
         {"configuration": name, "status": status, "score": score}
@@ -231,7 +311,7 @@ def test_curves_and_clips_are_drawn_from_rows_and_comparisons(study, tmp_path) -
         np.save(tmp_path / "screen-0" / path, np.full((9, 48, 80, 3), 10 * number, np.uint8))
         runs.append({"configuration": text, "generations": [{"prompt": 0, "frames_path": path}]})
     report = {"reference": runs[0], "candidates": runs[1:]}
-    (tmp_path / "screen-0" / "report.json").write_text(json.dumps(report))
+    (tmp_path / "screen-0" / "report-0.json").write_text(json.dumps(report))
     study.main(["pictures", "--model", "none", "--out", str(tmp_path)])
     assert (tmp_path / "study.svg").read_text().count("sla_attn") >= 1
     from PIL import Image
@@ -252,7 +332,8 @@ def test_the_study_goes_from_a_model_to_rows(study, tmp_path, monkeypatch) -> No
     monkeypatch.setitem(study.STUDY, "steps", 2)
     words = ["--size", "smoke", "--model", str(model), "--out", str(out), "--commit", "abc"]
     words += ["--captions", "2", "--steps", "2"]
-    only = ["--only", r"sla_attn.* (topk_ratio=)?0\.1$|^video_sparse_attn 0.9, trained whole"]
+    only = r"sla_attn.* (topk_ratio=)?0\.1$|^video_sparse_attn (sparsity=0.9$|0.9, trained whole)"
+    only = ["--only", only]
     # Two processes share one of the parts; the same command finds what is there.
     for part in ("times", "screen", "front", "trained", "pictures"):
         assert study.main([part, *words, *only, *(["--gpus", "2"] if part == "times" else [])]) == 0
