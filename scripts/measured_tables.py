@@ -21,6 +21,8 @@ In addition to `title`, rows and columns may have `file`, and values of its colu
 A cell is a format string over the row's values; `{median_s}`, `{median_us}` and `{percent}`, of the
 density, are there too. `{over}` is the time of the row that `over` leads to over the cell's time,
 and `{share}` its inverse. `without` leaves columns of a row empty; `titled` heads the first one.
+
+`study: BLOCK` in place of all that is a block of `study_page.py`.
 """
 
 import argparse
@@ -33,6 +35,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import study_page
 import yaml
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -103,7 +106,9 @@ def filled_in(text: str, name: str = "") -> str:
     """Return a page with every table between its markers replaced."""
 
     def table(found: re.Match[str]) -> str:
-        made = "".join(f"{line}\n" for line in lines_of(yaml.safe_load(found["spec"])))
+        spec = yaml.safe_load(found["spec"])
+        lines = study_page.lines_of(spec["study"], rows_of) if "study" in spec else lines_of(spec)
+        made = "".join(f"{line}\n" for line in lines)
         return f"{found['head']}\n{made}\n<!-- measured: end -->"
 
     new, number = BLOCK.subn(table, text)

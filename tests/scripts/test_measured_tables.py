@@ -40,6 +40,7 @@ TABLE = """
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
     spec = importlib.util.spec_from_file_location("measured_tables", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -91,3 +92,13 @@ def test_of_several_rows_one_may_be_picked(script: ModuleType) -> None:
     page = page.replace(", {over:.1f}x", "")
     assert "| dense | 2.0 ms |" in script.filled_in(page)
     assert "| sparse | 4.0 ms |" in script.filled_in(page)
+
+
+def test_a_block_of_the_study_is_made_of_its_rows(script: ModuleType, monkeypatch) -> None:
+    def lines_of(block: str, rows_of) -> list[str]:
+        return [f"{block} of {len(rows_of('a.csv'))} rows"]
+
+    monkeypatch.setattr(script.study_page, "lines_of", lines_of)
+    page = "<!-- measured\nstudy: ends\n-->\n<!-- measured: end -->\n"
+    filled = "<!-- measured\nstudy: ends\n-->\n\nends of 3 rows\n\n<!-- measured: end -->\n"
+    assert script.filled_in(page) == filled

@@ -350,3 +350,15 @@ def test_the_study_goes_from_a_model_to_rows(study, tmp_path, monkeypatch) -> No
     clips = study.read(out / "trained_clips.csv")
     assert len(clips) == 2 * 2 * 2  # captions, seeds, dense and sparse
     assert {row["name"] for row in trained} == {row["name"] for row in clips}
+    # What the page is made of: nothing need be on the front of so little, so the screen stands in.
+    monkeypatch.syspath_prepend("scripts")
+    page = importlib.import_module("study_page")
+
+    def rows_of(file: str) -> list[dict[str, str]]:
+        name = file.removeprefix("study_").replace("front", "screen")
+        return study.read(out / name)
+
+    told = {block: "\n".join(page.lines_of(block, rows_of)) for block in page.BLOCKS}
+    assert "- **`sla_attn`**: " in told["when"]
+    assert "| video_sparse_attn 0.9, trained whole | " in told["trained"]
+    assert all("at abc" in block for block in told.values())
