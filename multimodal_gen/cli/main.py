@@ -31,6 +31,7 @@ from multimodal_gen.cli.dotted import fold_dotted
 from multimodal_gen.cli.generate import generate
 from multimodal_gen.cli.options import reader
 from multimodal_gen.cli.recommend import recommend
+from multimodal_gen.cli.warm import warm
 from multimodal_gen.errors import MultimodalGenError, RankError, nearest, short
 from multimodal_gen.settings import Setting
 
@@ -46,6 +47,7 @@ attention.app.command()(bench)
 attention.app.command()(calibrate)
 attention.app.command()(compare)
 attention.app.command()(recommend)
+attention.app.command()(warm)
 attention.app.add_typer(sta.app, name="sta")
 app.add_typer(attention.app, name="attention")
 

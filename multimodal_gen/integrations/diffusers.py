@@ -23,6 +23,7 @@ from multimodal_gen.integrations.cuda_graphs import CudaGraphs
 from multimodal_gen.integrations.denoiser_plan import DenoiserPlan
 from multimodal_gen.integrations.forward_hooks import notice_end
 from multimodal_gen.integrations.hooks import StandIn
+from multimodal_gen.integrations.module_attention import ModuleAttention
 from multimodal_gen.integrations.parallel.plan import none_can_be_split
 from multimodal_gen.integrations.scopes import check_overrides
 from multimodal_gen.integrations.steps import StepTracker
@@ -118,9 +119,12 @@ class AttentionHandle:
         """Return where every layer sits, with its heads, key heads and head size."""
         return tuple(
             (layer.site, layer.num_heads, layer.num_kv_heads, layer.head_size)
-            for plan in self._plans
-            for layer in plan.layers
+            for layer in self.layers()
         )
+
+    def layers(self) -> tuple[ModuleAttention, ...]:
+        """Return the layers of every component, in the order of its modules."""
+        return tuple(layer for plan in self._plans for layer in plan.layers)
 
     def end_request(self) -> None:
         """Drop what layers keep for the generation that ran last, to carry from step to step.

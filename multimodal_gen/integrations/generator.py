@@ -68,6 +68,7 @@ class LoadingSettings(TypedDict, total=False):
     scheduler: str | None
     vae_tiling: bool
     enable_torch_compile: bool
+    compiled_kernels: _Path | None
 
 
 class AttentionSettings(TypedDict, total=False):

@@ -559,6 +559,16 @@ class ServerArgs:
         ),
     ] = False
 
+    compiled_kernels: Annotated[
+        Path | str | None,
+        Setting(
+            metavar="FOLDER",
+            loading=True,
+            help="Take compiled kernels from this folder, which `sglang attention warm --output` "
+            "made on a GPU of the same compute capability, with the same releases.",
+        ),
+    ] = None
+
     def __post_init__(self) -> None:
         for name, setting in SETTINGS.items():
             self._set(name, setting.normalised(getattr(self, name)))

@@ -4,8 +4,9 @@ Rules that hardware or an optional package would decide can then be tested anywh
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -18,17 +19,20 @@ from multimodal_gen.kernels.cluster_attention import api as cluster_attention
 from multimodal_gen.kernels.kmeans import api as kmeans
 from multimodal_gen.kernels.quantized_attention import api as quantized_attention
 from multimodal_gen.kernels.requirements import HeadSizes
+from multimodal_gen.kernels.tensors import place_of
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionBackend,
     AttentionImpl,
 )
 from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
+from multimodal_gen.runtime.layers.attention.backends.registry import current_environment
 from multimodal_gen.runtime.layers.attention.request import Environment, Feature
 from multimodal_gen.runtime.platforms import (
     BUILTIN_PLATFORMS,
     AttentionBackendEnum,
     DeviceCapability,
     PlatformEnum,
+    current_platform,
 )
 
 if TYPE_CHECKING:
@@ -195,4 +199,57 @@ def machine_with(
         if place is not None:
             for module in _ASKING:
                 stack.enter_context(patch.object(module, "place_of", lambda _: place))
+        yield
+
+
+class _Idle:
+    """A stream or an event of a GPU that does nothing."""
+
+    def __init__(self, *given: object, **more: object) -> None:
+        self.given = given
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *given, **more: self
+
+
+@contextmanager
+def simulated_h100() -> Iterator[None]:
+    """Let torch seem to see one H100; nothing can run on it.
+
+    For a process of its own: what the package caches meanwhile is of that GPU.
+    """
+    properties = SimpleNamespace(
+        name="NVIDIA H100 80GB HBM3",
+        major=9,
+        minor=0,
+        multi_processor_count=132,
+        shared_memory_per_block_optin=232448,
+        total_memory=80 << 30,
+    )
+    answers: dict[str, Any] = {
+        "is_available": lambda: True,
+        "current_device": lambda: 0,
+        "device_count": lambda: 1,
+        "get_device_capability": lambda device=None: (9, 0),
+        "get_device_properties": lambda device=None: properties,
+        "get_device_name": lambda device=None: properties.name,
+        "is_current_stream_capturing": lambda: False,
+        "device": lambda device: nullcontext(),
+        "device_of": lambda tensor: nullcontext(),
+        "stream": lambda stream: nullcontext(),
+        "current_stream": _Idle,
+        "Stream": _Idle,
+        "Event": _Idle,
+        "_lazy_init": lambda: None,
+    }
+    with ExitStack() as stack:
+        for name, answer in answers.items():
+            stack.enter_context(patch.object(torch.cuda, name, answer))
+        stack.enter_context(patch.object(torch.version, "cuda", "12.8"))
+        stack.enter_context(patch.object(torch.Tensor, "record_stream", lambda *given: None))
+        for known in (current_platform, current_environment, place_of):
+            known.cache_clear()
+            stack.callback(known.cache_clear)
         yield

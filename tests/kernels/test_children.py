@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(TIMEOUT + 20)
 HERE = Path(__file__).parent
 QUICK = ("-m", "not slow")
 # The operations with kernels in Gluon, whose language differs between releases.
-GLUON = ("block_sparse", "cluster_attention", "quantized_attention")
+GLUON = ("block_sparse", "cluster_attention", "launch", "quantized_attention")
 # scripts/triton.txt says how to get them.
 BETWEEN = ("3.7.1", "3.8.0")
 

@@ -10,6 +10,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -25,6 +26,10 @@ _INT32 = 1 << 31
 # Products and sums are fused, as all kernels were measured. What Triton does by default
 # differs between releases, and follows the environment.
 _FUSED = MappingProxyType({"enable_fp_fusion": True})
+# Takes launches instead of the GPU; see `rehearsal.Rehearsal`.
+REHEARSED: ContextVar[Callable[..., None] | None] = ContextVar(
+    "multimodal_gen_rehearsed", default=None
+)
 # How many tuples of tensor maps a launch keeps, of some 1 KiB a map; see `Direct`.
 _MAX_MAPS = 1024
 
@@ -37,10 +42,13 @@ class Launcher:
     Args:
         kernel: function under `triton.jit` or `gluon.jit`. Its descriptors may differ from launch
             to launch in their tensors, dtypes and boxes, and in nothing else.
+
+    Attributes:
+        kernel: the function.
     """
 
     def __init__(self, kernel: Any) -> None:
-        self._kernel = kernel
+        self.kernel = kernel
         self._compiled: dict[tuple[Any, ...], _Run] = {}
         params = getattr(kernel, "params", ())  # the interpreter has none
         self._names = tuple(p.name for p in params)
@@ -64,13 +72,19 @@ class Launcher:
         """Launch once for each of several options, one after another; see `__call__`.
 
         Returns:
-            What launches each again, or None where Triton is asked every time.
+            What launches each again, or None where Triton is asked every time, or nothing is
+            launched.
         """
+        note = REHEARSED.get()
+        if note is not None:
+            for options in variants:
+                note(self, grid, arguments, {**_FUSED, **options})
+            return [None] * len(variants)
         with _device_of(arguments):
             if torch.version.hip is not None or not self._names:
                 # Compilations for AMD GPUs differ in more.
                 for options in variants:
-                    self._kernel[grid](*arguments, **_FUSED, **options)
+                    self.kernel[grid](*arguments, **_FUSED, **options)
                 return [None] * len(variants)
             kinds = self.kinds(arguments)
             return [self._one(grid, arguments, kinds, options) for options in variants]
@@ -88,7 +102,7 @@ class Launcher:
         if run is not None:
             run(_in_space(grid), arguments, self.named(options, len(arguments)))
             return run
-        compiled = self._kernel[grid](*arguments, **_FUSED, **options)
+        compiled = self.kernel[grid](*arguments, **_FUSED, **options)
         if compiled is None:
             return None
         run = self._compiled[key] = Direct.of(compiled, arguments) or _plain(compiled)

@@ -15,6 +15,7 @@ import torch
 
 from multimodal_gen.errors import UsageError, first_line, short
 from multimodal_gen.files import require_writable
+from multimodal_gen.kernels.launch.ahead import use
 from multimodal_gen.runtime.generator.index import PipelineIndex, class_of
 from multimodal_gen.runtime.generator.library_errors import described, told
 from multimodal_gen.runtime.generator.lora import add_loras, check_loras, read_loras
@@ -55,6 +56,8 @@ def check_loading(index: PipelineIndex, args: ServerArgs, device: torch.device) 
         raise UsageError(f"--offload must be none on the CPU, got {args.offload}")
     if args.offload_folder is not None:
         require_writable(expanded(args.offload_folder, "--offload-folder"), "--offload-folder")
+    if args.compiled_kernels is not None:
+        use(expanded(args.compiled_kernels, "--compiled-kernels"), device)
     check_folder(index.model_path, index.components)
     check_weights(index, _by_component(args.transformer_weights_path), _ways(args))
     check_quantized(index, _ways(args), device)

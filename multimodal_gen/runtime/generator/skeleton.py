@@ -20,6 +20,8 @@ from multimodal_gen.runtime.generator.index import (
 from multimodal_gen.runtime.generator.library_errors import told
 from multimodal_gen.runtime.generator.load import pick_dtype
 from multimodal_gen.runtime.generator.model_folder import DENOISERS
+from multimodal_gen.runtime.generator.scheduler import with_scheduler
+from multimodal_gen.runtime.server_args import ServerArgs
 
 _MOST_LAYERS = 10_000
 
@@ -92,6 +94,37 @@ def load_skeleton(index: PipelineIndex, dtype: str, device: torch.device) -> Any
             built = torch.nn.Module.to(built, dtype=chosen).eval()
         if built is not None:
             pipe.register_modules(**{name: built})
+    return pipe
+
+
+def load_rehearsed(index: PipelineIndex, args: ServerArgs, device: torch.device) -> Any:
+    """Load a pipeline whose models have no weights, and whose other parts are whole.
+
+    It can be called where tensors need no data; see `kernels.launch.rehearsal`.
+
+    Args:
+        index: the pipeline.
+        args: how it would be loaded.
+        device: where it would run.
+
+    Raises:
+        UsageError: files are missing, or do not fit their classes.
+    """
+    chosen = pick_dtype(args.dtype, device)
+    built = {
+        name: _build(index.model_path, name, library, class_name)
+        for name, (library, class_name) in index.components.items()
+    }
+    models = {
+        name: torch.nn.Module.to(model, dtype=chosen).eval()
+        for name, model in built.items()
+        if isinstance(model, torch.nn.Module)
+    }
+    pipeline_class: Any = index.pipeline_class
+    with told(lambda error: f"{index.name} could not be built: {first_line(error)}"):
+        pipe = pipeline_class.from_pretrained(index.model_path, **models)
+    if args.scheduler is not None:
+        pipe.scheduler = with_scheduler(pipe, args.scheduler)
     return pipe
 
 

@@ -227,7 +227,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
     def each(
         self: Launcher, grid: tuple[int, ...], *arguments: Any, variants: Any
     ) -> list[Callable[..., None] | None]:
-        if self._kernel is not attention_kernel:
+        if self.kernel is not attention_kernel:
             return [None]  # what makes the lists of a plan
         for options in variants:
             note(grid, arguments, self.named(options, len(arguments)))

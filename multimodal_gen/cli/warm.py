@@ -1,0 +1,86 @@
+"""`sglang attention warm`: compiles the kernels of a generation before it runs."""
+
+import json
+import time
+from collections import Counter
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from multimodal_gen.cli.options import AsJson, Settings, takes
+from multimodal_gen.cli.table import echo, wrapped
+from multimodal_gen.runtime.server_args import SETTINGS, ServerArgs
+from multimodal_gen.settings import Setting
+
+_SEEN = (
+    "model_path",
+    "pipeline_class_name",
+    "negative_prompt",
+    "image_path",
+    "pipeline_arg",
+    "height",
+    "width",
+    "num_frames",
+    "num_inference_steps",
+    "guidance_scale",
+    "true_cfg_scale",
+    "num_outputs",
+    "scheduler",
+    "dtype",
+    "device",
+    "attention_backend",
+    "attention_backend_config",
+    "component_attention_backends",
+    "attention_config",
+    "attention_auto_table",
+    "latent_grid",
+    "text_rows",
+    "strict_attention",
+)
+_PROMPT = replace(
+    SETTINGS["prompt"],
+    default="A red fox runs through fresh snow at sunrise",
+    help="Prompt; its length counts where a model does not pad its text.",
+)
+_Output = Annotated[
+    Path | None,
+    Setting(
+        metavar="FOLDER",
+        help="New folder for the kernels, for --compiled-kernels; it can be moved and shipped. "
+        "Default: Triton's own cache.",
+    ),
+]
+
+
+@takes(*(SETTINGS[name] for name in _SEEN), _PROMPT)
+def warm(output: _Output = None, *, settings: Settings, as_json: AsJson = False) -> None:
+    """Compile the kernels that a generation will need, before it runs.
+
+    Calls the pipeline on tensors without data: no weights are read, and nothing runs on the GPU,
+    which must be there all the same. Kernels compile in as many processes as there are cores.
+    """
+    from multimodal_gen.integrations import warm as warming
+
+    start = time.perf_counter()
+    args = ServerArgs(**settings, backend="sglang")
+    place, made = warming.warm(args, output)
+    seconds = round(time.perf_counter() - start, 1)
+    if as_json:
+        document = {
+            "place": asdict(place),
+            "seconds": seconds,
+            "output": None if output is None else str(output),
+            "kernels": [asdict(each) for each in made],
+        }
+        typer.echo(json.dumps(document, indent=2))
+        return
+    counts = Counter(each.name for each in made)
+    named = ", ".join(name if n == 1 else f"{name} x{n}" for name, n in sorted(counts.items()))
+    echo(wrapped(f"kernels: {len(made)}" + (f" ({named})" if made else "")))
+    echo(wrapped(f"made for: {place}"))
+    typer.echo(f"time: {seconds} s, {sum(each.seconds for each in made):.1f} s of compiling")
+    if output is not None:
+        typer.echo(f"folder: {output}")
+        typer.echo(f"next: sglang generate ... --compiled-kernels {output}")

@@ -1,0 +1,197 @@
+"""Kernels are found without a GPU, compiled ahead in processes, shipped and taken from a folder."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from multimodal_gen.errors import UsageError
+from multimodal_gen.integrations.warm import rehearse
+from multimodal_gen.kernels.launch.ahead import MANIFEST, make, place_of_gpu, saved, use
+from multimodal_gen.kernels.launch.rehearsal import Noted, Rehearsal
+from multimodal_gen.runtime.layers.attention import LocalAttention
+from multimodal_gen.runtime.layers.attention.request import LayerSite
+from multimodal_gen.runtime.layers.attention.scope import scope_from
+from multimodal_gen.runtime.managers.forward_context import ForwardContext, use_forward_context
+from multimodal_gen.runtime.server_args import ServerArgs
+from multimodal_gen.testing.tiny_models import make_tiny_model
+from tests.helpers.fakes import simulated_h100
+from tests.kernels.compiling import StandInDriver, needs_gluon
+
+pytestmark = needs_gluon
+DEVICE = torch.device("cuda", 0)
+GRID = (21, 30, 52)
+
+
+class Counted(StandInDriver):
+    """A driver that knows no launchers."""
+
+    launcher_cls = None
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    import triton
+
+    monkeypatch.setattr(triton.runtime.driver, "_active", Counted())
+    with simulated_h100(), triton.knobs.cache.scope():
+        triton.knobs.cache.dir = str(tmp_path / "cache")
+        yield
+
+
+def rehearsed(backend: str, config: dict[str, Any], steps: tuple[int, ...] = (0, 1)) -> Rehearsal:
+    """Return the rehearsal of a layer of Wan 1.3B at 480p."""
+    scope = scope_from(attention_backend=backend, attention_backend_config=config)
+    site = LayerSite(name="blocks.1.attn", component="transformer", layer=1, num_layers=4)
+    with torch.inference_mode(), Rehearsal() as rehearsal:
+        layer = LocalAttention(12, 128, compute_dtype=torch.bfloat16, scope=scope, site=site)
+        shape = (1, math.prod(GRID), 12, 128)
+        q, k, v = (torch.empty(shape, dtype=torch.bfloat16, device=DEVICE) for _ in range(3))
+        for step in steps:
+            context = ForwardContext(
+                current_timestep=step, num_steps=8, latent_grid=GRID, request_id="r"
+            )
+            with use_forward_context(context):
+                assert layer(q, k, v).shape == shape
+    return rehearsal
+
+
+def quick(rehearsal: Rehearsal) -> list[Noted]:
+    """Return what compiles in a second: all but the attention itself."""
+    return [each for each in rehearsal.noted.values() if each.name != "attention_kernel"]
+
+
+def names(rehearsal: Rehearsal) -> set[str]:
+    return {each.name for each in rehearsal.noted.values()}
+
+
+def test_what_a_layer_launches_is_found_without_a_gpu() -> None:
+    found = rehearsed("video_sparse_attn", {"sparsity": 0.9})
+    expected = {"pool_kernel", "score_kernel", "select_kernel", "gather_kernel", "steps_kernel"}
+    assert names(found) == {*expected, "attention_kernel", "scatter_kernel"}
+
+
+def test_dense_steps_are_found_beside_sparse_ones() -> None:
+    config = {"sparsity": 0.9, "dense_steps": "0"}
+    sparse = rehearsed("video_sparse_attn", config, steps=(1,))
+    both = rehearsed("video_sparse_attn", config)
+    assert sparse.noted.keys() < both.noted.keys()
+
+
+def test_a_step_of_the_same_kind_needs_nothing_more() -> None:
+    config = {"sparsity": 0.9}
+    once = rehearsed("video_sparse_attn", config, steps=(1,))
+    assert once.noted.keys() == rehearsed("video_sparse_attn", config, steps=(1, 2, 3)).noted.keys()
+
+
+def test_what_was_computed_on_the_cpu_is_read_back_and_nothing_else_is() -> None:
+    with Rehearsal():
+        moved = torch.arange(6).to(DEVICE)
+        assert moved.device == DEVICE
+        assert (moved[2:] * 2).tolist() == [4, 6, 8, 10]
+        assert torch.tensor([True, False, True], device=DEVICE).nonzero().shape == (2, 1)
+        unknown = torch.empty(6, device=DEVICE)
+        assert unknown[moved > 3].shape == (2,)
+        with pytest.raises(RuntimeError, match="meta"):
+            unknown.tolist()
+        moved += unknown.to(torch.int64)
+        with pytest.raises(RuntimeError, match="meta"):
+            moved.tolist()
+    assert torch.arange(3).device.type == "cpu"
+
+
+def test_kernels_are_compiled_in_processes_and_once() -> None:
+    noted = quick(rehearsed("video_sparse_attn", {"sparsity": 0.9}))
+    made = make(noted, workers=2)
+    assert {each.name for each in made} == {each.name for each in noted}
+    again = make([*noted, *noted], workers=2)
+    assert [each.key for each in again] == [each.key for each in made]
+    assert sum(each.seconds for each in again) < sum(each.seconds for each in made) / 4
+
+
+def test_a_kernel_that_does_not_compile_is_named() -> None:
+    (first, *_) = quick(rehearsed("video_sparse_attn", {"sparsity": 0.9}))
+    with pytest.raises(RuntimeError, match=rf"{first.name} must compile, it did not"):
+        make([first._replace(arguments=())], workers=1)
+
+
+@pytest.fixture
+def shipped(tmp_path: Path) -> tuple[Path, list[Noted]]:
+    """A folder of kernels that was moved, and what it was made from."""
+    noted = quick(rehearsed("video_sparse_attn", {"sparsity": 0.9}))[:2]
+    with saved(tmp_path / "made", place_of_gpu(DEVICE)):
+        make(noted, workers=2)
+    return (tmp_path / "made").rename(tmp_path / "moved"), noted
+
+
+def test_a_folder_can_be_moved_and_its_kernels_are_taken(
+    shipped: tuple[Path, list[Noted]], tmp_path: Path
+) -> None:
+    import triton
+
+    folder, noted = shipped
+    triton.knobs.cache.dir = str(tmp_path / "another")
+    texts = [file.read_bytes() for file in folder.rglob("*") if file.is_file()]
+    assert not any(str(tmp_path).encode() in text for text in texts)
+    assert use(folder, DEVICE) == len(noted)
+    assert use(folder, DEVICE) == 0
+    found: list[bool] = []
+    triton.knobs.compilation.listener = lambda **told: found.append(told["cache_hit"])
+    try:
+        for each in noted:
+            each.kernel.device_caches.clear()
+            each.kernel.warmup(*each.arguments, grid=each.grid, **each.options)
+    finally:
+        triton.knobs.compilation.listener = None
+    assert found == [True] * len(noted)
+
+
+def test_a_folder_for_another_gpu_or_release_is_refused(
+    shipped: tuple[Path, list[Noted]],
+) -> None:
+    folder, noted = shipped
+    manifest = json.loads((folder / MANIFEST).read_text())
+    for changed in ({"capability": "8.0"}, {"triton": "3.0.0"}, {"multimodal_gen": "0"}):
+        other = {**manifest, "place": {**manifest["place"], **changed}}
+        (folder / MANIFEST).write_text(json.dumps(other))
+        with pytest.raises(UsageError, match=r"must hold kernels for .* was made for .*; run"):
+            use(folder, DEVICE)
+    same = {**manifest, "place": {**manifest["place"], "gpu": "NVIDIA H200"}}
+    (folder / MANIFEST).write_text(json.dumps(same))
+    assert use(folder, DEVICE) == len(noted)
+
+
+def test_a_folder_is_made_anew_or_not_at_all(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    place = place_of_gpu(DEVICE)
+    with (
+        pytest.raises(UsageError, match="--output must be a new folder"),
+        saved(tmp_path / "there", place),
+    ):
+        pass
+    with pytest.raises(RuntimeError, match="fails"), saved(tmp_path / "half", place):
+        raise RuntimeError("fails")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["there"]
+
+
+@pytest.mark.parametrize("family", ["wan", "hunyuan_video", "flux", "qwen_image"])
+def test_a_pipeline_is_rehearsed_without_its_weights(family: str, tmp_path: Path) -> None:
+    folder = make_tiny_model(family, tmp_path / family)
+    for weights in folder.rglob("*.safetensors"):
+        weights.unlink()
+    args = ServerArgs(
+        model_path=str(folder),
+        prompt="A fox",
+        attention_backend="video_sparse_attn",
+        attention_backend_config={"sparsity": 0.9},
+        height=480,
+        width=832,
+        num_inference_steps=4,
+        dtype="bfloat16",
+    )
+    found = {each.name for each in rehearse(args, DEVICE)}
+    assert {"attention_kernel", "pool_kernel", "select_kernel", "scatter_kernel"} <= found
