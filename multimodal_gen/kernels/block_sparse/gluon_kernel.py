@@ -262,7 +262,8 @@ def _run(dq, dk, dv, tile, plan, outs, flags, scale_log2, C: gl.constexpr):
 
 
 @gluon.jit(
-    do_not_specialize=[*PLAN_NUMBERS, "group", "sweep_b", "lists", "bits_b", "bits_h", "words"]
+    do_not_specialize=[*PLAN_NUMBERS, "group", "sweep_b", "lists", "bits_b", "bits_h", "words"],
+    do_not_specialize_on_alignment=["length_ptr"],
 )
 def attention_kernel(
     dq, dk, dv, out_ptr, lse_ptr, flag_ptr, sweep_ptr, scale_log2,

@@ -124,7 +124,10 @@ def _block_at(index_ptr, mask, kv, GIVEN_STARTS: tl.constexpr, GIVEN_LENGTHS: tl
     return block, start, tl.where(mask, length, 0)
 
 
-@triton.jit(do_not_specialize=["size", "total", "num_q", "heads", "room", "tail_room", "max_whole"])
+@triton.jit(
+    do_not_specialize=["size", "total", "num_q", "heads", "room", "tail_room", "max_whole"],
+    do_not_specialize_on_alignment=["count_ptr"],
+)
 def _steps_kernel(
     index_ptr,
     count_ptr,

@@ -8,7 +8,7 @@ What was computed on the CPU and moved, such as lists of blocks of a fixed patte
 too, for those who read it back.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -134,9 +134,22 @@ class Rehearsal(TorchFunctionMode):
         pointers = tuple(
             Pointer(x.dtype, x.data_ptr()) if isinstance(x, torch.Tensor) else x for x in arguments
         )
-        kinds = _specialised(launcher.kinds(arguments), arguments)
+        kinds = map(_specialised, launcher.kinds(arguments), arguments, launcher.kernel.params)
         noted = Noted(launcher.kernel, grid, pointers, options)
         self.noted.setdefault((noted.name, *kinds, *options.items()), noted)
+
+
+def _specialised(kind: Any, value: Any, parameter: Any) -> Any:
+    """Return what compilations differ in, of what launches are looked up by.
+
+    Triton tells whole numbers apart by whether they are 1, multiples of 16, and of 32 bits, and
+    tensors by where they begin, both unless a kernel says otherwise.
+    """
+    if type(value) is int and type(kind) is int:
+        return value == 1, value % 16 == 0, -(1 << 31) <= value < 1 << 31
+    if isinstance(value, torch.Tensor) and parameter.do_not_specialize_on_alignment:
+        return value.dtype
+    return kind
 
 
 def _computed(func: Any, given: tuple[Any, Any], tensors: Sequence[torch.Tensor]) -> Any:
@@ -172,18 +185,6 @@ def _computed(func: Any, given: tuple[Any, Any], tensors: Sequence[torch.Tensor]
         for x in (*outs, *(tensors[:1] if _changes(name) else ())):
             x.__dict__.pop(_HELD, None)
     return made
-
-
-def _specialised(kinds: Iterable[Any], arguments: Iterable[Any]) -> Iterable[Any]:
-    """Return what compilations differ in, of what launches are looked up by.
-
-    Triton tells whole numbers apart by whether they are 1, multiples of 16, and of 32 bits.
-    """
-    for kind, value in zip(kinds, arguments, strict=True):
-        if type(value) is int and type(kind) is int:
-            yield value == 1, value % 16 == 0, -(1 << 31) <= value < 1 << 31
-        else:
-            yield kind
 
 
 def _changes(name: str) -> bool:

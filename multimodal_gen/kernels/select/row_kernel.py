@@ -134,7 +134,10 @@ def _rows_of_head(heads, tiles, tokens, T: tl.constexpr):
     return b, h, row, row < tokens
 
 
-@triton.jit(do_not_specialize=["q_b", "q_s", "q_h", "tokens", "room", "heads", "groups", "tiles"])
+@triton.jit(
+    do_not_specialize=["q_b", "q_s", "q_h", "tokens", "room", "heads", "groups", "tiles"],
+    do_not_specialize_on_alignment=["used_ptr"],
+)
 def _move_kernel(
     q_ptr, used_ptr, position_ptr, moved_ptr,
     q_b, q_s, q_h, q_d, tokens, room, heads, groups, tiles,
@@ -198,7 +201,8 @@ def _part_lse(given, group):
     do_not_specialize=[
         "out_b", "out_s", "out_h", "part_b", "part_s", "part_h", "lse_b", "lse_h",
         "tokens", "heads", "groups", "tiles",
-    ]
+    ],
+    do_not_specialize_on_alignment=["used_ptr"],
 )  # fmt: skip
 def _merge_kernel(
     part_ptr, lse_ptr, position_ptr, used_ptr, out_ptr,
