@@ -10,7 +10,7 @@ them. The command line runs the same code.
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -24,6 +24,7 @@ from multimodal_gen.errors import (
     short,
 )
 from multimodal_gen.integrations.diffusers import apply
+from multimodal_gen.integrations.warm import start_ahead
 from multimodal_gen.runtime.distributed.groups import parallel_groups
 from multimodal_gen.runtime.generator import (
     DiffusersAttention,
@@ -69,6 +70,7 @@ class LoadingSettings(TypedDict, total=False):
     vae_tiling: bool
     enable_torch_compile: bool
     compiled_kernels: _Path | None
+    compile_ahead: bool
 
 
 class AttentionSettings(TypedDict, total=False):
@@ -202,7 +204,12 @@ class DiffGenerator:
         self._lock = threading.RLock()
         self._loaded = {name: getattr(args, name) for name in LOADING_SETTINGS}
         self._explicit = False
-        self._session: Session | None = Session(args, self._attach)
+        with ExitStack() as failed:
+            self._ahead = start_ahead(args) if args.compile_ahead else None
+            if self._ahead is not None:
+                failed.callback(self._ahead.stop)
+            self._session: Session | None = Session(args, self._attach)
+            failed.pop_all()
 
     @classmethod
     @_naming_arguments()
@@ -320,6 +327,8 @@ class DiffGenerator:
     def close(self) -> None:
         """Let go of the model; a second call does nothing."""
         with self._lock:
+            if self._ahead is not None:
+                self._ahead.stop()
             if self._session is not None:
                 self._session.close()
             self._session = None

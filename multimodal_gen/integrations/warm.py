@@ -5,8 +5,14 @@ attention layer meets the shapes, masks and steps that it will meet; what it wou
 compiled (`kernels.launch.ahead`).
 """
 
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +24,7 @@ from multimodal_gen.errors import MultimodalGenError, UsageError, first_line
 from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.kernels.launch.ahead import Made, Place, make, place_of_gpu, saved
 from multimodal_gen.kernels.launch.rehearsal import Noted, Rehearsal
+from multimodal_gen.runtime.distributed.groups import parallel_groups
 from multimodal_gen.runtime.generator import PipelineIndex, pick_device
 from multimodal_gen.runtime.generator.chat_templates import limited_templates
 from multimodal_gen.runtime.generator.load import denoisers
@@ -29,6 +36,8 @@ from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLay
 from multimodal_gen.runtime.layers.attention.scope import scope_from_args
 from multimodal_gen.runtime.managers.forward_context import current_forward_context
 from multimodal_gen.runtime.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
 
 # What a method carries from step to step it has from the second one on.
 _CALLS = 2
@@ -122,3 +131,59 @@ def _each_kind_twice(model: nn.Module, layers: Sequence[AttentionLayer]) -> Call
         return found[-1]
 
     return forward
+
+
+class Ahead:
+    """Processes that compile what a generation will launch, while this one loads it.
+
+    Args:
+        args: the generation.
+    """
+
+    def __init__(self, args: ServerArgs) -> None:
+        command = [sys.executable, "-c", f"from {__name__} import _serve; _serve()"]
+        # A session of its own, so that all its processes can be ended.
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None, "it was asked for"
+        with suppress(BrokenPipeError), self._process.stdin as stream:
+            pickle.dump(args, stream)
+
+    def wait(self) -> int:
+        """Return its exit status once it is done."""
+        return self._process.wait()
+
+    def stop(self) -> None:
+        """End it where it runs; a second call does nothing."""
+        status = self._process.poll()
+        if status is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        elif status:
+            logger.info("nothing was compiled ahead: `sglang attention warm` says why")
+
+
+def start_ahead(args: ServerArgs) -> Ahead | None:
+    """Begin to compile what a generation will launch; None on several ranks.
+
+    Raises:
+        UsageError: there is no NVIDIA GPU, or no Triton.
+    """
+    if parallel_groups() is not None:
+        return None
+    try:
+        place_of_gpu(pick_device(args.device))
+    except UsageError as error:
+        raise UsageError(f"compile_ahead (--compile-ahead): {error}") from error
+    return Ahead(args)
+
+
+def _serve() -> None:
+    """Be the process that `Ahead` starts."""
+    warm(pickle.load(sys.stdin.buffer))

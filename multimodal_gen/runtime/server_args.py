@@ -569,6 +569,15 @@ class ServerArgs:
         ),
     ] = None
 
+    compile_ahead: Annotated[
+        bool,
+        Setting(
+            loading=True,
+            help="Compile the kernels of the generation in other processes while the weights load "
+            "and the text is encoded. On one NVIDIA GPU.",
+        ),
+    ] = False
+
     def __post_init__(self) -> None:
         for name, setting in SETTINGS.items():
             self._set(name, setting.normalised(getattr(self, name)))
