@@ -114,7 +114,7 @@ def _commands(group=None, path: tuple[str, ...] = ()):
 
 def test_no_help_text_shows_what_python_calls_a_default(sglang) -> None:
     texts = {" ".join(path): sglang(*path, "--help").out for path, _ in _commands()}
-    assert len(texts) == 11
+    assert len(texts) == 12
     assert [name for name, text in texts.items() if re.search(r"inspect|class '", text)] == []
 
 
@@ -126,6 +126,7 @@ REQUIRED = [
     "compare --output",
     "compare --model-path",
     "recommend --comparison",
+    "warm --model-path",
     "search --output",
     "search --model-path",
     "tune --searches",
