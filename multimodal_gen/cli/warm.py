@@ -11,21 +11,15 @@ import typer
 
 from multimodal_gen.cli.options import AsJson, Settings, takes
 from multimodal_gen.cli.table import echo, wrapped
-from multimodal_gen.runtime.server_args import SETTINGS, ServerArgs
+from multimodal_gen.runtime.server_args import CALL_SETTINGS, SETTINGS, ServerArgs
 from multimodal_gen.settings import Setting
 
 _SEEN = (
     "model_path",
     "pipeline_class_name",
-    "negative_prompt",
+    *CALL_SETTINGS,
     "image_path",
     "pipeline_arg",
-    "height",
-    "width",
-    "num_frames",
-    "num_inference_steps",
-    "guidance_scale",
-    "true_cfg_scale",
     "num_outputs",
     "scheduler",
     "dtype",

@@ -3,7 +3,7 @@
 import hashlib
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,15 +86,21 @@ def load_skeleton(index: PipelineIndex, dtype: str, device: torch.device) -> Any
     pipeline_class: Any = index.pipeline_class
     pipe = pipeline_class.__new__(pipeline_class)
     pipe.register_modules(**dict.fromkeys(_expected(pipeline_class)))
+    for name, built in _built(index, dtype, device):
+        if built is not None:
+            pipe.register_modules(**{name: built})
+    return pipe
+
+
+def _built(index: PipelineIndex, dtype: str, device: torch.device) -> Iterator[tuple[str, Any]]:
+    """Yield the components of a pipeline without weights, as far as configs make them."""
     chosen = pick_dtype(dtype, device)
     for name, (library, class_name) in index.components.items():
         built = _build(index.model_path, name, library, class_name)
         if isinstance(built, torch.nn.Module):
             # The plain cast: the libraries' own `to` warns about weights that are not there.
             built = torch.nn.Module.to(built, dtype=chosen).eval()
-        if built is not None:
-            pipe.register_modules(**{name: built})
-    return pipe
+        yield name, built
 
 
 def load_rehearsed(index: PipelineIndex, args: ServerArgs, device: torch.device) -> Any:
@@ -110,16 +116,8 @@ def load_rehearsed(index: PipelineIndex, args: ServerArgs, device: torch.device)
     Raises:
         UsageError: files are missing, or do not fit their classes.
     """
-    chosen = pick_dtype(args.dtype, device)
-    built = {
-        name: _build(index.model_path, name, library, class_name)
-        for name, (library, class_name) in index.components.items()
-    }
-    models = {
-        name: torch.nn.Module.to(model, dtype=chosen).eval()
-        for name, model in built.items()
-        if isinstance(model, torch.nn.Module)
-    }
+    built = _built(index, args.dtype, device)
+    models = {name: model for name, model in built if isinstance(model, torch.nn.Module)}
     pipeline_class: Any = index.pipeline_class
     with told(lambda error: f"{index.name} could not be built: {first_line(error)}"):
         pipe = pipeline_class.from_pretrained(index.model_path, **models)
