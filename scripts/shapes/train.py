@@ -395,8 +395,8 @@ class Pool:
 
     def serves(self, stage: Stage) -> bool:
         """Whether the clips are those of another stage, too."""
-        shapes = ((x.frames, x.height, x.width, x.clips) for x in (self._stage, stage))
-        return next(shapes) == next(shapes)
+        own, clips = self._stage, (stage.frames, stage.height, stage.width, stage.clips)
+        return (own.frames, own.height, own.width, own.clips) == clips
 
 
 def train_transformer(size: Size, state: Path, options: argparse.Namespace) -> Any:
@@ -431,7 +431,7 @@ def train_transformer(size: Size, state: Path, options: argparse.Namespace) -> A
                 until=last,
                 cosine=range(first, last),
             )
-    place_tokens(rope, *stretched_positions(rope, stage, size.stages[-1]))
+    place_tokens(rope, *stretched_positions(rope, size.stages[-1], size.stages[-1]))
     training.use_average()
     modules = (text_encoder, vae, transformer)
     shift = size.stages[-1].shift
