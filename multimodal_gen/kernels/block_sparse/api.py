@@ -4,8 +4,8 @@ Shapes: B batch, Sq and Sk tokens, H query heads, Hkv key heads, D head size.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache, lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -174,13 +174,20 @@ def _checked(
         q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, place_of(q.device),
         (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16, backward,
     )  # fmt: skip
-    form = plan.cache.get(key)
+    form: CallForm | None = plan.cache.get(key)
     if form is None:
-        check_arguments(q, k, v, plan, scale)
-        form = CallForm(request_for(q, k, v, plan, backward=backward))
-        form = plan.cache.setdefault(key, form)  # another thread may have been faster
-    assert isinstance(form, CallForm), "nothing else has such a key"
+        known = _known_form(key, plan.form())
+        if not known:
+            check_arguments(q, k, v, plan, scale)
+            known.append(CallForm(request_for(q, k, v, plan, backward=backward)))
+        form = plan.cache[key] = known[0]
     return form
+
+
+@lru_cache(maxsize=1024)
+def _known_form(call: Hashable, plan: Hashable) -> list[CallForm]:
+    """Return what holds the form of calls that are alike, once one was checked."""
+    return []
 
 
 def refresh_plan(plan: BlockPlan) -> None:
@@ -261,10 +268,10 @@ def _run_gluon(call: Call) -> _Results:
     # Queries of a block are read before its rows are written, by the program that writes them.
     out, lse = empty_results(q, plan, return_lse, out=q if overwrite_q else None)
     below = 0.0 if skip is None else skip.octaves
-    key = (form, return_lse, deterministic, overwrite_q, below)
-    prepared = plan.cache.get(key)
+    key = (return_lse, deterministic, overwrite_q, below)
+    prepared = form.prepared.get(key)
     if prepared is None:
-        prepared = plan.remember(key, _prepare_gluon(call, out, lse))
+        prepared = form.prepared[key] = _prepare_gluon(call, out, lse)
     prepared(call, out, lse)
     return out, lse
 

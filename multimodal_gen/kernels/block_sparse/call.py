@@ -3,8 +3,9 @@
 Shapes: B batch, Sq and Sk tokens, H query heads, Hkv key heads, D head size, Nq and N blocks.
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,19 +16,21 @@ from multimodal_gen.kernels.tensors import loadable
 
 
 class CallForm:
-    """Stands for calls on one plan whose tensors are alike in all that launches depend on.
+    """Stands for calls that are alike in all that launches depend on, but for what tensors hold.
 
-    A call is looked up once by shapes, strides, dtypes, device, alignment and whether a gradient is
-    asked for; what kernels prepare for such calls is kept with the plan under the identity of this.
+    A call is looked up by shapes, strides, dtypes, device, alignment and whether a gradient is
+    asked for, and by the form of its plan: a plan that is new in every call is no new form.
 
-    Args:
+    Attributes:
         request: what the choice of the kernel depends on.
+        prepared: what kernels prepared for such calls; holds no tensors.
     """
 
-    __slots__ = ("request",)
+    __slots__ = ("prepared", "request")
 
     def __init__(self, request: Request) -> None:
         self.request = request
+        self.prepared: dict[Hashable, Any] = {}
 
 
 class Call(NamedTuple):

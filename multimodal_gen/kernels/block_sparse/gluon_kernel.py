@@ -60,7 +60,12 @@ from multimodal_gen.kernels.block_sparse.gluon_work_kernel import (
     tail_keys,
     whole_keys,
 )
-from multimodal_gen.kernels.block_sparse.steps_kernel import PLAN_NUMBERS, Plan, work_list
+from multimodal_gen.kernels.block_sparse.steps_kernel import (
+    PLAN_NUMBERS,
+    Plan,
+    lists_of,
+    work_list,
+)
 from multimodal_gen.kernels.block_sparse.tuning import GluonTile
 from multimodal_gen.kernels.hopper_kernel import (
     OVERFLOW,
@@ -268,10 +273,11 @@ def _run(dq, dk, dv, tile, plan, outs, flags, scale_log2, C: gl.constexpr):
 def attention_kernel(
     dq, dk, dv, out_ptr, lse_ptr, flag_ptr, sweep_ptr, scale_log2,
     list_ptr, count_ptr, tail_count_ptr, tail_length_ptr, order_ptr, start_ptr, length_ptr,
+    block_ptr, bits_ptr,
     rows, rep_h, num, plan_h, group, last, tail, room, tail_room,
     list_b, list_h, list_n, count_b, count_h, count_n,
     start_b, start_h, length_b, length_h, size, total,
-    lists, sweep_b, block_ptr, bits_ptr, bits_b, bits_h, words,
+    lists, sweep_b, bits_b, bits_h, words,
     out_b, out_s, out_h, lse_b, lse_h, C: gl.constexpr,
 ):  # fmt: skip
     """Grid: one program per tile; a redo does only those whose flag is set."""
@@ -300,11 +306,11 @@ _launcher = Launcher(attention_kernel)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prepared:
-    """Launches on one plan for tensors of one form; see `prepare`.
+    """Launches on plans and for tensors of one form; see `prepare`.
 
     Attributes:
         launches: the kernel, and the one that redoes flagged tiles, if any.
-        counts: a tensor of the plan.
+        step: keys of a step.
         num_flags: int32 flags to make room for, a multiple of what any program looks at; 0 where
             no tile is flagged.
         num_sweeps: positions of key sweeps to make room for.
@@ -312,7 +318,7 @@ class Prepared:
     """
 
     launches: tuple[Launch, ...]
-    counts: torch.Tensor
+    step: int
     num_flags: int
     num_sweeps: int
     inputs: Callable[[int, int, int], tuple[TensorDescriptor, ...]]
@@ -321,21 +327,25 @@ class Prepared:
         """Launch the kernel, and the redo of the tiles it flags; writes `out` and `lse`.
 
         Args:
-            call: of the form of the one that was prepared for.
+            call: of the form of the one that was prepared for, on a plan of the form of its plan.
             out: likewise; only rows that belong to a query block are written.
             lse: only if it was prepared for.
         """
-        rows, marks = self.num_flags, self.counts  # where nothing is marked
-        sweep = marks
+        plan, rows = call.plan, self.num_flags
+        lists = lists_of(plan, self.step, blocks=plan.row_bits is None)
+        sweep = marks = plan.counts  # where nothing is marked
         if rows or self.num_sweeps:
             # One allocation, whose second part begins at a multiple of 16 bytes like the first.
-            marks = self.counts.new_zeros(rows + self.num_sweeps)
+            marks = plan.counts.new_zeros(rows + self.num_sweeps)
             sweep = marks[rows:] if self.num_sweeps else marks
         # Where steps are skipped nothing is flagged, and they are counted in that place.
         flags = marks if call.skip is None else call.skip.counts_on(out.device)
         inputs = self.inputs(call.q.data_ptr(), call.k.data_ptr(), call.v.data_ptr())
         scale = call.scale / math.log(2.0)
-        launched = (*inputs, out, out if lse is None else lse, flags, sweep, scale)
+        launched = (
+            *inputs, out, out if lse is None else lse, flags, sweep, scale,
+            *lists.tensors, lists.blocks, lists.bits,
+        )  # fmt: skip
         for launch in self.launches:
             launch(launched)
 
@@ -343,9 +353,10 @@ class Prepared:
 def prepare(
     call: Call, out: torch.Tensor, lse: torch.Tensor | None, *, tile: GluonTile
 ) -> Prepared:
-    """Return the launches on a plan for tensors of one form.
+    """Return the launches on plans and for tensors of one form.
 
-    Of one form are tensors of the same shapes, strides, dtypes, device and alignment to 16 bytes.
+    Of one form are tensors of the same shapes, strides, dtypes, device and alignment to 16 bytes,
+    and plans of the same `form`.
 
     Args:
         call: whose tensors have stride 1 along D, and all other strides multiples of 16 bytes; what
@@ -360,7 +371,7 @@ def prepare(
     batch, _, heads, channels = q.shape
     # A plan with row bits is always cut in steps, none of which are merged.
     work = work_list(plan, tile.keys, batch, heads, k.shape[2], blocks=plan.row_bits is None)
-    bits = work.counts.unsqueeze(3) if plan.row_bits is None else plan.row_bits.contiguous()
+    bits = work.lists.bits
     shape = Shape(
         **dataclasses.asdict(tile),
         head_size=64 if channels <= 64 else 128,
@@ -379,8 +390,8 @@ def prepare(
     )
     num_tiles = -(-work.num // tile.consumers) if tile.own else work.num * shape.q_tiles
     arguments = (
-        *work.arguments, work.num, k.shape[2],
-        work.blocks, bits, *bits.expand(batch, heads, -1, -1).stride()[:2], bits.shape[3],
+        *work.numbers, work.num, k.shape[2],
+        *bits.expand(batch, heads, -1, -1).stride()[:2], bits.shape[3],
         *out.stride()[:3], *((0, 0) if lse is None else lse.stride()[:2]),
     )  # fmt: skip
     launches = [Launch(_launcher, (num_tiles,), arguments, [{"C": shape, "num_warps": 4}])]
@@ -397,7 +408,7 @@ def prepare(
     )
     return Prepared(
         launches=tuple(launches),
-        counts=work.counts,
+        step=tile.keys,
         num_flags=-(-num_tiles // 32) * 32 if tile.fast else 0,
         num_sweeps=batch * k.shape[2] if tile.sync else 0,
         inputs=lru_cache(maxsize=1024)(described),

@@ -6,7 +6,7 @@ broadcast. Everything is counted per *query* head, also where several of them sh
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -335,6 +335,17 @@ class BlockPlan:
         """Return what `cache` holds under `key`, else what `make` returns; see `remember`."""
         found: _DerivedT | None = self.cache.get(key)
         return self.remember(key, make(*arguments)) if found is None else found
+
+    def form(self) -> tuple[Hashable, ...]:
+        """Return what launches depend on of a plan, but for what its tensors hold."""
+        q, kv = self.q, self.kv
+        every = (self.indices, self.counts, self.row_bits, self.order)
+        tensors = (*every, q.starts, q.lengths, kv.starts, kv.lengths)
+        sizes = (q.num, q.size, q.total, kv.num, kv.size, kv.total, self.uniform, self.causal)
+        forms = [
+            x if x is None else (x.shape, x.stride(), x.device, x.data_ptr() % 16) for x in tensors
+        ]
+        return (*sizes, *forms)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Every tensor of the plan that is present."""

@@ -264,17 +264,59 @@ def refresh_steps(plan: BlockPlan) -> None:
             _make_steps(plan, key[1], into=known)
 
 
-class WorkList(NamedTuple):
-    """What kernels read of a plan: its lists, whose blocks are cut in steps of so many keys.
+class Lists(NamedTuple):
+    """The lists of a plan, whose blocks are cut in steps of so many keys.
 
     Attributes:
-        arguments: of kernels, in this order: the lists, their counts, the numbers and the lengths
-            of partial steps, order, starts and lengths of query blocks; numbers of lists in the
-            plan, of heads that share each, of query blocks and of heads in the plan; query heads of
-            a key head; the last key block and its keys, the room of a list, and of its partial
-            steps; strides of lists, of counts, and of starts and lengths; rows of a query block,
-            and of all.
-        counts: of the lists in the plan.
+        tensors: of `WorkList.arguments`; another one stands for what a plan does not have.
+        blocks: like the lists, [B|1, H|1, Nq, room], the block of every step.
+        bits: int32 [B|1, H|1, Sq, words], what rows choose; some tensor where they do not.
+        sub: steps of a key block; 0 where lists hold steps.
+        ordered: whether there is an order.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    blocks: torch.Tensor
+    bits: torch.Tensor
+    sub: int
+    ordered: bool
+
+
+def lists_of(plan: BlockPlan, step: int, *, blocks: bool = True) -> Lists:
+    """Return the lists of a plan, once; see `work_list`."""
+    return plan.derive(("lists", step, blocks), _lists_of, plan, step, blocks)
+
+
+def _lists_of(plan: BlockPlan, step: int, blocks: bool) -> Lists:
+    kv, counts = plan.kv, plan.counts
+    sub = kv.size // step if blocks and kv.is_regular and kv.size % step == 0 else 0
+    if sub:
+        lists = blocks_of = unit_stride(plan.indices)
+        tails = (counts, counts)
+    else:
+        steps = make_steps(plan, step)
+        lists, counts, tails = steps.starts, steps.num_full, (steps.num_tail, steps.tail_lengths)
+        blocks_of = lists if steps.blocks is None else steps.blocks
+    order = launch_order(plan, counts)
+    bounds = [counts if t is None else unit_stride(t) for t in (plan.q.starts, plan.q.lengths)]
+    return Lists(
+        tensors=(lists, counts, *tails, counts if order is None else order, *bounds),
+        blocks=blocks_of,
+        bits=counts.unsqueeze(3) if plan.row_bits is None else plan.row_bits.contiguous(),
+        sub=sub,
+        ordered=order is not None,
+    )
+
+
+class WorkList(NamedTuple):
+    """What kernels read of a plan: its lists, and what follows from the forms of its tensors.
+
+    Attributes:
+        lists: the lists.
+        numbers: of lists in the plan, of heads that share each, of query blocks and of heads in the
+            plan; query heads of a key head; the last key block and its keys, the room of a list,
+            and of its partial steps; strides of lists, of counts, and of starts and lengths; rows
+            of a query block, and of all.
         blocks: like the lists, [B, H, Nq, room], the block of every step.
         num: lists of all heads.
         sub: steps of a key block; 0 where lists hold steps.
@@ -282,13 +324,22 @@ class WorkList(NamedTuple):
         ordered: whether there is an order.
     """
 
-    arguments: tuple[torch.Tensor | int, ...]
-    counts: torch.Tensor
+    lists: Lists
+    numbers: tuple[int, ...]
     blocks: torch.Tensor
     num: int
     sub: int
     ragged: bool
     ordered: bool
+
+    @property
+    def arguments(self) -> tuple[torch.Tensor | int, ...]:
+        """Those of kernels.
+
+        The lists, their counts, the numbers and the lengths of partial steps, order, starts and
+        lengths of query blocks; then `numbers`.
+        """
+        return (*self.lists.tensors, *self.numbers)
 
 
 def work_list(
@@ -311,34 +362,25 @@ def work_list(
 def _work_list(
     plan: BlockPlan, step: int, batch: int, heads: int, kv_heads: int, blocks: bool
 ) -> WorkList:
-    kv = plan.kv
-    sub = kv.size // step if blocks and kv.is_regular and kv.size % step == 0 else 0
-    if sub:
-        lists, counts, tails = unit_stride(plan.indices), plan.counts, (plan.counts, plan.counts)
-        blocks_of = lists
-    else:
-        steps = make_steps(plan, step)
-        lists, counts, tails = steps.starts, steps.num_full, (steps.num_tail, steps.tail_lengths)
-        blocks_of = lists if steps.blocks is None else steps.blocks
-    order = launch_order(plan, counts)
+    kv, found = plan.kv, lists_of(plan, step, blocks=blocks)
+    lists, counts = found.tensors[:2]
     _, plan_h, num_q = counts.shape
     kv_tail = kv.total - (kv.num - 1) * kv.size
     every_list = lists.expand(batch, heads, -1, -1)
     every_count = counts.expand(batch, heads, -1)
-    bounds, strides = bounds_of(plan.q, batch, heads, counts)
+    _, strides = bounds_of(plan.q, batch, heads, counts)
     return WorkList(
-        arguments=(
-            every_list, every_count, *tails, counts if order is None else order, *bounds,
+        lists=found,
+        numbers=(
             counts.numel(), heads // plan_h, num_q, plan_h, heads // kv_heads, kv.num - 1, kv_tail,
             lists.shape[3], plan.indices.shape[3],
             *every_list.stride()[:3], *every_count.stride(), *strides, plan.q.size, plan.q.total,
         ),
-        counts=counts,
-        blocks=blocks_of.expand(batch, heads, -1, -1),
+        blocks=found.blocks.expand(batch, heads, -1, -1),
         num=batch * heads * num_q,
-        sub=sub,
-        ragged=not sub or kv_tail != kv.size,
-        ordered=order is not None,
+        sub=found.sub,
+        ragged=not found.sub or kv_tail != kv.size,
+        ordered=found.ordered,
     )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """What block_sparse_attention refuses, which kernel it takes, and that it compiles."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -248,9 +249,11 @@ def test_what_the_copy_engine_can_read_is_recognised(make: object, aligned: bool
     assert request_for(q, q, q, plan, backward=False).unaligned is not aligned
 
 
+@pytest.mark.parametrize("new_plans", [False, True])
 def test_what_the_choice_depends_on_is_looked_up_once_per_form(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, new_plans: bool
 ) -> None:
+    api._known_form.cache_clear()
     plan = BlockPlan.dense(Blocks.regular(20, 16), Blocks.regular(30, 16), "cpu")
     found: list[Request] = []
     monkeypatch.setattr(
@@ -268,7 +271,7 @@ def test_what_the_choice_depends_on_is_looked_up_once_per_form(
         (4, (torch.nn.Parameter(Q, requires_grad=False), K, V)),
         (5, tuple(x.bfloat16() for x in (Q, K, V))),
     ):
-        block_sparse_attention(*arguments, plan)
+        block_sparse_attention(*arguments, replace(plan) if new_plans else plan)
         assert len(found) == wanted
     assert [(r.unaligned, r.backward, r.dtype) for r in found] == [
         (False, False, torch.float32),

@@ -39,7 +39,7 @@ from multimodal_gen.kernels.block_sparse.tuning import (
     gluon_tile,
     triton_tile,
 )
-from multimodal_gen.kernels.launch.launcher import Direct, Launcher
+from multimodal_gen.kernels.launch.launcher import Direct, Launch, Launcher
 from tests.helpers.block_plans import PlanShape, random_plan
 from tests.kernels.cases import with_slow
 from tests.kernels.compiling import (
@@ -275,42 +275,60 @@ def test_launches_that_a_plan_keeps_are_those_of_a_new_plan(
     ]
     every = [*inputs_of_many_forms(plan, torch.bfloat16), *inputs_of_many_forms(plan, torch.half)]
     for way, inputs in itertools.product(ways, every):
-        for now in (plan, plan, dataclasses.replace(plan)):
+        others = [dataclasses.replace(plan) for _ in range(2)]
+        for now in (plan, plan, *others):
+            if now is others[1]:
+                api._known_form.cache_clear()  # or it would be launched like those before
             checked = api._checked(*inputs, now, None)
             assert checked is not None
             call = Call(*inputs, now, form=checked, **way)
             out, lse = RUN["gluon"](call)
             assert (out is inputs[0]) == ("overwrite_q" in way and plan.q.starts is None)
             assert (lse is not None) == way["return_lse"]
-        num = len(launched) // 3
+        num = len(launched) // 4
         assert num >= 1
-        assert launched[:num] == launched[num : 2 * num] == launched[2 * num :]
+        assert launched == 4 * launched[:num]
         launched.clear()
 
 
-def test_launches_are_prepared_once_and_kept_unless_a_graph_is_captured(
+def test_launches_are_prepared_once_for_all_plans_of_a_form(
     launched: Launched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = plan_of("dense", 128, 128)
-    made, original = [], api._prepare_gluon
+    plan = plan_of("regular", 128, 128)
+    plan = dataclasses.replace(plan, indices=plan.indices.contiguous())
+    made, read, original, launch = [], [], api._prepare_gluon, Launch.__call__
     monkeypatch.setattr(api, "_prepare_gluon", lambda *x: made.append(x) or original(*x))
+    monkeypatch.setattr(Launch, "__call__", lambda self, x: read.append(x) or launch(self, x))
+    api._known_form.cache_clear()
     inputs = tensors_for(plan, 64, torch.bfloat16)[:3]
 
-    def call(scale: float) -> None:
+    def call(plan: BlockPlan, scale: float = 0.1) -> None:
         checked = api._checked(*inputs, plan, scale)
         assert checked is not None
         RUN["gluon"](Call(*inputs, plan, scale, False, False, checked))
 
-    with monkeypatch.context() as patched:  # what is captured belongs to its graph
-        patched.setattr(BlockPlan, "remember", lambda plan, key, derived: derived)
-        call(0.1)
-    for scale in (0.1, 0.1, 0.2, 0.3):
-        call(scale)
-    assert len(made) == 2
-    assert len(launched) == 5
+    for scale in (0.1, 0.1, 0.2):
+        call(plan, scale)
     kept = len(plan.cache)
-    call(0.4)
+    call(plan, 0.3)
     assert len(plan.cache) == kept
+    for _ in range(3):
+        new = dataclasses.replace(plan, indices=plan.indices.clone())
+        call(new)
+        assert any(x is new.indices for x in read[-1])  # its own lists
+    assert len(made) == 1
+    assert len(launched) == 7
+    room = plan.indices.shape[3]
+    others: dict[str, Any] = {
+        "indices": torch.nn.functional.pad(plan.indices, (0, 1))[..., :room],
+        "counts": torch.nn.functional.pad(plan.counts, (1, 0))[..., 1:],
+        "uniform": True,
+        "row_bits": torch.zeros(1, 1, plan.q.total, 1, dtype=torch.int32),
+        "order": torch.arange(plan.counts.numel(), dtype=torch.int32),
+    }
+    for number, (name, other) in enumerate(others.items()):
+        call(dataclasses.replace(plan, **{name: other}))
+        assert len(made) == 2 + number, name
 
 
 def counts(ptx: str) -> bool:
