@@ -177,17 +177,19 @@ def select(case: TiledCase) -> Stage:
     }
     out = torch.empty((*query.shape[:3], count), dtype=torch.int32, device=DEVICE)
 
-    def buffered(megabytes: int, warps: int) -> torch.Tensor:
+    def buffered(prepared: dict[str, Any], megabytes: int, warps: int) -> torch.Tensor:
         from multimodal_gen.kernels.select import tile_kernel as kernel
 
-        with mock.patch.object(kernel, "_warps", return_value=warps):
+        if not prepared:  # once, as in a layer
+            prepared["_prepared"] = cache(kernel._prepared.__wrapped__)
+        with mock.patch.multiple(kernel, _warps=lambda _: warps, **prepared):
             ranking = Ranking(query, key, count, 0, out)
             kernel.select_tiles(ranking, scratch_bytes=megabytes * 2**20)
         return out
 
     for megabytes, warps in BUFFERS if DEVICE == "cuda" else ():
         name = f"select, buffer {megabytes} MiB, {warps} warps"
-        runs[name] = partial(buffered, megabytes, warps)
+        runs[name] = partial(buffered, {}, megabytes, warps)
 
     def error(name: str, found: torch.Tensor) -> float:
         """Return the share of tiles that the definition does not choose: ties may be either."""

@@ -188,7 +188,8 @@ def select_tiles(
         assert of_keys is not None, "cells know which are real"
         operation = CELL_CHOICE
         query, key = query.detach().contiguous(), key.detach().contiguous()
-        ranking = Ranking(query, key, count, always, out, cells, (of_queries, of_keys), scale)
+        given = of_queries.contiguous(), of_keys.contiguous()
+        ranking = Ranking(query, key, count, always, out, cells, given, scale)
     query = ranking.query
     if choose_for(operation, query, head_size=query.shape[3], num_kv=num_kv) != "triton":
         select_tiles_reference(ranking)

@@ -1,12 +1,13 @@
 """Means of tiles, of their cells and of long chunks, and the gated sum, in Triton."""
 
+from functools import lru_cache
 from types import MappingProxyType
 
 import torch
 import triton
 import triton.language as tl
 
-from multimodal_gen.kernels.launch.launcher import Launcher
+from multimodal_gen.kernels.launch.launcher import Form, Launch, Launcher, form_of
 from multimodal_gen.kernels.select.reference import Tiles
 from multimodal_gen.kernels.shared_kernel import next_power_of_2, padded_channels
 
@@ -174,20 +175,38 @@ def _pool(
     **options: int,
 ) -> torch.Tensor:
     """Launch the kernel; returns [B, H, N * cells or spans, D]."""
-    batch, _, heads, head_size = tensor.shape
-    num_tiles, index = len(tiles.starts), tiles.tokens
-    options = {**_WHOLE, "HEADS_FIRST": tensor.stride(2) < tensor.stride(1), **options}
-    shape = (batch, heads, num_tiles * options["CELLS"] * spans, head_size)
+    starts, lengths, _, index = tiles
+    of_tiles = (starts, lengths, starts if index is None else index)
+    kept = starts if mask is None else mask.view(torch.uint8)
+    aligned = tuple([x.data_ptr() % 16 for x in (*of_tiles, kept)])
+    masked = None if mask is None else mask.stride()
+    form, indexed = form_of(tensor), index is not None
+    every = form, len(starts), indexed, masked, aligned, dtype, spans, *options.items()
+    shape, launch = _prepared(*every)
     out = tensor.new_empty(shape, dtype=dtype)
-    _launch_pool(
-        (batch * heads * num_tiles, spans),
-        tensor, out, tiles.starts, tiles.lengths, tiles.starts if index is None else index,
-        tiles.starts if mask is None else mask.view(torch.uint8),
-        *tensor.stride(), *((0, 0) if mask is None else mask.stride()), heads, num_tiles,
-        D=head_size, DP=padded_channels(head_size), INDEXED=index is not None,
-        MASKED=mask is not None, **options,
-    )  # fmt: skip
+    launch((tensor, out, *of_tiles, kept))
     return out
+
+
+@lru_cache(maxsize=1024)
+def _prepared(
+    tensor: Form,
+    num_tiles: int,
+    indexed: bool,
+    masked: tuple[int, ...] | None,
+    aligned: tuple[int, ...],
+    dtype: torch.dtype | None,
+    spans: int,
+    *options: tuple[str, int],
+) -> tuple[tuple[int, ...], Launch]:
+    """Return the shape of what `_pool` makes of tensors of one form, and what launches it."""
+    batch, _, heads, head_size = tensor.shape
+    given = {**_WHOLE, "HEADS_FIRST": tensor.strides[2] < tensor.strides[1], **dict(options)}
+    given.update(D=head_size, DP=padded_channels(head_size))
+    given.update(INDEXED=indexed, MASKED=masked is not None)
+    fixed = (*tensor.strides, *(masked or (0, 0)), heads, num_tiles)
+    launch = Launch(_launch_pool, (batch * heads * num_tiles, spans), fixed, [given])
+    return (batch, heads, num_tiles * given["CELLS"] * spans, head_size), launch
 
 
 def add_gated(

@@ -4,11 +4,13 @@ Scores become integers of the same order; bisection finds the smallest one to ke
 in registers, and a running sum then lists what is kept in increasing order.
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 
-from multimodal_gen.kernels.launch.launcher import Launcher
+from multimodal_gen.kernels.launch.launcher import Form, Launch, Launcher, form_of
 from multimodal_gen.kernels.select.reference import Ranking
 from multimodal_gen.kernels.shared_kernel import interpreted, next_power_of_2, padded_channels
 
@@ -99,7 +101,7 @@ def _score_kernel(
 
 @triton.jit(do_not_specialize=["first_block", "num_q", "num_kv", "heads", "group", "span"])
 def _cell_score_kernel(
-    q_ptr, k_ptr, q_bias_ptr, k_bias_ptr, key_ptr, q_b, q_h, q_n, k_b, k_h, k_n, q_bias_b, k_bias_b,
+    q_ptr, k_ptr, q_real_ptr, k_real_ptr, key_ptr, q_b, q_h, q_n, k_b, k_h, k_n, q_real_b, k_real_b,
     first_block, num_q, num_kv, heads, group, key_row, span, scale_log2,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CQ: tl.constexpr,
     CK: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr,
@@ -118,10 +120,11 @@ def _cell_score_kernel(
     k_cell = column % BN * CK + column // BN
     d = tl.arange(0, DP)
     in_q = q_cell < num_q * CQ
-    q_bias = tl.load(q_bias_ptr + b * q_bias_b + q_cell, mask=in_q, other=float("-inf"))
+    q_real = tl.load(q_real_ptr + b * q_real_b + q_cell, mask=in_q, other=0) != 0
+    q_bias = tl.where(q_real, 0.0, float("-inf"))
     q_ptr += b * q_b + h * q_h
     k_ptr += b * k_b + h // group * k_h
-    k_bias_ptr += b * k_bias_b
+    k_real_ptr += b * k_real_b
     q_mask = in_q[:, None] & (d < D)[None, :]
     q = tl.load(q_ptr + q_cell[:, None].to(tl.int64) * q_n + d[None, :], mask=q_mask, other=0.0)
     q = q.to(tl.float32) if UPCAST else q
@@ -130,7 +133,8 @@ def _cell_score_kernel(
     for first in tl.range(begin, end, BN, num_stages=STAGES):
         cell = first * CK + k_cell
         there = cell < num_kv * CK
-        k_bias = tl.load(k_bias_ptr + cell, mask=there, other=float("-inf"))
+        k_real = tl.load(k_real_ptr + cell, mask=there, other=0) != 0
+        k_bias = tl.where(k_real, 0.0, float("-inf"))
         k_mask = there[None, :] & (d < D)[:, None]
         k = tl.load(k_ptr + cell[None, :].to(tl.int64) * k_n + d[:, None], mask=k_mask, other=0.0)
         k = k.to(tl.float32) if UPCAST else k
@@ -244,59 +248,75 @@ def select_tiles(
         warpgroups: whether four warps multiply cells together, as SM90 can.
     """
     query, key, count, always, out, cells, real, scale = ranking
+    given = () if real is None else tuple([x.view(torch.uint8) for x in real])
+    forms = (form_of(query), form_of(key), form_of(out), *map(form_of, given))
+    number, options = (count, always, near, cells, scale), (scratch_bytes, warpgroups)
+    room, launches = _prepared(forms, *number, *options)
+    scratch = torch.empty(room, dtype=torch.int32, device=out.device)
+    for score, select in launches:
+        score((query, key, *given, scratch))
+        select((scratch, out))
+
+
+@lru_cache(maxsize=1024)
+def _prepared(
+    forms: tuple[Form, ...],
+    count: int,
+    always: int,
+    near: int | None,
+    cells: tuple[int, int],
+    scale: float,
+    scratch_bytes: int,
+    warpgroups: bool,
+) -> tuple[tuple[int, int], list[tuple[Launch, Launch]]]:
+    """Return the shape of the scores of tensors of one form, and what launches every turn.
+
+    The forms are those of queries, keys and what is written, and of which cells are real, where
+    there are such; the rest is in `select_tiles`.
+    """
+    query, key, out, *real = forms
     batch, heads, num_q, _ = out.shape
     head_size, num_kv, group = query.shape[3], key.shape[2] // cells[1], heads // key.shape[1]
-    if real is None:
-        rows = SCORE_ROWS
-        # Products of fp32 run outside the tensor cores, from registers.
-        wide = query.dtype == torch.float32
-
-        def score(blocks: range, scratch: torch.Tensor) -> None:
-            _launch_score(
-                (len(blocks), -(-num_kv // SCORE_KEYS)),
-                query, key, scratch, *query.stride(), *key.stride(),
-                blocks.start, num_q, num_kv, heads, group, scratch.shape[1],
-                D=head_size, BD=min(16 if wide else 64, padded_channels(head_size)),
-                BM=rows, BN=SCORE_KEYS,
-                UPCAST=interpreted(), num_warps=8 if wide else 4, num_stages=2,
-            )  # fmt: skip
-
-    else:
-        width = padded_channels(head_size)
-        rows = _cell_rows(cells[0], width, warpgroups)
-        keys = min(SCORES // cells[0], 64) // cells[1]
-        span = keys * CELL_STEPS
-        biases = [
-            torch.zeros(x.shape, device=x.device).masked_fill_(~x, -torch.inf).expand(batch, -1)
-            for x in real
-        ]
-
-        def score(blocks: range, scratch: torch.Tensor) -> None:
-            _launch_cell_score(
-                (len(blocks), -(-num_kv // span)),
-                query, key, *biases, scratch, *query.stride()[:3], *key.stride()[:3],
-                biases[0].stride(0), biases[1].stride(0), blocks.start, num_q, num_kv, heads,
-                group, scratch.shape[1], span, scale * LOG2E,
-                D=head_size, DP=width, BM=rows, BN=keys, CQ=cells[0], CK=cells[1],
-                STAGES=2 if width <= 128 else 1, UPCAST=interpreted(),
-                num_warps=4 if warpgroups or width > 128 else rows // 16,
-            )  # fmt: skip
-
     part, rest = _parts(num_kv)
     key_row = -(-num_kv // 16) * 16
+    if not real:
+        launcher, rows, at_once = _launch_score, SCORE_ROWS, SCORE_KEYS
+        # Products of fp32 run outside the tensor cores, from registers.
+        wide = query.dtype == torch.float32
+        strides = (*query.strides, *key.strides)
+        more: tuple[float, ...] = ()
+        options = {
+            "D": head_size, "BD": min(16 if wide else 64, padded_channels(head_size)),
+            "BM": rows, "BN": SCORE_KEYS,
+            "UPCAST": interpreted(), "num_warps": 8 if wide else 4, "num_stages": 2,
+        }  # fmt: skip
+    else:
+        width = padded_channels(head_size)
+        launcher, rows = _launch_cell_score, _cell_rows(cells[0], width, warpgroups)
+        keys = min(SCORES // cells[0], 64) // cells[1]
+        at_once = keys * CELL_STEPS
+        of_batch = [x.strides[0] if x.shape[0] > 1 else 0 for x in real]
+        strides, more = (*query.strides[:3], *key.strides[:3], *of_batch), (at_once, scale * LOG2E)
+        options = {
+            "D": head_size, "DP": width, "BM": rows, "BN": keys, "CQ": cells[0], "CK": cells[1],
+            "STAGES": 2 if width <= 128 else 1, "UPCAST": interpreted(),
+            "num_warps": 4 if warpgroups or width > 128 else rows // 16,
+        }  # fmt: skip
+    chosen = {
+        "BM": rows, "NP": part, "REST": rest, "CHUNK": LISTED, "MAP": near is not None,
+        "num_warps": _warps(part + rest),
+    }  # fmt: skip
     blocks = batch * heads * -(-num_q // rows)
     step = min(blocks, max(1, scratch_bytes // (4 * rows * key_row)))
-    scratch = torch.empty((step * rows, key_row), dtype=torch.int32, device=out.device)
+    launches = []
     for first in range(0, blocks, step):
-        some = range(first, min(first + step, blocks))
-        score(some, scratch)
-        _launch_select(
-            (len(some) * rows,),
-            scratch, out, *out.stride()[:3], first, num_q, num_kv, heads, count, always,
-            -1 if near is None else near, key_row,
-            BM=rows, NP=part, REST=rest, CHUNK=LISTED, MAP=near is not None,
-            num_warps=_warps(part + rest),
-        )  # fmt: skip
+        some = min(step, blocks - first)
+        sizes = (first, num_q, num_kv, heads)
+        fixed = (*strides, *sizes, group, key_row, *more)
+        score = Launch(launcher, (some, -(-num_kv // at_once)), fixed, [options])
+        fixed = (*out.strides[:3], *sizes, count, always, -1 if near is None else near, key_row)
+        launches.append((score, Launch(_launch_select, (some * rows,), fixed, [chosen])))
+    return (step * rows, key_row), launches
 
 
 def _cell_rows(cells: int, width: int, warpgroups: bool) -> int:
