@@ -109,7 +109,12 @@ class _Pooled(torch.autograd.Function):
 
 
 def pool_cells(
-    tensor: torch.Tensor, tiles: Tiles, cells: int, *, mask: torch.Tensor | None = None
+    tensor: torch.Tensor,
+    tiles: Tiles,
+    cells: int,
+    *,
+    mask: torch.Tensor | None = None,
+    held: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the means of the cells of every tile, and which cells hold tokens that count.
 
@@ -121,6 +126,7 @@ def pool_cells(
         tiles: the tiles.
         cells: cells of a tile.
         mask: see `pool_tiles`.
+        held: which cells hold tokens, bool [1, N * cells], where that is known.
 
     Returns:
         [B, H, N * cells, D], zero where no token counts, and bool [B|1, N * cells].
@@ -128,17 +134,22 @@ def pool_cells(
     _check_pooled((tensor,))
     check_tiles(tensor, tiles)
     check_mask(mask, tensor)
-    cut, tensor = tiles.cells(cells), tensor.detach()  # what is ranked by them has no gradient
+    tensor = tensor.detach()  # what is ranked by them has no gradient
     if choose_for(TILE_MEANS, tensor) == "triton":
         from multimodal_gen.kernels.select import pool_kernel
 
         means = pool_kernel.pool_cells(tensor, tiles, cells, mask)
     else:
-        means = pool_tiles_reference(tensor, cut, mask)
+        means = pool_tiles_reference(tensor, tiles.cells(cells), mask)
     if mask is None:
-        return means, (cut.lengths > 0).unsqueeze(0)
-    (share,) = _pool((mask[..., None, None].float(),), cut, None, None)
+        return means, cells_held(tiles, cells) if held is None else held
+    (share,) = _pool((mask[..., None, None].float(),), tiles.cells(cells), None, None)
     return means, share[:, 0, :, 0] > 0
+
+
+def cells_held(tiles: Tiles, cells: int) -> torch.Tensor:
+    """Return which cells of tiles hold tokens, bool [1, N * cells]; see `pool_cells`."""
+    return (tiles.cells(cells).lengths > 0).unsqueeze(0)
 
 
 def select_tiles(

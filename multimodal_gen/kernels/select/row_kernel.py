@@ -5,13 +5,15 @@ and each row then goes behind those before it. A program takes rows through all 
 so that queries are read once and written to every group that they are in use in.
 """
 
-import math
+from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
 from multimodal_gen.kernels.launch.launcher import (
+    Form,
+    Launch,
     Launcher,
     form_of,
     strides_in_vectors,
@@ -256,73 +258,105 @@ _launch_move, _launch_merge = Launcher(_move_kernel), Launcher(_merge_kernel)
 
 def sort_rows(bits: torch.Tensor, cut: ChunkGroups, *, block: int, extra: bool) -> SortedRows:
     """Launch the sort; see `rows.sort_rows`."""
+    bits = bits.contiguous()
+    shapes, launches = _sorting(form_of(bits), cut, block, extra)
+    counts, totals, used, moved, position, *lists = map(bits.new_empty, shapes)
+    indices, list_counts, lengths = lists
+    given = (
+        (bits, counts), (counts, totals), (totals, used),
+        (bits, counts, totals, used, moved, position), (moved, used, *lists),
+    )  # fmt: skip
+    for launch, tensors in zip(launches, given, strict=True):
+        launch(tensors)
+    return SortedRows(moved, indices, list_counts, lengths, position, used)
+
+
+@lru_cache(maxsize=256)
+def _sorting(
+    bits: Form, cut: ChunkGroups, block: int, extra: bool
+) -> tuple[list[tuple[int, ...]], list[Launch]]:
+    """Return the shapes of what a sort writes, and what launches it.
+
+    That is the counts of every tile and of all, `used`, the bits, the positions, and the lists of
+    `SortedRows`.
+    """
     batch, heads, tokens, words = bits.shape
     num_chunks, size, groups = cut.num_chunks, cut.size, cut.num
     tiles, bins = -(-tokens // TILE), 2**size
-    bits = bits.contiguous()
-    parts = (batch, heads, groups)
-    blocks, num_bits = -(-tokens // block), size + extra
-    counts, totals = (bits.new_empty((math.prod(parts), n, bins)) for n in (tiles, 1))
-    used = bits.new_empty(parts)
-    moved_bits = bits.new_empty((batch, heads * groups, blocks * block))
-    position = bits.new_empty((*parts, tokens))
-    _launch_count(
-        (batch * heads * tiles,), bits, counts, tokens, words, num_chunks, groups, tiles,
-        SIZE=size, T=TILE, num_warps=2,
-    )  # fmt: skip
-    together = min(bins, 16)
-    _launch_offset(
-        (math.prod(parts) * (bins // together),), counts, totals, tiles,
-        BINS=bins, B=together, N=COUNTS // together, num_warps=4,
-    )  # fmt: skip
-    _launch_begin(
-        (math.prod(parts),), totals, used, tokens, groups, int(extra), BINS=bins, num_warps=1,
-    )  # fmt: skip
-    _launch_position(
-        (batch * heads * tiles,), bits, counts, totals, used, moved_bits, position,
-        tokens, blocks * block, words, num_chunks, groups, tiles, 1 << size if extra else 0,
-        SIZE=size, T=TILE, num_warps=2,
-    )  # fmt: skip
-    indices = bits.new_empty((batch, heads * groups, blocks, num_bits))
-    list_counts, lengths = (bits.new_empty((batch, heads * groups, blocks)) for _ in range(2))
-    _launch_list(
-        (lengths.numel(),), moved_bits, used, indices, list_counts, lengths, blocks,
-        NUM=num_bits, BLOCK=block, num_warps=1,
-    )  # fmt: skip
-    return SortedRows(moved_bits, indices, list_counts, lengths, position, used)
+    parts, num = (batch, heads, groups), batch * heads * groups
+    blocks, num_bits, together = -(-tokens // block), size + extra, min(bins, 16)
+    room, listed = blocks * block, (batch, heads * groups, blocks)
+    shapes = [
+        (num, tiles, bins), (num, 1, bins), parts, (batch, heads * groups, room), (*parts, tokens),
+        (*listed, num_bits), listed, listed,
+    ]  # fmt: skip
+    numbers, put = (words, num_chunks, groups, tiles), 1 << size if extra else 0
+    launches = [
+        Launch(
+            _launch_count, (batch * heads * tiles,), (tokens, *numbers),
+            [{"SIZE": size, "T": TILE, "num_warps": 2}],
+        ),
+        Launch(
+            _launch_offset, (num * (bins // together),), (tiles,),
+            [{"BINS": bins, "B": together, "N": COUNTS // together, "num_warps": 4}],
+        ),
+        Launch(
+            _launch_begin, (num,), (tokens, groups, int(extra)), [{"BINS": bins, "num_warps": 1}]
+        ),
+        Launch(
+            _launch_position, (batch * heads * tiles,), (tokens, room, *numbers, put),
+            [{"SIZE": size, "T": TILE, "num_warps": 2}],
+        ),
+        Launch(
+            _launch_list, (num * blocks,), (blocks,),
+            [{"NUM": num_bits, "BLOCK": block, "num_warps": 1}],
+        ),
+    ]  # fmt: skip
+    return shapes, launches
 
 
 def move_rows(query: torch.Tensor, rows: SortedRows) -> torch.Tensor:
     """Launch the move; see `rows.move_rows`."""
-    batch, tokens, heads, head_size = query.shape
-    groups, tiles = rows.position.shape[2], -(-tokens // TILE)
-    moved = query.new_empty((batch, heads * groups, rows.room, head_size))
-    form = form_of(query)
-    vector = vector_of(form)
-    _launch_move(
-        (batch * heads * tiles,), query, rows.used.contiguous(), rows.position.contiguous(), moved,
-        *strides_in_vectors(form, vector), tokens, rows.room, heads, groups, tiles,
-        D=head_size, DP=next_power_of_2(head_size), VEC=vector, T=TILE, num_warps=4,
-    )  # fmt: skip
+    used, position = rows.used.contiguous(), rows.position.contiguous()
+    shape, launch = _moving(form_of(query), (form_of(used), form_of(position)), rows.room)
+    moved = query.new_empty(shape)
+    launch((query, used, position, moved))
     return moved.transpose(1, 2)
+
+
+@lru_cache(maxsize=256)
+def _moving(query: Form, rows: tuple[Form, Form], room: int) -> tuple[tuple[int, ...], Launch]:
+    """Return the shape of moved rows, and what launches the move."""
+    (batch, tokens, heads, head_size), groups = query.shape, rows[1].shape[2]
+    vector, tiles = vector_of(query), -(-tokens // TILE)
+    options = {"D": head_size, "DP": next_power_of_2(head_size), "VEC": vector, "T": TILE}
+    fixed = (*strides_in_vectors(query, vector), tokens, room, heads, groups, tiles)
+    grid, variants = (batch * heads * tiles,), [{**options, "num_warps": 4}]
+    return (batch, heads * groups, room, head_size), Launch(_launch_move, grid, fixed, variants)
 
 
 def merge_parts(
     parts: torch.Tensor, lse: torch.Tensor, rows: SortedRows, out: torch.Tensor
 ) -> None:
     """Launch the merge; see `rows.merge_parts`."""
-    batch, tokens, heads, head_size = out.shape
-    forms = form_of(parts), form_of(out)
-    vector = vector_of(*forms)
-    groups, padded = rows.position.shape[2], next_power_of_2(head_size)
+    used, position = rows.used.contiguous(), rows.position.contiguous()
+    launch = _merging(*map(form_of, (parts, lse, out)), (form_of(used), form_of(position)))
+    launch((parts, lse, position, used, out))
+
+
+@lru_cache(maxsize=256)
+def _merging(parts: Form, lse: Form, out: Form, rows: tuple[Form, Form]) -> Launch:
+    """Return what launches a merge."""
+    (batch, tokens, heads, head_size), groups = out.shape, rows[1].shape[2]
+    vector, padded = vector_of(parts, out), next_power_of_2(head_size)
     at_once = max(PARTS // padded, 16)
     tiles = -(-tokens // at_once)
-    _launch_merge(
-        (batch * heads * tiles,), parts, lse, rows.position.contiguous(), rows.used.contiguous(),
-        out,
-        *strides_in_vectors(forms[0], vector), *lse.stride(),
-        *strides_in_vectors(forms[1], vector),
+    fixed = (
+        *strides_in_vectors(parts, vector), *lse.strides, *strides_in_vectors(out, vector),
         tokens, heads, groups, tiles,
-        U=-(-groups // -(-groups // UNROLL)),
-        D=head_size, DP=padded, VEC=vector, T=at_once, num_warps=4,
     )  # fmt: skip
+    options = {
+        "U": -(-groups // -(-groups // UNROLL)), "D": head_size, "DP": padded, "VEC": vector,
+        "T": at_once, "num_warps": 4,
+    }  # fmt: skip
+    return Launch(_launch_merge, (batch * heads * tiles,), fixed, [options])

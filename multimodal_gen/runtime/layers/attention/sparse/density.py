@@ -33,7 +33,8 @@ def density_of_pairs(
     """
     others = layout.num_queries - layout.num_video
     if mask is None:
-        return (pairs + others * layout.num_keys) / (layout.num_queries * layout.num_keys)
+        pairs = pairs + others * layout.num_keys if others else pairs
+        return pairs / (layout.num_queries * layout.num_keys)
     keys = mask.sum(1).double().mean()
     return (pairs + others * keys) / (layout.num_queries * keys).clamp_min(1.0)
 

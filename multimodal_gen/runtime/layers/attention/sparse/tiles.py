@@ -25,7 +25,7 @@ from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.skip import Skip
 from multimodal_gen.kernels.block_sparse.tail import PooledTail
 from multimodal_gen.kernels.engine import AUTO, BLOCK_SPARSE, SelectedKernel, records_gradient
-from multimodal_gen.kernels.select.api import pool_tiles
+from multimodal_gen.kernels.select.api import cells_held, pool_tiles
 from multimodal_gen.kernels.select.reference import Tiles
 from multimodal_gen.kernels.static_cache import static_cache
 from multimodal_gen.kernels.tile_order.api import (
@@ -92,7 +92,7 @@ class SequenceLayout:
         Text attends to everything and is attended to by everything.
         """
         share = self.num_video**2 / (self.num_queries * self.num_keys)
-        return of_video * share + (1 - share)
+        return of_video if share == 1 else of_video * share + (1 - share)
 
 
 ENGINE = frozenset((AUTO, *BLOCK_SPARSE.names))
@@ -500,6 +500,14 @@ def pool_video(
     order = video.order
     tiles = Tiles(order.starts, order.lengths, order.largest, video.moved)
     return pool_tiles(tensors, tiles, mask=mask)
+
+
+@static_cache(maxsize=64)
+def held_cells(order: TileOrder, cells: int) -> torch.Tensor:
+    """Return which cells of tiles hold tokens, bool [1, N * cells]; the last 64 are cached."""
+    with torch.inference_mode(False):
+        tiles = Tiles(order.starts.cpu(), order.lengths.cpu(), order.largest)
+        return cells_held(tiles, cells).to(order.starts.device)
 
 
 def kept_tokens(video: TiledSequence, mask: torch.Tensor | None) -> torch.Tensor:

@@ -73,9 +73,9 @@ def attend_in_place(
     density: float | torch.Tensor | None = known.share
     if out is None:
         out, plan = _attend_both(router, settings, call, blocks, budget, found)
-        # Blocks that are cut short, of which there are few in long sequences, or by a mask.
-        is_cut = call.mask is not None or blocks.num_video <= FEW_BLOCKS
-        if is_cut and budget.kept < budget.blocks:
+        # A block that is cut short, which counts for little in long sequences, or a mask.
+        is_cut = layout.num_video % cut.of_keys[2] > 0 and blocks.num_video <= FEW_BLOCKS
+        if (is_cut or call.mask is not None) and budget.kept < budget.blocks:
             density = density_of_plan(plan, layout, call.mask)
     layer.note(context, density, call.query.shape[2])
     return out

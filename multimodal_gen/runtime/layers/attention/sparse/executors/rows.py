@@ -85,26 +85,28 @@ class RowChunks(NamedTuple):
     own: torch.Tensor
 
 
-def key_blocks(
-    keys: TiledSequence, groups: ChunkGroups, heads: int, mask: torch.Tensor | None
-) -> tuple[torch.Tensor, Blocks]:
-    """Return where every key comes from, and the key blocks of all groups of all heads.
+@static_cache(maxsize=64)
+def static_key_blocks(keys: TiledSequence, groups: ChunkGroups, heads: int) -> Blocks:
+    """Return `key_blocks` of the keys of `row_chunks`; the last 64 are cached."""
+    with torch.inference_mode(False):
+        found = key_blocks(keys.blocks.to("cpu"), groups, heads, torch.device("cpu"))
+        return found.to(keys.index.device)
+
+
+def key_blocks(blocks: Blocks, groups: ChunkGroups, heads: int, device: torch.device) -> Blocks:
+    """Return the key blocks of all groups of all heads.
+
+    For head h * G + g the chunks of group g, those it lacks being empty, then the keys that are not
+    of the video, if any.
 
     Args:
-        keys: see `RowChunks`.
+        blocks: the chunks, and what is not of the video; see `RowChunks`.
         groups: how the chunks are grouped.
         heads: query heads.
-        mask: bool [B, Sk], keys that may be attended to; None for all.
-
-    Returns:
-        The index, int32 [Sk] or [B, Sk]; and for head h * G + g the chunks of group g, those it
-        lacks being empty, then the keys that are not of the video, if any.
+        device: where the tensors lie.
     """
-    index, blocks = keys.index, keys.blocks
-    if mask is not None:
-        index, blocks = kept_first(index, blocks, mask)
-    starts, lengths = (_grouped(x, groups) for x in blocks.bounds(index.device))
-    return index, Blocks.ragged(
+    starts, lengths = (_grouped(x, groups) for x in blocks.bounds(device))
+    return Blocks.ragged(
         starts.repeat(1, heads, 1),
         lengths.repeat(1, heads, 1),
         total=blocks.total,
@@ -215,7 +217,7 @@ def attend_choice(
 
     record_pairs(slice(0, call.query.shape[2]), of_rows)
     pooled = pooled_video(call, chunks.keys) if call.tail else None
-    return _attend_bits(call, chunks.keys, bits, groups=groups, pooled=pooled)
+    return _attend_bits(call, chunks.keys, bits, groups=groups, pooled=pooled, static=True)
 
 
 def attend_cache_by_rows(
@@ -336,6 +338,7 @@ def _attend_bits(
     groups: ChunkGroups | None = None,
     pooled: PooledBlocks | None = None,
     lse: torch.Tensor | None = None,
+    static: bool = False,
 ) -> torch.Tensor:
     """Return attention over the chunks that rows chose, a few heads at a time.
 
@@ -346,6 +349,7 @@ def _attend_bits(
         groups: see `attend_choice`.
         pooled: means of all chunks, where those that a row did not choose count by them.
         lse: [B, H, V], where the log-sum-exp of the video's queries goes.
+        static: whether `chunks` are those of `row_chunks`.
     """
     query, key, layout = call.query, call.key, call.layout
     group = query.shape[2] // key.shape[2]
@@ -357,7 +361,14 @@ def _attend_bits(
     rows = sort_rows(bits, groups, block=block, extra=chunks.num_text_blocks > 0)
     # Kernels with such blocks write the parts over the copies of the queries.
     passes = _passes(call, groups, overwritten=block == CHOICE_ROWS, copied=copied)
-    keys = key_blocks(chunks, groups, (passes[0].stop - passes[0].start) * group, call.mask)
+    some = (passes[0].stop - passes[0].start) * group
+    index, blocks = chunks.index, chunks.blocks
+    if call.mask is not None:
+        index, blocks = kept_first(index, blocks, call.mask)
+    if static and call.mask is None:
+        blocks = static_key_blocks(chunks, groups, some)
+    else:
+        blocks = key_blocks(blocks, groups, some, key.device)
     order = _in_order(rows.counts.numel() // len(passes), key.device)
     attend_text(call, out)
 
@@ -365,14 +376,14 @@ def _attend_bits(
         heads = slice(part.start * group, part.stop * group)
         k, v = key[:, :, part], call.value[:, :, part]
         if copied:
-            k, v = gather_tokens((k, v), keys[0])
+            k, v = gather_tokens((k, v), index)
         chosen = rows.of_heads(heads)
         own, target = query[:, layout.video, heads], out[:, layout.video, heads]
         parts, of_parts = block_sparse_attention(
             move_rows(own, chosen),
             k,
             v,
-            _plan_of_rows(chosen, keys[1], order),
+            _plan_of_rows(chosen, blocks, order),
             scale=call.scale,
             return_lse=True,
             kernel=call.kernel,
