@@ -38,6 +38,14 @@ OWN: MappingProxyType[str, dict[str, object]] = MappingProxyType(
         "video_sparse_attn": {"sparsity": 0.5, "tile_size": (4, 8, 8)},
         "sla_attn": {},
         "sage_sla_attn": {},
+        "sol_attn": {"dense_steps": None, "dense_layers": None},
+        "subblock_sparse_attn": {"sparsity": 0.5, "skip_first_steps": 0, "min_seq_len": 0},
+        "sparse_video_gen_2_attn": {
+            "svg2_num_q_centroids": 32,
+            "svg2_num_k_centroids": 64,
+            "svg2_first_layers_fp": 0,
+            "svg2_first_times_fp": 0,
+        },
         "vmoba_attn": {
             "temporal_chunk_size": 2,
             "temporal_topk": 2,
@@ -101,7 +109,9 @@ def main(bench: Bench) -> None:
             write(bench, f"host time per call, {name}", host_ms(runs, bench), SMALL.shape, "torch")
     case = replace(SMALL, grid=GRID)
     qkv, runs = case.draw(torch.bfloat16), {}
-    with set_forward_context(0, latent_grid=GRID, num_steps=2):
+    # Of a step that goes on from the one before, for methods that do.
+    branch = {"request_id": "bench", "cfg_branch": "cond"}
+    with set_forward_context(1, latent_grid=GRID, num_steps=3, **branch):
         for name, config in OWN.items():
             wanted = bench.wants(f"{name} own")
             layer = layer_of(case, name, config) if wanted else None

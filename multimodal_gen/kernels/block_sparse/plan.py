@@ -243,9 +243,9 @@ class BlockPlan:
                 "`causal` must be given only with plans that keep every block, got another; make "
                 "it with BlockPlan.dense on regular blocks"
             )
-        devices = {str(tensor.device) for tensor in self.tensors()}
-        if len(devices) > 1:
-            raise UsageError(f"`plan` must lie on one device, got {sorted(devices)}")
+        if any(tensor.device != self.device for tensor in self.tensors()):
+            devices = sorted({str(tensor.device) for tensor in self.tensors()})
+            raise UsageError(f"`plan` must lie on one device, got {devices}")
 
     def _check_row_bits(self, row_bits: torch.Tensor) -> None:
         _expect_int32("row_bits", row_bits, ("B|1", "H|1", "Sq", "words"))

@@ -73,7 +73,7 @@ def _pool(
         return tuple([pool_tiles_reference(x, tiles, mask, dtype) for x in tensors])
     from multimodal_gen.kernels.select import pool_kernel
 
-    return tuple([pool_kernel.pool_tiles(x, tiles, mask, dtype) for x in tensors])
+    return pool_kernel.pool_tiles(tensors, tiles, mask, dtype)
 
 
 class _Pooled(torch.autograd.Function):

@@ -59,19 +59,26 @@ def _add_tokens(
 
 @triton.jit(do_not_specialize=["heads", "num_tiles"])
 def _pool_kernel(
-    x_ptr, out_ptr, start_ptr, length_ptr, index_ptr, mask_ptr, x_b, x_s, x_h, x_d, mask_b, mask_s,
-    heads, num_tiles,
+    x_ptr, y_ptr, out_ptr, y_out_ptr, start_ptr, length_ptr, index_ptr, mask_ptr,
+    x_b, x_s, x_h, x_d, mask_b, mask_s, heads, num_tiles,
     D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, CELLS: tl.constexpr, WIDTH: tl.constexpr,
     SPAN: tl.constexpr, INDEXED: tl.constexpr, MASKED: tl.constexpr, HEADS_FIRST: tl.constexpr,
+    PAIR: tl.constexpr,
 ):  # fmt: skip
-    """Grid [B * H * N, spans]: [B, H, N, CELLS, D] means, or [B, H, N, spans, D] sums.
+    """Grid [B * H * N, spans, tensors]: [B, H, N, CELLS, D] means, or [B, H, N, spans, D] sums.
 
-    Cells have WIDTH tokens each, whose loads overlap; 0 for a tile that is not cut. Spans have SPAN
-    tokens, and are added up; 0 for means.
+    Of x and, of a PAIR, of y, which has its strides. Cells have WIDTH tokens each, whose loads
+    overlap; 0 for a tile that is not cut. Spans have SPAN tokens, and are added up; 0 for means.
     """
     b, h, tile = _owner(tl.program_id(0), heads, num_tiles, HEADS_FIRST)
     start = tl.load(start_ptr + tile)
     length = tl.load(length_ptr + tile)
+    which = 0
+    if PAIR:
+        which = tl.program_id(2)
+    if which == 1:
+        x_ptr = y_ptr
+        out_ptr = y_out_ptr
     begin = 0
     if SPAN:
         begin = tl.program_id(1) * SPAN
@@ -138,15 +145,18 @@ _WHOLE = MappingProxyType({"CELLS": 1, "WIDTH": 0, "SPAN": 0})
 
 
 def pool_tiles(
-    tensor: torch.Tensor,
+    tensors: tuple[torch.Tensor, ...],
     tiles: Tiles,
     mask: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """Launch the means over the tiles of one tensor, [B, H, N, D]; see `api.pool_tiles`."""
-    warps = 1 if tensor.shape[1] <= FEW_TOKENS * len(tiles.starts) else 4
-    at_once = _tokens_at_once(tensor, READ_BYTES * warps)
-    return _pool(tensor, tiles, mask, dtype, T=at_once, num_warps=warps)
+) -> tuple[torch.Tensor, ...]:
+    """Launch the means over tiles, [B, H, N, D]; see `api.pool_tiles`."""
+    warps = 1 if tensors[0].shape[1] <= FEW_TOKENS * len(tiles.starts) else 4
+    at_once = _tokens_at_once(tensors[0], READ_BYTES * warps)
+    options = {"T": at_once, "num_warps": warps}
+    if len(tensors) == 2 and form_of(tensors[0]) == form_of(tensors[1]):
+        return _pool(tensors, tiles, mask, dtype, **options)
+    return tuple([_pool((x,), tiles, mask, dtype, **options)[0] for x in tensors])
 
 
 def pool_cells(
@@ -155,42 +165,43 @@ def pool_cells(
     """Launch the means of the cells of tiles, [B, H, N * cells, D]; see `api.pool_cells`."""
     width = -(-tiles.size // cells)
     at_once = min(next_power_of_2(width), _tokens_at_once(tensor, READ_BYTES))
-    return _pool(tensor, tiles, mask, CELLS=cells, WIDTH=width, T=at_once, num_warps=1)
+    return _pool((tensor,), tiles, mask, CELLS=cells, WIDTH=width, T=at_once, num_warps=1)[0]
 
 
 def sum_chunks(key: torch.Tensor, tiles: Tiles, mask: torch.Tensor | None = None) -> torch.Tensor:
     """Launch the sums of long tiles, fp32 [B, H, N, D]."""
     spans = -(-tiles.size // SPAN)
     options = {"SPAN": SPAN, "T": KEYS, "HEADS_FIRST": True, "num_warps": 4}
-    sums = _pool(key, tiles, mask, torch.float32, spans, **options)
+    (sums,) = _pool((key,), tiles, mask, torch.float32, spans, **options)
     return sums.unflatten(2, (-1, spans)).sum(3)
 
 
 def _pool(
-    tensor: torch.Tensor,
+    tensors: tuple[torch.Tensor, ...],
     tiles: Tiles,
     mask: torch.Tensor | None,
     dtype: torch.dtype | None = None,
     spans: int = 1,
     **options: int,
-) -> torch.Tensor:
-    """Launch the kernel; returns [B, H, N * cells or spans, D]."""
+) -> tuple[torch.Tensor, ...]:
+    """Launch the kernel for one tensor, or two of one form: [B, H, N * cells or spans, D]."""
     starts, lengths, _, index = tiles
     of_tiles = (starts, lengths, starts if index is None else index)
     kept = starts if mask is None else mask.view(torch.uint8)
     aligned = tuple([x.data_ptr() % 16 for x in (*of_tiles, kept)])
     masked = None if mask is None else mask.stride()
-    form, indexed = form_of(tensor), index is not None
-    every = form, len(starts), indexed, masked, aligned, dtype, spans, *options.items()
-    shape, launch = _prepared(*every)
-    out = tensor.new_empty(shape, dtype=dtype)
-    launch((tensor, out, *of_tiles, kept))
-    return out
+    first, num, indexed = tensors[0], len(tensors), index is not None
+    every = form_of(first), num, len(starts), indexed, masked, aligned, dtype, spans
+    shape, launch = _prepared(*every, *options.items())
+    outs = tuple([x.new_empty(shape, dtype=dtype) for x in tensors])
+    launch((first, tensors[-1], outs[0], outs[-1], *of_tiles, kept))
+    return outs
 
 
 @lru_cache(maxsize=1024)
 def _prepared(
     tensor: Form,
+    num: int,
     num_tiles: int,
     indexed: bool,
     masked: tuple[int, ...] | None,
@@ -203,9 +214,9 @@ def _prepared(
     batch, _, heads, head_size = tensor.shape
     given = {**_WHOLE, "HEADS_FIRST": tensor.strides[2] < tensor.strides[1], **dict(options)}
     given.update(D=head_size, DP=padded_channels(head_size))
-    given.update(INDEXED=indexed, MASKED=masked is not None)
+    given.update(INDEXED=indexed, MASKED=masked is not None, PAIR=num == 2)
     fixed = (*tensor.strides, *(masked or (0, 0)), heads, num_tiles)
-    launch = Launch(_launch_pool, (batch * heads * num_tiles, spans), fixed, [given])
+    launch = Launch(_launch_pool, (batch * heads * num_tiles, spans, num), fixed, [given])
     return (batch, heads, num_tiles * given["CELLS"] * spans, head_size), launch
 
 

@@ -74,8 +74,9 @@ def test_pooling_reads_any_strides(dtype: torch.dtype, layout: str) -> None:
     if layout == "packed":
         k, v = torch.stack((k, v), dim=2).unbind(2)
     for order in (None, index):
-        for x in (q, k, v):
-            mean = pool_tiles(x, Tiles(starts, lengths, 70, order))
+        means = pool_tiles((q, k, v), Tiles(starts, lengths, 70, order))
+        pair = pool_tiles((q, q.flip(1)), Tiles(starts, lengths, 70, order))
+        for x, mean in zip((q, k, v, q, q.flip(1)), (*means, *pair), strict=True):
             wanted = naive_mean(x, starts, lengths, order)
             assert mean.dtype == dtype
             band = 70 * torch.finfo(torch.float32).eps * x.abs().max()
@@ -103,7 +104,7 @@ def test_pooling_leaves_masked_tokens_out(dtype: torch.dtype, indexed: bool) -> 
     keep[0, tile.long()] = False
     x = random(2, tokens, 3, 24, dtype=dtype).masked_fill(~keep[..., None, None], torch.nan)
     for precise in (None, torch.float32):
-        found = pool_tiles(x, Tiles(starts, lengths, 70, index), keep, precise)
+        (found,) = pool_tiles((x,), Tiles(starts, lengths, 70, index), keep, precise)
         wanted = pool_tiles_reference(x, Tiles(starts, lengths, 70, index), keep, precise)
         assert not found[0, :, 3].any()
         torch.testing.assert_close(found, wanted)

@@ -5,12 +5,39 @@ Shapes: B batch, H heads, N blocks; q/k suffix = query/key side.
 
 import torch
 
-from multimodal_gen.kernels.block_sparse.plan import BlockPlan
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.static_cache import static_cache
 from multimodal_gen.kernels.tile_order.api import TileOrder
-from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout, by_heads
+from multimodal_gen.runtime.layers.attention.sparse.tiles import (
+    SequenceLayout,
+    TiledSequence,
+    by_heads,
+)
 
 # Pairs of blocks that are weighed at a time: 128 MiB in fp32.
 _PAIRS_AT_ONCE = 2**25
+
+
+def density_of_lists(
+    indices: torch.Tensor, queries: TiledSequence, keys: TiledSequence, layout: SequenceLayout
+) -> torch.Tensor:
+    """Return what `density_of_plan` does of `plan_of_tiles`, in fewer steps of the host."""
+    batch, heads = indices.shape[:2]
+    lengths, weights = _shares(queries.blocks, keys.blocks, layout, batch * heads, indices.device)
+    pairs = torch.dot(lengths[indices].sum((0, 1, 3), dtype=torch.float64), weights)
+    others = (layout.num_queries - layout.num_video) / layout.num_queries
+    return pairs + others if others else pairs
+
+
+@static_cache(maxsize=64)
+def _shares(
+    queries: Blocks, keys: Blocks, layout: SequenceLayout, times: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys of every block, fp32, and rows over all pairs of `times` heads; cached."""
+    with torch.inference_mode(False):
+        rows, lengths = (x.bounds(device)[1][0, 0].cpu() for x in (queries, keys))
+        pairs = times * layout.num_queries * layout.num_keys
+        return lengths.float().to(device), (rows.double() / pairs).to(device)
 
 
 def density_of_plan(
