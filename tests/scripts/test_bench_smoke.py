@@ -46,6 +46,23 @@ def test_the_host_time_of_layers_is_measured(run_bench, tmp_path, monkeypatch, b
     ]
 
 
+def test_first_calls_are_measured_in_processes_of_their_own(run_bench, tmp_path):
+    result = run_bench("cold_start", "--smoke", "--case", "layer", "--out", tmp_path)
+    assert result.code == 0, result.out + result.err
+    with (tmp_path / "cold_start.csv").open() as file:
+        empty, full = csv.DictReader(file)
+    assert (empty["contender"], full["contender"]) == ("empty cache", "full cache")
+    waited = float(empty["median_ms"]) - float(full["median_ms"])
+    assert float(empty["waited_ms"]) == pytest.approx(waited, abs=0.1)
+
+
+def test_a_first_call_that_fails_makes_the_run_fail(run_bench, bench, monkeypatch, tmp_path):
+    monkeypatch.setattr(bench("cold_start"), "said_by_python", lambda *_: None)
+    result = run_bench("cold_start", "--smoke", "--case", "layer", "--out", tmp_path)
+    assert result.code == 1
+    assert "video_sparse_attn: empty cache" in result.err
+
+
 @pytest.mark.parametrize("name", sorted(path.stem for path in BENCH.glob("*.py")))
 def test_benchmarks_import(bench, name):
     for package in ("diffusers", "matplotlib"):
