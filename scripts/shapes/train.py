@@ -258,6 +258,7 @@ class Training:
             writer.writerow([self.step, f"{loss:.5f}"])
         if self.step % (10 * CURVE_EVERY) == 0:
             print(f"step {self.step}: loss {loss:.4f}, {seconds:.0f} s", flush=True)
+            self.save()  # a run may be ended from outside
 
     def save(self) -> None:
         """Write the state: weights and their average in 16 bits."""
@@ -267,7 +268,9 @@ class Training:
             "average": {key: value.half().cpu() for key, value in self._average.items()},
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(state, self.path)
+        partial = self.path.with_suffix(".partial")
+        torch.save(state, partial)
+        partial.replace(self.path)
 
     def _load(self) -> None:
         state = torch.load(self.path, map_location=DEVICE)
