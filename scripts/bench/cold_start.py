@@ -171,19 +171,7 @@ def generations(
     case: Start, method: str, model: Path, folder: Path
 ) -> Iterator[tuple[str, Row | None]]:
     """Yield the first steps of generations, and what it takes to compile a folder of kernels."""
-    settings = {
-        "model-path": model,
-        **{name.replace("_", "-"): value for name, value in case.settings.items()},
-        "num-inference-steps": 2,
-        "guidance-scale": 1,
-        "prompt": "A red fox",
-        "seed": 0,
-        "attention-backend": method,
-        "attention-backend-config": json.dumps(METHODS[method]),
-    }
-    words = [x for name, value in settings.items() for x in (f"--{name}", str(value))]
-    if not METHODS[method]:
-        words = words[:-2]
+    words = words_of(case, method, model)
     kernels = folder / "kernels"
     ways: dict[str, list[object]] = {
         EMPTY: [],
@@ -208,6 +196,21 @@ def generations(
         took = json.loads(video.with_suffix(".json").read_text())["timings_s"]
         until = took["prepare"] + took["steps"][0]
         yield name, {"ms": until * 1e3, "load_s": round(took["load"], 2)}
+
+
+def words_of(case: Start, method: str, model: Path) -> list[str]:
+    """Return the options of a generation, which `sglang attention warm` takes too."""
+    settings: dict[str, object] = {
+        "model-path": model,
+        **{name.replace("_", "-"): value for name, value in case.settings.items()},
+        "num-inference-steps": 2,
+        "guidance-scale": 1,
+        "prompt": "A red fox",
+        "attention-backend": method,
+    }
+    if METHODS[method]:
+        settings["attention-backend-config"] = json.dumps(METHODS[method])
+    return [x for name, value in settings.items() for x in (f"--{name}", str(value))]
 
 
 def write_model(folder: Path, case: Start) -> None:

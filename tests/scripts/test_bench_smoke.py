@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from multimodal_gen.cli.main import main
+
 BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
 
 
@@ -61,6 +63,13 @@ def test_a_first_call_that_fails_makes_the_run_fail(run_bench, bench, monkeypatc
     result = run_bench("cold_start", "--smoke", "--case", "layer", "--out", tmp_path)
     assert result.code == 1
     assert "video_sparse_attn: empty cache" in result.err
+
+
+def test_generations_are_warmed_by_the_options_they_are_made_with(bench, capfd, tmp_path):
+    cold_start = bench("cold_start")
+    words = cold_start.words_of(cold_start.SMOKE[1], "video_sparse_attn", tmp_path)
+    assert main(["attention", "warm", *words, "--device", "cpu"]) == 2
+    assert "must be compiled ahead for an NVIDIA GPU" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in BENCH.glob("*.py")))
