@@ -35,7 +35,8 @@ _Check: TypeAlias = Callable[[torch.device], Iterator[str | None]]
 
 HEADS, HEAD_SIZE = 2, 128
 # Relative errors in the Frobenius norm. Roundings to 16 bits give 2e-3 to 3e-3, int8 scores about
-# 1e-2, and e4m3 values 3e-2 to 4e-2; a kernel that is wrong is off by a multiple of each.
+# 3e-2 where keys have a direction in common, and e4m3 values about 4e-2; a kernel that is wrong is
+# off by a multiple of each.
 ROUNDED, INT8, E4M3 = 1e-2, 6e-2, 1.2e-1
 
 

@@ -89,9 +89,9 @@ def _described(
     order: tuple[int, int, int],
 ) -> TensorDescriptor:
     bits = 8 * dtype.itemsize
-    # Swizzled for products; a single row is none of a product's operands.
-    swizzle = min(columns * bits // 8, 128) if rows > 1 else 0
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=4)
+    layout = gl.NVMMASharedLayout(
+        swizzle_byte_width=min(columns * bits // 8, 128), element_bitwidth=bits, rank=4
+    )
     # Strides of dimensions of size 1 mean nothing, but must be multiples of 16 bytes as well.
     steps = [strides[i] if shape[i] > 1 else 64 for i in order]
     sizes = [shape[i] for i in (*order, 3)]

@@ -16,7 +16,7 @@ from multimodal_gen.kernels.engine import AUTO, QUANTIZED, KernelChoice, Request
 from multimodal_gen.kernels.launch.launcher import Form, form_of
 from multimodal_gen.kernels.quantized_attention.packed import Kind, Packed, Results, slots_of
 from multimodal_gen.kernels.quantized_attention.reference import (
-    mean_reference,
+    key_mean_reference,
     quantise_reference,
     quantized_reference,
 )
@@ -65,9 +65,8 @@ def quantized_attention(
     """Softmax attention over the pairs of `plan`, on int8 queries and keys.
 
     The keys' mean is subtracted from them first, which changes no weight; lse is corrected for it.
-    So is the queries' mean, whose product with each key is added to the scores. Then both are
-    rotated over their channels, which changes no score: channels that stand out are spread over the
-    others, instead of making the steps of 8 bits coarse for all.
+    Then both are rotated over their channels, which changes no score: channels that stand out are
+    spread over the others, instead of making the steps of 8 bits coarse for all.
 
     Does not wait for the device after its first call there, and has no backward pass.
 
@@ -248,7 +247,7 @@ def _run_reference(call: Call) -> Results:
         q_slots,
         kv_slots,
         scale=call.scale,
-        mean=mean_reference(call.k, kv_slots) if call.mean is None else call.mean,
+        mean=key_mean_reference(call.k, kv_slots) if call.mean is None else call.mean,
         e4m3=call.e4m3,
         permuted=False,
     )

@@ -4,10 +4,9 @@ A consumer warpgroup owns 64 query rows. K and V travel through a ring of STAGES
 BN keys, K of a step with V of the step before, so that the product P V of a step runs while the
 scores of the next one are computed. Three things differ from 16 bits:
 
-* The int32 accumulator of Q K^T starts at the bits of the fp32 number 12582912 + b, where b is the
-  bias of the score in steps of the product, which one multiply-add rounds to a whole number. Read
-  as fp32 a sum x is then 12582912 + b + x exactly, so that no conversion is needed, and the
-  constant folds into the one multiply-add that scales the score.
+* The int32 accumulator of Q K^T starts at 0x4B400000. Read as fp32 a sum x is then 12582912 + x
+  exactly, so that no conversion is needed, and the constant folds into the one multiply-add that
+  scales the score.
 * P stays in registers. A thread holds the scores of the keys 2t, 2t+1, 2t+8 and 2t+9 of 16 where
   the e4m3 operand wants four neighbours; the quantiser stores the keys of V in that order.
 * Tensor cores keep about 14 bits of an e4m3 sum, so every step sums into registers of its own and
@@ -51,9 +50,8 @@ from multimodal_gen.kernels.quantized_attention.gluon_work_kernel import (
 from multimodal_gen.kernels.quantized_attention.packed import Packed, Results, in_slots
 from multimodal_gen.kernels.quantized_attention.tuning import GluonTile
 
-MAGIC = gl.constexpr(12582912.0)
-# Smaller scales are those of rows that are not there, or whose scores are all zero.
-LEAST_SCALE = gl.constexpr(1e-30)
+MAGIC = gl.constexpr(0x4B400000)
+MAGIC_VALUE = gl.constexpr(12582912.0)
 # Weights are e4m3 times 2^LIFT = 448, the largest e4m3 number: the largest weight is exact.
 LIFT = gl.constexpr(8.807354922057604)
 
@@ -68,14 +66,6 @@ PACK = gl.constexpr(
     }
     """
 )
-
-
-class Queries(NamedTuple):
-    """The rows of a consumer, their scales, and the steps of a score in which biases count."""
-
-    tile: Any
-    scale: Any
-    steps: Any
 
 
 class State(NamedTuple):
@@ -137,18 +127,12 @@ def _mask(weights):
 
 
 @gluon.jit
-def _scores(q, rings, slot, C: gl.constexpr):
-    """Start Q K^T with the bias, with sums that read as fp32 are 12582912 too large."""
-    bias = rings.bias.index(slot).reshape([C.keys]).load(C.columns)
-    steps, bias = gl.broadcast(gl.expand_dims(q.steps, 1), gl.expand_dims(bias, 0))
-    magic = gl.full([64, C.keys], MAGIC, gl.float32, C.s_layout)
+def _scores(q, k_t, C: gl.constexpr):
+    """Start Q K^T, with sums that read as fp32 are 12582912 too large."""
+    start = gl.full([64, C.keys], MAGIC, gl.int32, C.s_layout)
     # Opaque, or the registers would be set after the fence that the product begins with.
-    start = gl.inline_asm_elementwise(
-        "fma.rn.f32 $0, $1, $2, $3;", "=r,f,f,f", [bias, steps, magic], dtype=gl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
-    k_t = rings.k.index(slot).reshape([C.keys, C.head_size]).permute((1, 0))
-    return hopper.warpgroup_mma(q.tile, k_t, start, is_async=True)
+    start = gl.inline_asm_elementwise("", "=r,0", [start], dtype=gl.int32, is_pure=False, pack=1)
+    return hopper.warpgroup_mma(q, k_t, start, is_async=True)
 
 
 @gluon.jit
@@ -166,7 +150,7 @@ def _weights(
         x = gl.reshape(x, [64, 2, BN // 2])
         halves: gl.constexpr = gl.SliceLayout(2, x.type.layout)
         factor = gl.convert_layout(gl.join(q_scale * k_scales[0], q_scale * k_scales[1]), halves)
-        bias = factor * (-MAGIC)
+        bias = factor * (-MAGIC_VALUE)
         if not FIXED:
             top = gl.max(gl.fma(gl.max(x, 2), factor, bias), 1)
             m_new = gl.maximum(m, gl.convert_layout(top, C.rows_s))
@@ -176,7 +160,7 @@ def _weights(
         p = gl.convert_layout(gl.reshape(p, [64, BN]), C.s_layout, assert_trivial=True)
     else:
         factor = q_scale * k_scales[0]
-        bias = factor * (-MAGIC)
+        bias = factor * (-MAGIC_VALUE)
         if not FIXED:
             # Positive floats are ordered as their bits.
             top = gl.max(x, 1) if MASKED else gl.max(s, 1).to(gl.float32, bitcast=True)
@@ -190,20 +174,20 @@ def _weights(
 
 @gluon.jit
 def _advance_e4m3(
-    q, rings, state, k_scales, v_ratio, keys, step, MASKED: gl.constexpr, C: gl.constexpr
+    q, rings, state, q_scale, k_scales, v_ratio, keys, step, MASKED: gl.constexpr, C: gl.constexpr
 ):
     """Scores of `step` while P V of the step before is in flight; then its softmax."""
     BN: gl.constexpr = C.keys
     D: gl.constexpr = C.head_size
     slot = step % C.stages
     weights = _operand(state.words, C)
-    s_token = _scores(q, rings, slot, C)
+    s_token = _scores(q, rings.k.index(slot).reshape([BN, D]).permute((1, 0)), C)
     acc = gl.fma(state.acc, gl.expand_dims(state.part_rescale, 1), state.part)
     v_tile = rings.v.index(slot).reshape([D, BN]).permute((1, 0))
     zero = gl.zeros([64, D], gl.float32, C.o_layout)
     o_token = hopper.warpgroup_mma(weights, v_tile, zero, use_acc=False, is_async=True)
     s = hopper.warpgroup_mma_wait(1, deps=[s_token])
-    p, m = _weights(s, q.scale, k_scales, state.m, keys, MASKED, False, C)
+    p, m = _weights(s, q_scale, k_scales, state.m, keys, MASKED, False, C)
     alpha = gl.exp2(state.m - m)
     sums = state.sums * alpha + gl.sum(p, 1)
     # The sums' shuffles keep the softmax ahead of this wait, which keeps it ahead of that for P V:
@@ -219,16 +203,18 @@ def _advance_e4m3(
 
 
 @gluon.jit
-def _advance_bfloat16(q, rings, state, k_scales, keys, step, MASKED: gl.constexpr, C: gl.constexpr):
+def _advance_bfloat16(
+    q, rings, state, q_scale, k_scales, keys, step, MASKED: gl.constexpr, C: gl.constexpr
+):
     """The same with bfloat16 weights and values, whose product sums into `acc` itself."""
     BN: gl.constexpr = C.keys
     D: gl.constexpr = C.head_size
     slot = step % C.stages
-    s_token = _scores(q, rings, slot, C)
+    s_token = _scores(q, rings.k.index(slot).reshape([BN, D]).permute((1, 0)), C)
     v_tile = rings.v.index(slot).reshape([BN, D])
     o_token = hopper.warpgroup_mma(state.words, v_tile, state.acc, is_async=True)
     s = hopper.warpgroup_mma_wait(1, deps=[s_token])
-    p, m = _weights(s, q.scale, k_scales, state.m, keys, MASKED, C.fast, C)
+    p, m = _weights(s, q_scale, k_scales, state.m, keys, MASKED, C.fast, C)
     sums = state.sums
     if C.fast:
         sums += partial_sums(p, C)
@@ -247,12 +233,14 @@ def _advance_bfloat16(q, rings, state, k_scales, keys, step, MASKED: gl.constexp
 
 
 @gluon.jit
-def _advance(q, rings, state, k_scales, v_ratio, keys, step, MASKED: gl.constexpr, C: gl.constexpr):
+def _advance(
+    q, rings, state, q_scale, k_scales, v_ratio, keys, step, MASKED: gl.constexpr, C: gl.constexpr
+):
     """One step."""
     if C.e4m3:
-        state = _advance_e4m3(q, rings, state, k_scales, v_ratio, keys, step, MASKED, C)
+        state = _advance_e4m3(q, rings, state, q_scale, k_scales, v_ratio, keys, step, MASKED, C)
     else:
-        state = _advance_bfloat16(q, rings, state, k_scales, keys, step, MASKED, C)
+        state = _advance_bfloat16(q, rings, state, q_scale, k_scales, keys, step, MASKED, C)
     return state
 
 
@@ -320,20 +308,19 @@ def _consumer(given, W: gl.constexpr, C: gl.constexpr):
         starts = step_starts(work, gl.minimum(2, steps - 1), C)
         row = ROW + gl.arange(0, 64, C.rows_s)
         q_scale = gl.load(work.q_scale + row, mask=row < work.real, other=0.0)
-        q_tile = rings.q.index(W).reshape([64, D])
+        q = rings.q.index(W).reshape([64, D])
         mbarrier.wait(rings.q_full.index(W), 0)
         if C.q_registers:
-            q_tile = q_tile.load(C.q_layout)
-        q = Queries(q_tile, q_scale, 1.0 / gl.maximum(q_scale, LEAST_SCALE))
+            q = q.load(C.q_layout)
         wait_full(rings.full, 0, 0, C)
-        s_token = _scores(q, rings, 0, C)
+        s_token = _scores(q, rings.k.index(0).reshape([BN, D]).permute((1, 0)), C)
         s = hopper.warpgroup_mma_wait(0, deps=[s_token])
         keys = gl.to_tensor(BN)
         CUT: gl.constexpr = C.ragged or C.unit < BN
         if CUT and work.lead > 0:
             keys = step_keys(work, 0, C)
         m = gl.full([64], float("-inf"), gl.float32, C.rows_s)
-        p, m = _weights(s, q.scale, k_scales, m, keys, CUT, False, C)
+        p, m = _weights(s, q_scale, k_scales, m, keys, CUT, False, C)
         none = gl.zeros([64, D], gl.float32, C.o_layout)
         no_row = gl.zeros([64], gl.float32, C.rows_o)
         sums = partial_sums(p, C) if C.fast else gl.sum(p, 1)
@@ -347,7 +334,7 @@ def _consumer(given, W: gl.constexpr, C: gl.constexpr):
             v_scale = v_next
             k_next, v_next = _scales(work, starts, one, C)
             starts = step_starts(work, gl.minimum(step + 2, steps - 1), C)
-            state = _advance(q, rings, state, k_scales, v_ratio, BN, step, False, C)
+            state = _advance(q, rings, state, q_scale, k_scales, v_ratio, BN, step, False, C)
         if C.sub == 0:  # a regular plan has one partial unit at most
             for step in range(last, steps):
                 k_scales = k_next
@@ -356,7 +343,7 @@ def _consumer(given, W: gl.constexpr, C: gl.constexpr):
                 k_next, v_next = _scales(work, starts, one, C)
                 starts = step_starts(work, gl.minimum(step + 2, steps - 1), C)
                 keys = step_keys(work, step, C)
-                state = _advance(q, rings, state, k_scales, v_ratio, keys, step, True, C)
+                state = _advance(q, rings, state, q_scale, k_scales, v_ratio, keys, step, True, C)
         m = state.m
         acc = _last_product(rings, state, steps % C.stages, C)
         if C.fast:
@@ -376,7 +363,7 @@ def _consumer(given, W: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def _run(dq, dk, d_bias, dv, plan, scales, outs, flag, C: gl.constexpr):
+def _run(dq, dk, dv, plan, scales, outs, flag, C: gl.constexpr):
     """Allocate the ring and start the partitions of one tile."""
     BN: gl.constexpr = C.keys
     D: gl.constexpr = C.head_size
@@ -388,7 +375,6 @@ def _run(dq, dk, d_bias, dv, plan, scales, outs, flag, C: gl.constexpr):
     rings = Rings(
         gl.allocate_shared_memory(gl.int8, [CONSUMERS, 1, 1, 64, D], dq.layout),
         gl.allocate_shared_memory(gl.int8, [STAGES, 1, 1, BN, D], dk.layout),
-        gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, BN // C.unit, C.unit], d_bias.layout),
         gl.allocate_shared_memory(dv.dtype, V_TILE, dv.layout),
         gl.allocate_shared_memory(dtype, [CONSUMERS, 64, D], out_layout),
         barriers(CONSUMERS, 1),
@@ -397,13 +383,12 @@ def _run(dq, dk, d_bias, dv, plan, scales, outs, flag, C: gl.constexpr):
     )
     hopper.fence_async_shared()
     work = find_work(plan, scales, outs, C)
-    specialize(_consumer, ((work, rings, flag),), produce, ((dq, dk, d_bias, dv, work, rings),), C)
+    specialize(_consumer, ((work, rings, flag),), produce, ((dq, dk, dv, work, rings),), C)
 
 
 @gluon.jit(do_not_specialize=[*PLAN_NUMBERS, "group", "lists", "q_slots", "q_rows", "kv_steps"])
 def attention_kernel(
-    dq, dk, d_bias, dv, out_ptr, lse_ptr, flag_ptr,
-    q_scale_ptr, k_scale_ptr, v_scale_ptr, shift_ptr,
+    dq, dk, dv, out_ptr, lse_ptr, flag_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, shift_ptr,
     list_ptr, count_ptr, tail_count_ptr, tail_length_ptr, order_ptr, start_ptr, length_ptr,
     rows, rep_h, num, plan_h, group, last, tail, room, tail_room,
     list_b, list_h, list_n, count_b, count_h, count_n,
@@ -422,9 +407,9 @@ def attention_kernel(
     flag = flag_ptr + gl.program_id(0)
     if C.redo:
         if gl.load(flag) > 0:
-            _run(dq, dk, d_bias, dv, plan, scales, outs, flag, C)
+            _run(dq, dk, dv, plan, scales, outs, flag, C)
     else:
-        _run(dq, dk, d_bias, dv, plan, scales, outs, flag, C)
+        _run(dq, dk, dv, plan, scales, outs, flag, C)
 
 
 def attend(packed: Packed, plan: BlockPlan, results: Results, tile: GluonTile) -> Results:
@@ -452,8 +437,7 @@ def attend(packed: Packed, plan: BlockPlan, results: Results, tile: GluonTile) -
         values = describe_tokens(packed.v, tile.unit, size)
     launch(
         (
-            describe(packed.q, 64, size), describe(packed.k, tile.unit, size),
-            describe(packed.bias.unsqueeze(2), 1, tile.unit), values,
+            describe(packed.q, 64, size), describe(packed.k, tile.unit, size), values,
             out, out if lse is None else lse, flags,
             packed.q_scale, packed.k_scale, packed.v_scale, packed.shift,
         ),

@@ -27,7 +27,6 @@ class Rings(NamedTuple):
 
     q: Any
     k: Any
-    bias: Any
     v: Any
     out: Any
     q_full: Any
@@ -194,20 +193,11 @@ def _load(descriptor, work, starts, full, tile, COLUMNS: gl.constexpr, C: gl.con
 
 
 @gluon.jit
-def _load_bias(descriptor, work, starts, full, tile, C: gl.constexpr):
-    """Load what the scores of a step begin with, [units, unit]."""
-    for i in gl.static_range(C.keys // C.unit):
-        place = [work.b, work.h, 0, starts[i]]
-        async_load(descriptor, place, full, tile.slice(i, 1, dim=2))
-
-
-@gluon.jit
 def produce(fed, W: gl.constexpr, C: gl.constexpr):
     """One warp: loads Q once, and in turn K of every step with V of the step before."""
-    dq, dk, d_bias, dv, work, rings = fed
-    PRODUCT: gl.constexpr = C.keys * C.head_size
-    K_BYTES: gl.constexpr = PRODUCT + 4 * C.keys
-    V_BYTES: gl.constexpr = PRODUCT if C.e4m3 else 2 * PRODUCT
+    dq, dk, dv, work, rings = fed
+    K_BYTES: gl.constexpr = C.keys * C.head_size
+    V_BYTES: gl.constexpr = K_BYTES if C.e4m3 else 2 * K_BYTES
     CONSUMERS: gl.constexpr = C.consumers
     steps = work.steps
     if steps > 0:
@@ -217,7 +207,6 @@ def produce(fed, W: gl.constexpr, C: gl.constexpr):
             fetch(dq, place, rings.q_full.index(c), rings.q.index(c))
         mbarrier.expect(rings.full.index(0), K_BYTES)
         _load(dk, work, starts, rings.full.index(0), rings.k.index(0), False, C)
-        _load_bias(d_bias, work, starts, rings.full.index(0), rings.bias.index(0), C)
         before = starts
         starts = step_starts(work, gl.minimum(1, steps - 1), C)
         for step in range(1, steps):
@@ -226,7 +215,6 @@ def produce(fed, W: gl.constexpr, C: gl.constexpr):
             full = rings.full.index(slot)
             mbarrier.expect(full, K_BYTES + V_BYTES)
             _load(dk, work, starts, full, rings.k.index(slot), False, C)
-            _load_bias(d_bias, work, starts, full, rings.bias.index(slot), C)
             _load(dv, work, before, full, rings.v.index(slot), C.e4m3, C)
             before = starts
             starts = following

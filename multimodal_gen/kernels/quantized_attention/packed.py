@@ -67,14 +67,12 @@ class Packed:
     """8-bit queries, keys and values in slots; R slots, T = R / `keys` tiles, D padded channels.
 
     Attributes:
-        q: int8 [B, H, Rq, D], less their center, rotated over the channels.
+        q: int8 [B, H, Rq, D], rotated over the channels.
         q_scale: fp32 [B, H, Rq], one per row, times the scale of the scores times log2(e).
         shift: fp32 [B, H, Rq], what the smoothing of K took from the lse of a row; of any size
             where no lse is wanted.
         k: int8 [B, Hkv, Rk, D], rotated likewise.
         k_scale: fp32 [B, Hkv, T], one per tile of keys.
-        bias: fp32 [B, H, Rk], the product of every key with the center of the queries: a score is
-            `k_scale` (`q_scale` q k + `bias`).
         v: e4m3 [B, Hkv, D, Rk]; or 16-bit [B, Rk, Hkv, D].
         v_scale: fp32 [B, Hkv, T], one per tile of keys; ones for 16-bit values.
         q_slots: slots per query block.
@@ -86,23 +84,10 @@ class Packed:
     shift: torch.Tensor
     k: torch.Tensor
     k_scale: torch.Tensor
-    bias: torch.Tensor
     v: torch.Tensor
     v_scale: torch.Tensor
     q_slots: int
     keys: int
-
-
-REACH = 132
-"""Largest sum of a rotated center's channels, over the largest channel of a row less the center.
-
-int8 products and the bias of a score then stay below 2^22 steps, where a kernel can sum them in
-fp32 exactly: 127^2 (128 + 132) is less.
-"""
-
-
-MOST_CENTER = 2.0**100
-"""From where on a channel of a center is left at zero, like what is not finite."""
 
 
 class Kind(NamedTuple):

@@ -1,12 +1,11 @@
 """Quantises queries, keys and values in one pass over them, into slots; see `slots`.
 
-Queries: the mean over the sequence is subtracted, rotated, then int8, x = round(127 q / max|q|) of
-every row. Keys: likewise, with one scale for a tile of keys, and their products with the mean of
-the queries. Values: e4m3, transposed
+Queries: rotated, then int8, x = round(127 q / max|q|) of every row. Keys: the mean over the
+sequence is subtracted, rotated, then int8, one scale for a tile of keys. Values: e4m3, transposed
 to [D, keys], one scale for a tile of keys; or, for 16-bit products, copied into slots.
 
 The rotation is a product with 1 and -1, which 16 bits hold, on the tensor cores: exact but for the
-order of its fp32 sums. Rows and mean are rotated one by one, as their difference would not fit into
+order of its fp32 sums. Keys and mean are rotated one by one, as their difference would not fit into
 16 bits; its factor 1 / sqrt(n) goes into the scales.
 """
 
@@ -19,14 +18,7 @@ import triton.language as tl
 
 from multimodal_gen.kernels.block_sparse.plan import bounds_of
 from multimodal_gen.kernels.launch.launcher import Form, Launch, Launcher
-from multimodal_gen.kernels.quantized_attention.packed import (
-    MOST_CENTER,
-    REACH,
-    Kind,
-    Packed,
-    Slots,
-    rotation,
-)
+from multimodal_gen.kernels.quantized_attention.packed import Kind, Packed, Slots, rotation
 from multimodal_gen.kernels.quantized_attention.tuning import quantise_tile
 from multimodal_gen.kernels.shared_kernel import bounds, dot, interpreted, next_power_of_2
 
@@ -60,51 +52,36 @@ def _load(ptr, row, real, stride_s, stride_d, D: tl.constexpr, DP: tl.constexpr)
 
 @triton.jit(
     do_not_specialize=[
-        "heads", "tiles", "size", "slots", "total", "num", "group", "s_b", "s_h", "l_b", "l_h",
+        "heads", "tiles", "size", "slots", "total", "num", "s_b", "s_h", "l_b", "l_h",
     ]
 )  # fmt: skip
 def _mean_kernel(
-    x_ptr, sum_ptr, center_ptr, bias_ptr, start_ptr, length_ptr,
-    x_b, x_s, x_h, x_d, s_b, s_h, l_b, l_h,
-    heads, tiles, size, slots, total, num, group,
+    k_ptr, sum_ptr, start_ptr, length_ptr, k_b, k_s, k_h, k_d, s_b, s_h, l_b, l_h,
+    heads, tiles, size, slots, total, num,
     ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    STARTS: tl.constexpr, LENGTHS: tl.constexpr, BIAS: tl.constexpr,
+    STARTS: tl.constexpr, LENGTHS: tl.constexpr,
 ):  # fmt: skip
-    """Grid [chunks, B * H]: sums over the rows of every chunk-th tile, [B * H, chunks, D].
-
-    With BIAS also the products of every row with the centers of `group` heads.
-    """
+    """Grid [chunks, B * Hkv]: sums over the rows of every chunk-th tile, [B * Hkv, chunks, D]."""
     head = tl.program_id(1)
     b = (head // heads).to(tl.int64)
     h = head % heads
     d = tl.arange(0, DP)
-    x_ptr += b * x_b + h * x_h
+    k_ptr += b * k_b + h * k_h
     blocks = (start_ptr, length_ptr, s_b, s_h, l_b, l_h, size, slots, total, num)
     sums = tl.zeros([ROWS, DP], tl.float32)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         row, real = _rows(tile * ROWS + tl.arange(0, ROWS), b, h, blocks, STARTS, LENGTHS)
-        x = _load(x_ptr, row, real, x_s, x_d, D, DP).to(tl.float32)
-        sums += x
-        if BIAS:
-            for other in range(head * group, (head + 1) * group):
-                center = tl.load(center_ptr + other * DP + d)
-                slot = tl.cast(other, tl.int64) * tiles * ROWS + tile * ROWS + tl.arange(0, ROWS)
-                tl.store(bias_ptr + slot, tl.sum(x * center[None, :], 1))
+        sums += _load(k_ptr, row, real, k_s, k_d, D, DP).to(tl.float32)
     out = sum_ptr + (head * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * D + d
     tl.store(out, tl.sum(sums, 0), mask=d < D)
 
 
 @triton.jit(do_not_specialize=["l_b", "l_h", "heads", "chunks", "total", "num"])
 def _rotated_mean_kernel(
-    sum_ptr, out_ptr, center_ptr, matrix_ptr, length_ptr, l_b, l_h, heads, chunks, total, num,
+    sum_ptr, out_ptr, matrix_ptr, length_ptr, l_b, l_h, heads, chunks, total, num,
     C: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, LENGTHS: tl.constexpr, N: tl.constexpr,
-    CENTER: tl.constexpr,
 ):  # fmt: skip
-    """Grid [B * H]: the mean of a head's rows, from the sums of its chunks, times the matrix.
-
-    With CENTER > 0 also as it is. Then channels of that size, or not finite, are zero in both: any
-    center will do, and one row leaves the others as they are.
-    """
+    """Grid [B * Hkv]: the mean of a head's keys, from the sums of its chunks, times the matrix."""
     head = tl.program_id(0)
     c, d = tl.arange(0, C), tl.arange(0, DP)
     mask = (c < chunks)[:, None] & (d < D)[None, :]
@@ -119,42 +96,9 @@ def _rotated_mean_kernel(
             lengths += tl.load(length_ptr + n, mask=n < num, other=0)
         rows = tl.sum(lengths)
     mean = sums / tl.maximum(rows, 1).to(tl.float32)
-    if CENTER > 0:
-        mean = tl.where(tl.abs(mean) < CENTER, mean, 0.0)
-        tl.store(center_ptr + head.to(tl.int64) * DP + d, mean)
     # The matrix is symmetric.
     matrix = tl.load(matrix_ptr + d[:, None] * DP + d[None, :])
     tl.store(out_ptr + head.to(tl.int64) * DP + d, tl.sum(matrix * mean[None, :], 1))
-
-
-@triton.jit(
-    do_not_specialize=["heads", "kv_heads", "size", "slots", "total", "num", "s_b", "s_h", "l_b",
-                       "l_h"]
-)  # fmt: skip
-def _bias_kernel(
-    bias_ptr, k_scale_ptr, center_ptr, mean_ptr, scale, start_ptr, length_ptr, s_b, s_h, l_b, l_h,
-    heads, kv_heads, size, slots, total, num, factor,
-    BN: tl.constexpr, DP: tl.constexpr, STARTS: tl.constexpr, LENGTHS: tl.constexpr,
-):  # fmt: skip
-    """Grid [tiles, B * H]: products of keys and the center become biases, in place.
-
-    The mean of the keys is taken off them, and the scale of their tile; see Packed. Here, as the
-    kernel that quantises has no registers left for it.
-    """
-    tile, head = tl.program_id(0), tl.program_id(1)
-    b = (head // heads).to(tl.int64)
-    h = head % heads // (heads // kv_heads)
-    d = tl.arange(0, DP)
-    kv_head = b * kv_heads + h
-    mean = tl.load(mean_ptr + kv_head * DP + d)
-    offset = tl.sum(mean * tl.load(center_ptr + head * DP + d), 0) * factor * factor
-    k_scale = tl.load(k_scale_ptr + kv_head * tl.num_programs(0) + tile)
-    slot = tile * BN + tl.arange(0, BN)
-    blocks = (start_ptr, length_ptr, s_b, s_h, l_b, l_h, size, slots, total, num)
-    _, real = _rows(slot, b, h, blocks, STARTS, LENGTHS)
-    ptrs = bias_ptr + head.to(tl.int64) * tl.num_programs(0) * BN + slot
-    bias = (tl.load(ptrs) - offset) * (scale * 1.4426950408889634 / k_scale)
-    tl.store(ptrs, tl.where(real, bias, 0.0))
 
 
 @triton.jit
@@ -182,7 +126,7 @@ def to_e4m3(x, UPCAST: tl.constexpr):
     ]
 )  # fmt: skip
 def _quantise_kernel(
-    q_ptr, k_ptr, v_ptr, center_ptr, mean_ptr,
+    q_ptr, k_ptr, v_ptr, mean_ptr,
     q8_ptr, q_scale_ptr, shift_ptr, k8_ptr, k_scale_ptr, v8_ptr, v_scale_ptr, scale,
     matrix_ptr, q_start_ptr, q_length_ptr, kv_start_ptr, kv_length_ptr,
     q_b, q_s, q_h, q_d, k_b, k_s, k_h, k_d, v_b, v_s, v_h, v_d,
@@ -194,11 +138,11 @@ def _quantise_kernel(
     Q_STARTS: tl.constexpr, Q_LENGTHS: tl.constexpr,
     KV_STARTS: tl.constexpr, KV_LENGTHS: tl.constexpr,
     SHIFT: tl.constexpr, E4M3: tl.constexpr, PERMUTED: tl.constexpr, COPY: tl.constexpr,
-    STEPS: tl.constexpr, REACH: tl.constexpr, UPCAST: tl.constexpr,
+    STEPS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Grid: groups of STEPS tiles of one head; those of keys and values first, then of queries.
 
-    The means of queries, [B, H, DP], and of keys, [B, Hkv, DP], are rotated already.
+    The means of keys, [B, Hkv, DP], are rotated already.
     """
     pid = tl.program_id(0)
     kv_groups, q_groups = tl.cdiv(kv_tiles, STEPS), tl.cdiv(q_tiles, STEPS)
@@ -251,8 +195,6 @@ def _quantise_kernel(
         b = (pid // q_groups // heads).to(tl.int64)
         head = b * heads + h
         mean_ptr += (b * kv_heads + h // (heads // kv_heads)) * DP
-        center = tl.load(center_ptr + head * DP + d)
-        least = tl.maximum(tl.sum(tl.abs(center), 0) / REACH, 1e-20)
         q_blocks = (
             q_start_ptr, q_length_ptr, qs_b, qs_h, ql_b, ql_h, q_size, q_slots, q_total, q_num
         )  # fmt: skip
@@ -262,55 +204,45 @@ def _quantise_kernel(
             row, real = _rows(slot, b, h, q_blocks, Q_STARTS, Q_LENGTHS)
             x = _load(q_ptr + b * q_b + h * q_h, row, real, q_s, q_d, D, DP)
             x = dot(x, matrix, UPCAST)
+            most = tl.maximum(tl.max(tl.abs(x), 1), 1e-20)
             place = head * q_tiles * Q_ROWS + slot
-            if SHIFT:
-                mean = tl.load(mean_ptr + d)
-                tl.store(shift_ptr + place, factor * factor * scale * tl.sum(x * mean[None, :], 1))
-            x -= center[None, :]
-            most = tl.maximum(tl.max(tl.abs(x), 1), least)
             scaled = _int8(x * (127.0 / most)[:, None])
             tl.store(q8_ptr + place[:, None] * DP + d[None, :], scaled)
             tl.store(q_scale_ptr + place, most * (factor * scale * (1.4426950408889634 / 127.0)))
+            if SHIFT:
+                mean = tl.load(mean_ptr + d)
+                tl.store(shift_ptr + place, factor * factor * scale * tl.sum(x * mean[None, :], 1))
 
 
 _mean, _rotated_mean = Launcher(_mean_kernel), Launcher(_rotated_mean_kernel)
-_quantise, _bias = Launcher(_quantise_kernel), Launcher(_bias_kernel)
+_quantise = Launcher(_quantise_kernel)
 
 
 Quantiser: TypeAlias = Callable[..., Packed]
 """Quantises tensors of one form; see `prepare`."""
 
 
-def prepare_mean(
-    x: Form, slots: Slots, *, center: bool = False, group: int = 0
-) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """Return what computes the means of queries or keys of one form.
+def prepare_mean(k: Form, slots: Slots) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what computes the means of keys of one form.
 
     Args:
-        x: [B, S, H, D], any strides.
-        slots: slots of the rows, in tiles of a multiple of 64.
-        center: whether the means are to be finite, as those of queries.
-        group: for how many query heads to a key head biases are computed.
-
-    Returns:
-        A function of x and, with biases, of the centers of the queries [B, H * group, padded D] and
-        of the biases [B, H * group, slots] that it writes. It returns the means of the rows that
-        lie in blocks, fp32 [B, H, padded D]: rotated, and, of queries, as they are.
+        k: [B, Sk, Hkv, D], any strides.
+        slots: slots of the keys, in tiles of a multiple of 64.
     """
-    batch, _, heads, head_size = x.shape
+    batch, _, heads, head_size = k.shape
     blocks, width = slots.blocks, _width(head_size)
     tiles = slots.total // MEAN_ROWS
     chunks = min(MEAN_CHUNKS, tiles)
-    matrix = rotation(width, torch.float32, x.device)
+    matrix = rotation(width, torch.float32, k.device)
     limits, strides = bounds_of(blocks, batch, heads, matrix)
     add = Launch(
         _mean,
         (chunks, batch * heads),
-        (*limits, *x.strides, *strides, heads, tiles, blocks.size, slots.size, blocks.total,
-         blocks.num, group),
+        (*limits, *k.strides, *strides, heads, tiles, blocks.size, slots.size, blocks.total,
+         blocks.num),
         [{
             "ROWS": MEAN_ROWS, "D": head_size, "DP": width, "STARTS": blocks.starts is not None,
-            "LENGTHS": blocks.lengths is not None, "BIAS": group > 0, "num_warps": 4,
+            "LENGTHS": blocks.lengths is not None, "num_warps": 4,
         }],
     )  # fmt: skip
     finish = Launch(
@@ -319,21 +251,18 @@ def prepare_mean(
         (matrix, limits[1], *strides[2:], heads, chunks, blocks.total, blocks.num),
         [{
             "C": next_power_of_2(chunks), "D": head_size, "DP": width,
-            "LENGTHS": blocks.lengths is not None, "N": MEAN_LENGTHS,
-            "CENTER": MOST_CENTER if center else 0.0, "num_warps": 8,
+            "LENGTHS": blocks.lengths is not None, "N": MEAN_LENGTHS, "num_warps": 8,
         }],
     )  # fmt: skip
 
-    def mean(
-        x: torch.Tensor, centers: torch.Tensor | None = None, bias: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        fp32, device = torch.float32, x.device
+    def mean(k: torch.Tensor) -> torch.Tensor:
+        """Return the mean of the keys that lie in blocks, rotated: fp32 [B, Hkv, padded D]."""
+        fp32, device = torch.float32, k.device
         sums = torch.empty((batch, heads, chunks, head_size), dtype=fp32, device=device)
-        rotated = torch.empty((batch, heads, width), dtype=fp32, device=device)
-        as_it_is = torch.empty_like(rotated) if center else rotated
-        add((x, sums, sums if centers is None else centers, sums if bias is None else bias))
-        finish((sums, rotated, as_it_is))
-        return rotated, as_it_is
+        out = torch.empty((batch, heads, width), dtype=fp32, device=device)
+        add((k, sums))
+        finish((sums, out))
+        return out
 
     return mean
 
@@ -350,7 +279,7 @@ def prepare(forms: tuple[Form, ...], q_slots: Slots, kv_slots: Slots, kind: Kind
     Returns:
         A function of q, k and v, of the factor of the scores, `scale`, and, where `kind` has no
         mean of their own, of what is subtracted from the keys, `mean`: fp32 [B, Hkv, D]. It
-        quantises one call's tensors in six launches.
+        quantises one call's tensors in three launches.
     """
     of_q, of_k, of_v = forms
     batch, _, heads, head_size = of_q.shape
@@ -377,24 +306,13 @@ def prepare(forms: tuple[Form, ...], q_slots: Slots, kv_slots: Slots, kind: Kind
         "KV_STARTS": kv_slots.blocks.starts is not None,
         "KV_LENGTHS": kv_slots.blocks.lengths is not None,
         "SHIFT": kind.shift, "E4M3": kind.e4m3, "PERMUTED": kind.permuted and kind.e4m3,
-        "COPY": copy, "STEPS": tile.steps, "REACH": REACH, "UPCAST": interpreted(),
-        "num_warps": tile.warps, "num_stages": tile.stages,
+        "COPY": copy, "STEPS": tile.steps, "UPCAST": interpreted(), "num_warps": tile.warps,
+        "num_stages": tile.stages,
     }  # fmt: skip
     launch = Launch(_quantise, (batch * groups,), fixed, [options])
-    finish_bias = Launch(
-        _bias,
-        (kv_tiles, batch * heads),
-        (*kv_limits, *kv_strides, heads, kv_heads, kv_slots.blocks.size, kv_slots.size,
-         kv_slots.blocks.total, kv_slots.blocks.num, width**-0.5),
-        [{
-            "BN": kv_slots.tile, "DP": width, "STARTS": options["KV_STARTS"],
-            "LENGTHS": options["KV_LENGTHS"], "num_warps": 1,
-        }],
-    )  # fmt: skip
     # Of the values that are made; None for those that are left as they are.
     made = (kind.copied or of_v.dtype) if copy else None
-    center_of = prepare_mean(of_q, q_slots, center=True)
-    mean_of = prepare_mean(of_k, kv_slots, group=heads // kv_heads)
+    own_mean = prepare_mean(of_k, kv_slots) if kind.own_mean else None
     rows, keys = q_slots.total, kv_slots.total
 
     def quantise(
@@ -411,7 +329,6 @@ def prepare(forms: tuple[Form, ...], q_slots: Slots, kv_slots: Slots, kind: Kind
         q_scale = torch.empty((batch, heads, rows), dtype=fp32, device=device)
         shift = torch.empty_like(q_scale) if kind.shift else q_scale
         k_scale = torch.empty((batch, kv_heads, kv_tiles), dtype=fp32, device=device)
-        bias = torch.empty((batch, heads, keys), dtype=fp32, device=device)
         v8, v_scale = v, k_scale
         if kind.e4m3:
             e4m3 = torch.float8_e4m3fn
@@ -419,20 +336,18 @@ def prepare(forms: tuple[Form, ...], q_slots: Slots, kv_slots: Slots, kind: Kind
             v_scale = torch.empty_like(k_scale)
         elif made is not None:
             v8 = torch.empty((batch, kv_heads, keys, width), dtype=made, device=device)
-        center, as_it_is = center_of(q)
-        rotated, _ = mean_of(k, as_it_is, bias)
-        if not kind.own_mean:
+        if own_mean is not None:
+            rotated = own_mean(k)
+        else:
             assert mean is not None, "it is said where it was not prepared for"
             # Any precision will do: what is subtracted is also what is added to lse.
             rotated = mean @ rotation(width, fp32, device)[:head_size]
-        given = (q, k, v, center, rotated)
-        launch((*given, q8, q_scale, shift, k8, k_scale, v8, v_scale, scale))
-        finish_bias((bias, k_scale, center, rotated, scale))
+        launch((q, k, v, rotated, q8, q_scale, shift, k8, k_scale, v8, v_scale, scale))
         if made is not None:
             v8 = v8.transpose(1, 2)[..., :head_size]
         return Packed(
-            q=q8, q_scale=q_scale, shift=shift, k=k8, k_scale=k_scale, bias=bias, v=v8,
-            v_scale=v_scale, q_slots=q_slots.size, keys=kv_slots.tile,
+            q=q8, q_scale=q_scale, shift=shift, k=k8, k_scale=k_scale, v=v8, v_scale=v_scale,
+            q_slots=q_slots.size, keys=kv_slots.tile,
         )  # fmt: skip
 
     return quantise

@@ -1,18 +1,11 @@
 """The definition of 8-bit attention in plain PyTorch: any device.
 
-    q' = scale_i round((q - center) R / scale_i), one scale per row: max|(q_i - center) R| / 127
+    q' = scale_i round(q R / scale_i), one scale per row: max|q_i R| / 127
     k' = scale_t round((k - mean) R / scale_t), one scale per tile of keys
     v' = scale_t e4m3(v / scale_t), one scale per tile of keys: max|v_t| / 448
 
-and then block-sparse attention of q', k' and v' in fp32, with center . (k - mean) added to scores
-before they are scaled, and scale q . mean to lse. Kernels round the weights as well, to e4m3 or to
-the dtype of 16-bit values.
-
-Mean and center are those of the keys and of the queries of a head. What all of them have in common
-takes no bits, and its product with each key is exact: one number per key, as what the keys have in
-common changes no weight. A center far larger than what rows differ by makes their scales coarser,
-|center R|_1 / (127 REACH) at least, so that kernels sum products and that number without an
-overflow.
+and then block-sparse attention of q', k' and v' in fp32, with scale q . mean added to lse. Kernels
+round the weights as well, to e4m3 or to the dtype of 16-bit values.
 
 R is orthonormal, so (q R) (k R)^T = q k^T: it changes no score. It spreads channels that stand out,
 whose size the scales would follow, over all n channels (QuaRot, arXiv:2404.00456, there for weights
@@ -28,23 +21,16 @@ import torch
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.reference import attention_reference
-from multimodal_gen.kernels.quantized_attention.packed import (
-    MOST_CENTER,
-    REACH,
-    Packed,
-    Slots,
-    in_slots,
-    rotation,
-)
+from multimodal_gen.kernels.quantized_attention.packed import Packed, Slots, in_slots, rotation
 
 KEY_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
 """The key at each of 16 places of permuted values."""
 
 
-def mean_reference(x: torch.Tensor, slots: Slots) -> torch.Tensor:
-    """Return the mean of the rows of [B, S, H, D] that lie in blocks: fp32 [B, H, D]."""
-    _, lengths = slots.blocks.bounds(x.device)
-    return _in_slots(x, slots).sum(2) / lengths.sum(-1, keepdim=True).clamp_min(1)
+def key_mean_reference(k: torch.Tensor, slots: Slots) -> torch.Tensor:
+    """Return the mean of the keys [B, Sk, Hkv, D] that lie in blocks: fp32 [B, Hkv, D]."""
+    _, lengths = slots.blocks.bounds(k.device)
+    return _in_slots(k, slots).sum(2) / lengths.sum(-1, keepdim=True).clamp_min(1)
 
 
 def _rows(slots: Slots, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,22 +74,15 @@ def quantise_reference(
     rows = _in_slots(q, q_slots)
     group = q.shape[2] // k.shape[2]
     shift = scale * (rows * mean.repeat_interleave(group, 1).unsqueeze(2)).sum(-1)
-    center = mean_reference(q, q_slots)
-    # A row that is not finite leaves the others as they are.
-    center = torch.where(center.abs() < MOST_CENTER, center, 0.0)
-    center = torch.nn.functional.pad(center, pad).unsqueeze(2) @ matrix
-    rows = torch.nn.functional.pad(rows, pad) @ matrix - center
-    least = (center.abs().sum(-1, keepdim=True) / REACH).clamp_min(1e-20)
-    largest = torch.maximum(rows.abs().amax(-1, keepdim=True), least)
+    rows = torch.nn.functional.pad(rows, pad) @ matrix
+    largest = rows.abs().amax(-1, keepdim=True).clamp_min(1e-20)
     q8 = (rows * (127.0 / largest) + 0.5).floor()
     real = _rows(kv_slots, k.device)[1].unsqueeze(-1)
     keys = _in_slots(k, kv_slots)
     keys = torch.where(real, keys - mean.unsqueeze(2), 0.0)
     keys = torch.nn.functional.pad(keys, pad) @ matrix
-    bias = (keys.repeat_interleave(group, 1) * center).sum(-1)
     k8, k_scale = _tiles(keys, kv_slots.tile, 127.0, 1e-20)
     k8 = (k8 + 0.5).floor()
-    step = k_scale.repeat_interleave(kv_slots.tile, 2).repeat_interleave(group, 1)
     values = _in_slots(v, kv_slots)
     v_scale = torch.ones_like(k_scale)
     if e4m3:
@@ -120,7 +99,6 @@ def quantise_reference(
         shift=shift,
         k=k8.to(torch.int8),
         k_scale=k_scale * factor,
-        bias=bias / step * (factor * scale / math.log(2.0)),
         v=values.contiguous(),
         v_scale=v_scale,
         q_slots=q_slots.size,
@@ -145,16 +123,10 @@ def quantized_reference(
     Returns:
         out [B, Sq, H, D] and lse [B, H, Sq], fp32 and natural; 0 and -inf for rows without keys.
     """
-    batch, heads, rows, _ = packed.q.shape
-    kv_heads, keys = packed.k.shape[1:3]
-    # A channel more for every query head that shares a key head: there it adds its bias.
-    group = heads // kv_heads
-    bias = packed.bias.view(batch, kv_heads, group, keys).transpose(2, 3)
-    own = torch.eye(group, device=bias.device).repeat(kv_heads, 1).unsqueeze(1)
-    row = packed.q_scale.unsqueeze(-1)
-    q = torch.cat([packed.q * row, own.expand(batch, -1, rows, -1)], -1) * math.log(2.0)
+    row = packed.q_scale.unsqueeze(-1) * math.log(2.0)
+    q = (packed.q.float() * row).transpose(1, 2)
     column = packed.k_scale.repeat_interleave(packed.keys, 2).unsqueeze(-1)
-    q, k = q.transpose(1, 2), (torch.cat([packed.k, bias], -1) * column).transpose(1, 2)
+    k = (packed.k.float() * column).transpose(1, 2)
     if packed.v.dtype == torch.float8_e4m3fn:
         v = packed.v.float().transpose(2, 3)
         v = v * packed.v_scale.repeat_interleave(packed.keys, 2).unsqueeze(-1)

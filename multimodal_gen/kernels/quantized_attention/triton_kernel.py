@@ -2,7 +2,7 @@
 
 For a tile of BM query rows, over steps of BN keys, with x = q8 k8^T in int32:
 
-    s = k_scale (q_scale x + bias) (base 2);  m' = max(m, rowmax s);  p = 2^(s - m' + LIFT)
+    s = q_scale k_scale x (base 2);  m' = max(m, rowmax s);  p = 2^(s - m' + LIFT)
     l = l 2^(m - m') + rowsum p;     acc = acc 2^(m - m') v_scale' / v_scale + p v8
     out = acc v_scale / l;           lse = ln 2 (m + log2 l - LIFT) + shift
 
@@ -40,7 +40,7 @@ def _step(
     K and e4m3 V are zero past the last key; 16-bit V may end there, and has D channels.
     """
     acc, total, m, v_scale = state
-    q, q_scale, k_ptr, v_ptr, k_scale_ptr, bias_ptr, v_scale_ptr, v_at = given
+    q, q_scale, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, v_at = given
     k_scale = tl.load(k_scale_ptr + start // C.step)
     v_ratio = 1.0
     if E4M3:
@@ -59,7 +59,7 @@ def _step(
         v = tl.load(ptrs)
     # The interpreter's own products of 8 bits overflow, or are not there.
     s = dot(q, k_t, C.upcast).to(tl.float32)
-    s = s * (q_scale * k_scale)[:, None] + (tl.load(bias_ptr + row) * k_scale)[None, :]
+    s = s * (q_scale * k_scale)[:, None]
     if MASKED:
         s = tl.where(visible, s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, 1))
@@ -78,8 +78,7 @@ def _step(
 
 @triton.jit(do_not_specialize=[*PLAN_NUMBERS, "q_slots", "q_rows", "kv_rows"])
 def _attention_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_scale_ptr, k_scale_ptr, bias_ptr, v_scale_ptr,
-    shift_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, shift_ptr,
     list_ptr, count_ptr, tail_count_ptr, tail_length_ptr, order_ptr, start_ptr, length_ptr,
     rows, rep_h, num, plan_h, group, last, tail, room, tail_room,
     list_b, list_h, list_n, count_b, count_h, count_n,
@@ -108,9 +107,8 @@ def _attention_kernel(
     k_ptr += kv_head * kv_rows * DP
     v_ptr += b * v_at[0] + (h // group) * v_at[1]
     k_scale_ptr += kv_head * (kv_rows // BN)
-    bias_ptr += (b * heads + h) * kv_rows
     v_scale_ptr += kv_head * (kv_rows // BN)
-    given = (q, q_scale, k_ptr, v_ptr, k_scale_ptr, bias_ptr, v_scale_ptr, v_at)
+    given = (q, q_scale, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, v_at)
 
     acc = tl.zeros([BM, DP], tl.float32)
     weight = tl.zeros([BM], tl.float32)
@@ -165,8 +163,7 @@ def attend(packed: Packed, plan: BlockPlan, results: Results, tile: TritonTile) 
     _launch_attention(
         (work.num * shape.tiles,),
         packed.q, packed.k, v, out, out if lse is None else lse,
-        packed.q_scale, packed.k_scale, packed.bias, packed.v_scale, packed.shift,
-        *work.arguments,
+        packed.q_scale, packed.k_scale, packed.v_scale, packed.shift, *work.arguments,
         v.stride(), out.stride(), (0, 0) if lse is None else lse.stride()[:2],
         packed.q_slots, packed.q.shape[2], packed.k.shape[2],
         E4M3=e4m3, C=shape, num_warps=tile.warps, num_stages=tile.stages,

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from tests.helpers.block_plans import dense_mask
 
 
@@ -20,22 +20,16 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
     return padded @ torch.tensor(signs, dtype=x.dtype) / math.sqrt(size)
 
 
-def blocks_of(blocks: Blocks, b: int, h: int) -> list[list[int]]:
-    """Return the rows or keys of every block."""
-    starts, lengths = blocks.bounds(torch.device("cpu"))
-    found = []
-    for j in range(blocks.num):
-        first = int(starts[min(b, starts.shape[0] - 1), min(h, starts.shape[1] - 1), j])
-        length = int(lengths[min(b, lengths.shape[0] - 1), min(h, lengths.shape[1] - 1), j])
-        found.append(list(range(first, first + length)))
-    return found
-
-
 def tiles_of(plan: BlockPlan, b: int, h: int, tile: int) -> list[list[int]]:
     """Return the keys of every tile: each block is cut on its own."""
-    return [
-        keys[i : i + tile] for keys in blocks_of(plan.kv, b, h) for i in range(0, len(keys), tile)
-    ]
+    starts, lengths = plan.kv.bounds(plan.device)
+    found = []
+    for j in range(plan.kv.num):
+        first = int(starts[min(b, starts.shape[0] - 1), min(h, starts.shape[1] - 1), j])
+        length = int(lengths[min(b, lengths.shape[0] - 1), min(h, lengths.shape[1] - 1), j])
+        keys = list(range(first, first + length))
+        found += [keys[i : i + tile] for i in range(0, length, tile)]
+    return found
 
 
 def naive_quantised(
@@ -63,9 +57,6 @@ def naive_quantised(
             keys, values = k[b, :, h // group].double(), v[b, :, h // group].double()
             cut = tiles_of(plan, b, h // group, tile)
             mean = keys[[key for one in cut for key in one]].mean(0)
-            rows = [row for one in blocks_of(plan.q, b, h) for row in one]
-            center = q[b, rows, h].double().mean(0)
-            least = rotate(center).abs().sum() / 132
             key_8, value_8 = torch.zeros_like(rotate(keys)), torch.zeros_like(values)
             for one in filter(None, cut):
                 smooth = rotate(keys[one] - mean)
@@ -81,10 +72,9 @@ def naive_quantised(
                 if not seen.any():
                     continue
                 query = q[b, row, h].double()
-                rotated = rotate(query - center)
-                step = torch.maximum(rotated.abs().max(), least).clamp_min(1e-20) / 127
-                scores = key_8[seen] @ (step * round_half_up(rotated / step))
-                scores = scale * (scores + (keys[seen] - mean) @ center)
+                rotated = rotate(query)
+                step = rotated.abs().max().clamp_min(1e-20) / 127
+                scores = scale * (key_8[seen] @ (step * round_half_up(rotated / step)))
                 weights = scores.softmax(0)
                 out[b, row, h] = weights @ value_8[seen]
                 bound[b, row, h] = weights @ value_8[seen].abs()

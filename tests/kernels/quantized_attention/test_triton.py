@@ -18,7 +18,7 @@ from multimodal_gen.kernels.launch.launcher import form_of
 from multimodal_gen.kernels.quantized_attention.api import quantized_attention
 from multimodal_gen.kernels.quantized_attention.packed import Kind, Packed, rotation, slots_of
 from multimodal_gen.kernels.quantized_attention.reference import (
-    mean_reference,
+    key_mean_reference,
     quantise_reference,
 )
 from tests.helpers.block_plans import PlanShape, random_plan
@@ -94,16 +94,6 @@ def test_causal_plans_are_right(queries: int, keys: int, values: str) -> None:
         Blocks.regular(queries, 64), Blocks.regular(keys, 64), "cpu", causal=True
     )
     check(plan, inputs(plan), values=values)
-
-
-@pytest.mark.slow_cases("regular-16-bit", "padded-e4m3")
-@pytest.mark.parametrize("values", ["e4m3", "16-bit"])
-@pytest.mark.parametrize("form", ["ragged", "regular", "padded"])
-def test_what_queries_and_keys_have_in_common_is_right(form: str, values: str) -> None:
-    shape = PlanShape(num_q=2, num_kv=3, kv_size=90, q_form=form, kv_form=form)
-    plan = random_plan(shape, seed=6)
-    q, k, v = inputs(plan, heads=4, kv_heads=2)
-    check(plan, QKV(q + 3 * q[:, :1], k + 3 * k[:, :1], v), values=values)
 
 
 @pytest.mark.slow_cases("1.0", "10.0")
@@ -253,10 +243,10 @@ def test_the_quantising_kernel_makes_what_the_definition_does(
     forms = tuple(map(form_of, qkv))
     kinds = (Kind(own_mean, True, True, permuted) for own_mean in (True, False))
     own, given_one = (prepare(forms, *slots, kind) for kind in kinds)
-    rotated, _ = prepare_mean(forms[1], slots[1])(k)
+    rotated = prepare_mean(forms[1], slots[1])(k)
     matrix = rotation(rotated.shape[2], torch.float32, k.device)
     mean = (rotated @ matrix / len(matrix))[..., :head_size].contiguous()
-    torch.testing.assert_close(mean, mean_reference(k, slots[1]), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(mean, key_mean_reference(k, slots[1]), rtol=1e-5, atol=1e-5)
     options = {"scale": 0.1, "e4m3": True, "permuted": permuted}
     wanted = quantise_reference(*qkv, *slots, mean=mean, **options)
     assert_alike(own(*qkv, scale=0.1), wanted)
@@ -266,9 +256,6 @@ def test_the_quantising_kernel_makes_what_the_definition_does(
 def assert_alike(made: Packed, wanted: Packed) -> None:
     for name in ("q_scale", "k_scale", "v_scale", "shift"):
         torch.testing.assert_close(getattr(made, name), getattr(wanted, name))
-    # Kernels round it to steps of the scale of a row.
-    close = {"rtol": 1e-5, "atol": 0.1 * float(wanted.q_scale.min())}
-    torch.testing.assert_close(made.bias, wanted.bias, **close)
     for name, step in (("q", 1), ("k", 1), ("v", 32)):
         found, expected = (getattr(x, name).float() for x in (made, wanted))
         assert ((found - expected).abs() <= step).all()

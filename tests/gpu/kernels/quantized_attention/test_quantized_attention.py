@@ -13,7 +13,7 @@ from multimodal_gen.kernels.launch.launcher import form_of
 from multimodal_gen.kernels.quantized_attention.api import kernel_for, quantized_attention
 from multimodal_gen.kernels.quantized_attention.packed import Kind, Packed, slots_of
 from multimodal_gen.kernels.quantized_attention.reference import (
-    mean_reference,
+    key_mean_reference,
     quantise_reference,
 )
 from multimodal_gen.runtime.layers.attention import LocalAttention
@@ -102,60 +102,6 @@ def test_every_head_size_is_right(
 
 
 @kernels
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("sizes", [(64, 64), (128, 64), (128, 90), (128, 128)])
-def test_what_queries_and_keys_have_in_common_is_right(
-    kernel: str, values: str, form: str, sizes: tuple[int, int]
-) -> None:
-    q_size, kv_size = sizes
-    shape = PlanShape(batch=2, num_q=5, num_kv=7, q_size=q_size, kv_size=kv_size, q_form=form,
-                      kv_form=form)  # fmt: skip
-    plan = random_plan(shape, seed=6, device="cuda")
-    q, k, v = inputs(plan)
-    for times in (3, 100):
-        check(plan, QKV(q + times * q[:, :1], k + 3 * k[:, :1], v), kernel, values)
-
-
-@kernels
-def test_a_row_that_is_not_finite_leaves_the_others_as_they_are(kernel: str, values: str) -> None:
-    blocks = Blocks.regular(300, 128)
-    plan = BlockPlan.dense(blocks, blocks, "cuda")
-    q, k, v = inputs(plan)
-    skip_without(q, plan, kernel, values)
-    dirty = q.clone()
-    dirty[:, 7] = torch.nan
-    out, wanted = (
-        quantized_attention(x, k, v, plan, kernel=kernel, values=values) for x in (dirty, q)
-    )
-    others = torch.arange(300) != 7
-    # Without a center, for which the scales are others.
-    torch.testing.assert_close(out[:, others], wanted[:, others], rtol=0.05, atol=0.05)
-
-
-@pytest.mark.parametrize("kernel", ["gluon", "triton"])
-@pytest.mark.parametrize("head_size", [64, 128])
-@pytest.mark.parametrize("of_queries", [0.0, 2.0])
-def test_an_offset_of_queries_and_keys_costs_no_accuracy(
-    kernel: str, head_size: int, of_queries: float
-) -> None:
-    generator = torch.Generator("cuda").manual_seed(0)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device="cuda")
-
-    size = (1, 4096, 2, head_size)
-    q = (normal(*size) + of_queries * normal(1, 1, 2, head_size)).bfloat16()
-    k = (normal(*size) + 3 * normal(1, 1, 2, head_size)).bfloat16()
-    v = normal(*size).bfloat16()
-    blocks = Blocks.regular(4096, 128)
-    plan = BlockPlan.dense(blocks, blocks, "cuda")
-    skip_without(q, plan, kernel, "16-bit")
-    out = quantized_attention(q, k, v, plan, kernel=kernel).double()
-    exact, _ = reference_attention(q, k, v, scale=head_size**-0.5)
-    assert (out - exact).norm() <= 1.5e-2 * exact.norm()
-
-
-@kernels
 def test_later_keys_far_above_the_first_are_redone(kernel: str, values: str) -> None:
     """The fixed reference of the first step overflows there."""
     blocks = Blocks.regular(1024, 128)
@@ -216,7 +162,7 @@ def test_the_quantised_tensors_are_those_of_the_definition(
     k[..., [3, 30]] += torch.tensor([12.0, -10.0], dtype=dtype, device="cuda")
     qkv = QKV(q, k, v)
     slots = slots_of(plan.q, 128), slots_of(plan.kv, 64)
-    mean = mean_reference(k, slots[1])
+    mean = key_mean_reference(k, slots[1])
     options = {"e4m3": True, "permuted": True}
     forms = tuple(map(form_of, qkv))
     kinds = (Kind(own_mean, True, True, True) for own_mean in (True, False))
@@ -229,9 +175,6 @@ def test_the_quantised_tensors_are_those_of_the_definition(
 def assert_alike(made: Packed, wanted: Packed) -> None:
     for name in ("q_scale", "k_scale", "v_scale", "shift"):
         torch.testing.assert_close(getattr(made, name), getattr(wanted, name), rtol=1e-5, atol=1e-5)
-    # Kernels round it to steps of the scale of a row.
-    close = {"rtol": 1e-5, "atol": 0.1 * float(wanted.q_scale.min())}
-    torch.testing.assert_close(made.bias, wanted.bias, **close)
     for name, step in (("q", 1), ("k", 1), ("v", 32)):
         found, expected = (getattr(x, name).float() for x in (made, wanted))
         assert ((found - expected).abs() <= step).all()
