@@ -10,7 +10,7 @@ import pytest
 
 # In processes of their own, because kernels are compiled once per process.
 PREPARE = """
-import json, sys, time
+import json, sys
 import torch
 from multimodal_gen.kernels.launch.ahead import make
 from multimodal_gen.kernels.launch.rehearsal import Rehearsal
@@ -25,18 +25,12 @@ def run():
     layer = LocalAttention(12, 128, compute_dtype=torch.bfloat16, scope=scope, site=site)
     make_one = torch.empty if rehearsed else torch.randn
     q, k, v = (make_one(1, 32760, 12, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    times = []
     for step in (20, 21):
         context = ForwardContext(
             current_timestep=step, num_steps=50, latent_grid=(21, 30, 52), request_id="r"
         )
-        torch.cuda.synchronize()
-        start = time.perf_counter()
         with torch.inference_mode(), use_forward_context(context):
             layer(q, k, v)
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return times
 """
 AHEAD = """
 rehearsed = True
@@ -51,7 +45,8 @@ def listener(*, src, cache_hit, **told):
     if not cache_hit:
         compiled.append(src.name)
 triton.knobs.compilation.listener = listener
-print(json.dumps([run(), compiled]))
+run()
+print(json.dumps(compiled))
 """
 METHODS = [
     ("triton_attn", ""),
@@ -80,6 +75,4 @@ def test_a_first_call_finds_all_kernels_that_a_rehearsal_compiled(
     backend: str, config: str, tmp_path: Path
 ) -> None:
     assert run(AHEAD, tmp_path, backend, config)
-    ((first, second), compiled) = run(CALL, tmp_path, backend, config)  # type: ignore[misc]
-    assert compiled == []
-    assert first - second < 0.5
+    assert run(CALL, tmp_path, backend, config) == []
