@@ -9,8 +9,11 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import ContextVar
+from functools import cache
+from importlib.util import find_spec
+from threading import Thread
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -341,6 +344,30 @@ class Direct:
         # With the descriptors, so that no other ones get their ids.
         self._maps[key] = descriptors, maps
         return maps
+
+
+@cache
+def load_triton_early() -> Thread | None:
+    """Import Triton in a thread, and have it hash itself; the first launch waits for both.
+
+    What Triton caches has the hash of its own files, some 400 MB, in its name; it computes the hash
+    once per process, for which Python runs on.
+
+    Returns:
+        The thread, the same for all callers; None where Triton is not installed.
+    """
+    if find_spec("triton") is None:
+        return None
+
+    def load() -> None:
+        with suppress(Exception):  # which the first launch raises again
+            from triton.runtime.cache import triton_key
+
+            triton_key()
+
+    thread = Thread(target=load, name="load-triton", daemon=True)
+    thread.start()
+    return thread
 
 
 def _plain(compiled: Any) -> _Run:

@@ -15,6 +15,7 @@ import torch
 
 from multimodal_gen.errors import MissingDependencyError, UsageError, short
 from multimodal_gen.files import MalformedError, Staging, read_small_file, require_file
+from multimodal_gen.kernels.launch.launcher import load_triton_early
 from multimodal_gen.runtime.attention_report import AttentionReport
 from multimodal_gen.runtime.distributed.groups import is_main_rank, parallel_groups
 from multimodal_gen.runtime.distributed.mesh import Mesh
@@ -249,6 +250,8 @@ class Session:
         self.device = rank_device(args.device)
         self.index = PipelineIndex.read(args.model_path, args.pipeline_class_name)
         start = time.perf_counter()
+        if self.device.type == "cuda":
+            load_triton_early()
         with out_of_memory_explained():
             self._pipe = load_pipeline(self.index, args, self.device)
             self._notes = not_reached(self._pipe, read_loras(args.lora_path or ()))

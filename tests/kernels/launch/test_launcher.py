@@ -1,15 +1,21 @@
 """A launcher compiles once per kind of arguments, and launches what fits them."""
 
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from multimodal_gen.kernels.launch.launcher import Launch, Launcher, form_of
+from multimodal_gen.kernels.launch import launcher
+from multimodal_gen.kernels.launch.launcher import Launch, Launcher, form_of, load_triton_early
+from multimodal_gen.runtime.layers.attention import LocalAttention, attention_layer
+from tests.helpers.fakes import simulated_h100
 
 
 @dataclass
@@ -184,3 +190,40 @@ def test_launches_with_other_fixed_arguments_share_what_is_compiled() -> None:
         Launch(launcher, (grid,), (7, 5), VARIANTS[:1])((DATA,))
     (compiled,) = kernel.compiled
     assert [grid for grid, _ in compiled.launches] == [(1, 1, 1), (2, 1, 1)]
+
+
+def make_early(monkeypatch: pytest.MonkeyPatch, triton_key: Any) -> Any:
+    """Return `load_triton_early` as in a new process whose Triton has this hash."""
+    monkeypatch.setattr(launcher, "find_spec", lambda name: name)
+    for name in ("triton", "triton.runtime", "triton.runtime.cache"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(triton_key=triton_key))
+    return cache(load_triton_early.__wrapped__)
+
+
+def test_triton_hashes_itself_in_one_thread_of_its_own(monkeypatch):
+    asked: list[threading.Thread] = []
+    early = make_early(monkeypatch, lambda: asked.append(threading.current_thread()))
+    thread = early()
+    assert early() is thread
+    thread.join()
+    assert asked == [thread]
+
+
+def test_a_triton_that_does_not_import_is_left_to_the_first_launch(monkeypatch, capfd):
+    def broken() -> None:
+        raise ImportError("no libtriton")
+
+    make_early(monkeypatch, broken)().join()
+    assert capfd.readouterr().err == ""
+    monkeypatch.setattr(launcher, "find_spec", lambda name: None)
+    assert load_triton_early.__wrapped__() is None
+
+
+def test_a_layer_has_triton_load_where_there_is_a_gpu(monkeypatch):
+    begun: list[bool] = []
+    monkeypatch.setattr(attention_layer, "load_triton_early", lambda: begun.append(True))
+    LocalAttention(2, 64)
+    assert begun == []
+    with simulated_h100():
+        LocalAttention(2, 64)
+    assert begun == [True]

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from multimodal_gen.errors import ConfigError, MultimodalGenError, UsageError, short
+from multimodal_gen.kernels.launch.launcher import load_triton_early
 from multimodal_gen.runtime.layers.attention.arguments import (
     check_alike,
     refuse_shapes,
@@ -139,6 +140,8 @@ class AttentionLayer(nn.Module):
         prepare: Callable[["AttentionLayer", AttentionCall], AttentionCall] | None = None,
     ) -> None:
         super().__init__()
+        if current_platform().is_cuda():
+            load_triton_early()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         _check_places(site, scope, supported_attention_backends, prefix)
         expect("prepare", prepare, Callable | None, "a function of a layer and a call, or None")
