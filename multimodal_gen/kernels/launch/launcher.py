@@ -9,6 +9,7 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import ContextVar
 from functools import cache
@@ -90,18 +91,26 @@ class Launcher:
                     self.kernel[grid](*arguments, **_FUSED, **options)
                 return [None] * len(variants)
             kinds = self.kinds(arguments)
-            return [self._one(grid, arguments, kinds, options) for options in variants]
+            keys = [(*kinds, *options.items()) for options in variants]
+            runs = [self._compiled.get(key) for key in keys]
+            if runs.count(None) > 1:
+                pairs = zip(variants, runs, strict=True)
+                new = [options for options, run in pairs if run is None]
+                compile_together(self.kernel, grid, arguments, new)
+            return [
+                self._one(key, run, grid, arguments, options)
+                for key, run, options in zip(keys, runs, variants, strict=True)
+            ]
 
     def _one(
         self,
+        key: tuple[Any, ...],
+        run: _Run | None,
         grid: tuple[int, ...],
         arguments: tuple[Any, ...],
-        kinds: list[Any],
         options: dict[str, Any],
     ) -> _Run | None:
         """Launch once, and return what launches it again."""
-        key = (*kinds, *options.items())
-        run = self._compiled.get(key)
         if run is not None:
             run(_in_space(grid), arguments, self.named(options, len(arguments)))
             return run
@@ -368,6 +377,32 @@ def load_triton_early() -> Thread | None:
     thread = Thread(target=load, name="load-triton", daemon=True)
     thread.start()
     return thread
+
+
+def compile_together(
+    kernel: Any,
+    grid: tuple[int, ...],
+    arguments: tuple[Any, ...],
+    variants: Sequence[dict[str, Any]],
+) -> None:
+    """Compile a kernel for several options in threads, which compilers hold up little.
+
+    Most of their time is the compiler's and ptxas', in which Python runs on.
+
+    Args:
+        kernel: function under `triton.jit` or `gluon.jit`.
+        grid: of the launch.
+        arguments: the kernel's first parameters.
+        variants: options of each; see `Launcher.each`.
+    """
+    import triton
+
+    in_threads = getattr(triton, "AsyncCompileMode", None)
+    if in_threads is None:  # releases before it compile each where it is launched
+        return
+    with ThreadPoolExecutor(len(variants)) as pool, in_threads(pool):
+        for options in variants:
+            kernel.warmup(*arguments, grid=grid, **_FUSED, **options)
 
 
 def _plain(compiled: Any) -> _Run:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.warm import rehearse
 from multimodal_gen.kernels.launch.ahead import MANIFEST, make, place_of_gpu, saved, use
+from multimodal_gen.kernels.launch.launcher import compile_together
 from multimodal_gen.kernels.launch.rehearsal import Noted, Rehearsal
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.request import LayerSite
@@ -129,6 +131,29 @@ def test_kernels_are_compiled_in_processes_and_once(tmp_path: Path) -> None:
     again = make([*noted, *noted], workers=2)
     assert [each.key for each in again] == [each.key for each in made]
     assert binaries() == compiled
+
+
+def test_what_differs_in_options_alone_compiles_in_threads() -> None:
+    import triton
+
+    (first, *_) = quick(rehearsed("video_sparse_attn", {"sparsity": 0.9}))
+    rest = {name: value for name, value in first.options.items() if name != "enable_fp_fusion"}
+    variants = [{**rest, "num_warps": warps} for warps in (1, 2)]
+    met, threads = threading.Barrier(len(variants), timeout=60), set()
+
+    def listener(**told: object) -> None:
+        met.wait()  # until the other one is compiled, too
+        threads.add(threading.get_ident())
+
+    triton.knobs.compilation.listener = listener
+    try:
+        compile_together(first.kernel, first.grid, first.arguments, variants)
+        assert len(threads) == len(variants)
+        triton.knobs.compilation.listener = lambda **told: pytest.fail("it was compiled again")
+        for options in variants:
+            first.kernel.warmup(*first.arguments, grid=first.grid, enable_fp_fusion=True, **options)
+    finally:
+        triton.knobs.compilation.listener = None
 
 
 def test_a_kernel_that_does_not_compile_is_named() -> None:

@@ -57,8 +57,16 @@ class Kernel:
 
 
 @pytest.fixture(autouse=True)
-def nvidia(monkeypatch: pytest.MonkeyPatch) -> None:
+def together(monkeypatch: pytest.MonkeyPatch) -> list[list[object]]:
+    """Take NVIDIA's GPUs, and return the shapes that were compiled side by side."""
+    found: list[list[object]] = []
     monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(
+        launcher,
+        "compile_together",
+        lambda *given: found.append([options["shape"] for options in given[-1]]),
+    )
+    return found
 
 
 DATA = torch.zeros(64)
@@ -86,6 +94,16 @@ def test_every_variant_is_launched_in_order() -> None:
         ["do", "do"],
         ["redo", "redo"],
     ]
+
+
+def test_variants_that_were_not_compiled_are_compiled_side_by_side(
+    together: list[list[object]],
+) -> None:
+    launch = Launcher(Kernel())
+    for shapes in ("a", "ab", "abcd", "dcba", "e"):
+        variants = [{"shape": shape, "num_warps": 4} for shape in shapes]
+        launch.each((1,), DATA, 7, 5, variants=variants)
+    assert together == [["c", "d"]]
 
 
 @pytest.mark.parametrize(
