@@ -11,7 +11,7 @@ import typer
 
 from multimodal_gen.cli.options import AsJson, Settings, takes
 from multimodal_gen.cli.table import echo, wrapped
-from multimodal_gen.runtime.server_args import CALL_SETTINGS, SETTINGS, ServerArgs
+from multimodal_gen.runtime.server_args import CALL_SETTINGS, EXAMPLE_PROMPT, SETTINGS, ServerArgs
 from multimodal_gen.settings import Setting
 
 _SEEN = (
@@ -35,7 +35,7 @@ _SEEN = (
 )
 _PROMPT = replace(
     SETTINGS["prompt"],
-    default="A red fox runs through fresh snow at sunrise",
+    default=EXAMPLE_PROMPT,
     help="Prompt; its length counts where a model does not pad its text.",
 )
 _Output = Annotated[

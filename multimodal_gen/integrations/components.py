@@ -100,11 +100,16 @@ def _kind(name: str, model: nn.Module) -> Kind | None:
     if isinstance(model, ModelMixin):
         autoencoder = "vae" in name or "Autoencoder" in type(model).__name__
         return Kind.AUTOENCODER if autoencoder else Kind.DENOISER
+    return Kind.ENCODER if is_of_transformers(model) else None
+
+
+def is_of_transformers(model: object) -> bool:
+    """Tell whether this is a model of transformers."""
     try:
         from transformers import PreTrainedModel
     except ImportError:
-        return None
-    return Kind.ENCODER if isinstance(model, PreTrainedModel) else None
+        return False
+    return isinstance(model, PreTrainedModel)
 
 
 def _bare_name(model: nn.Module, kind: Kind) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from multimodal_gen.errors import NothingAppliedError, UnsupportedBackendError, UsageError, short
+from multimodal_gen.integrations.ahead import Ahead, generation_of
 from multimodal_gen.integrations.components import Component, Kind, find_components, unwrap
 from multimodal_gen.integrations.cuda_graphs import CudaGraphs
 from multimodal_gen.integrations.denoiser_plan import DenoiserPlan
@@ -65,6 +66,7 @@ class AttentionHandle:
         pipeline: the pipeline, or None for a bare model.
         guard: checks the self-attention of the denoisers, or None.
         graphs: the denoisers' calls as CUDA graphs, or None.
+        ahead: what compiles their kernels, or None.
     """
 
     def __init__(
@@ -76,7 +78,9 @@ class AttentionHandle:
         pipeline: Any = None,
         guard: AttentionGuard | None = None,
         graphs: CudaGraphs | None = None,
+        ahead: Ahead | None = None,
     ) -> None:
+        self._ahead = ahead
         self._plans = plans
         self._guard = guard
         self._graphs = graphs
@@ -85,6 +89,8 @@ class AttentionHandle:
         self._tracker = tracker
         self._usable = True
         with ExitStack() as undo:
+            if ahead is not None:
+                undo.callback(ahead.stop)
             for plan in plans:
                 plan.install(undo)
                 if plan.layers:
@@ -113,6 +119,7 @@ class AttentionHandle:
             ),
             guard=None if self._guard is None else self._guard.report(),
             graphs=None if self._graphs is None else self._graphs.report(),
+            ahead=None if self._ahead is None else self._ahead.report(),
         )
 
     def sizes(self) -> tuple[tuple[LayerSite, int, int, int], ...]:
@@ -182,6 +189,7 @@ def apply(
     train: bool = False,
     attention_guard: Mapping[str, object] | float | str | None = None,
     cuda_graph: bool = False,
+    compile_ahead: bool | Mapping[str, object] = False,
 ) -> AttentionHandle:
     """Do the attention of a pipeline's denoisers and encoders with this package's layers.
 
@@ -226,6 +234,11 @@ def apply(
             Where a graph could not repeat a call it is refused, or, where that turns out later, a
             call runs without one, with a warning (an error under `strict`). A denoiser has at most
             8, until `remove`; the report says how much memory they take.
+        compile_ahead: compile the kernels that the pipeline will need in other processes from now
+            on, until `remove`; nothing waits for them. A mapping has arguments that it will be
+            called with and that decide about kernels, such as `{"height": 480, "width": 832,
+            "num_frames": 81}`; what it lacks has the call's defaults. On one NVIDIA GPU, where the
+            pipeline is already, or is offloaded from.
 
     Returns:
         The handle, to read the report and to take everything back; `applied` finds it again.
@@ -233,8 +246,10 @@ def apply(
     Raises:
         UsageError: the target is no pipeline or model, or is attached already; or ranks are to
             share the tokens of denoisers none of which can be split, or there are several and
-            `attention_guard` or `cuda_graph` is given; or the former, and a denoiser does not
-            tell its steps; or the latter, and a CUDA graph cannot repeat a denoiser's calls.
+            `attention_guard`, `cuda_graph` or `compile_ahead` is given; or the first, and a
+            denoiser does not tell its steps; or the second, and a CUDA graph cannot repeat a
+            denoiser's calls; or the third, and there is no NVIDIA GPU, the target is no pipeline,
+            or is not called so.
         ConfigError: a setting cannot be read or does not fit its backend.
         UnsupportedBackendError: a requested backend cannot serve a layer; or, with `strict`, a
             sparse one was asked for, and the latent grid of no denoiser is known.
@@ -251,6 +266,8 @@ def apply(
     }
     for name, flag in (("strict", strict), ("train", train), ("cuda_graph", cuda_graph)):
         expect(name, flag, bool, "True or False")
+    words = "True, False or a mapping of arguments of the pipeline's call"
+    expect("compile_ahead", compile_ahead, bool | Mapping, words)
     expect("scope", scope, SelectionScope | None, "a SelectionScope or None")
     if scope is None:
         scope = scope_from(**settings, strict=strict)
@@ -279,7 +296,11 @@ def apply(
             "cuda_graph must be given for a denoiser, got a target without one; leave it out"
         )
     check_overrides(scope, [layer.site for plan in plans for layer in plan.layers])
-    return AttentionHandle(plans, notes, scope.warnings, tracker, pipeline, guard, graphs)
+    ahead = None
+    if compile_ahead is not False:
+        asked = {} if compile_ahead is True else compile_ahead
+        ahead = _ahead(pipeline, asked, scope, described, train=train)
+    return AttentionHandle(plans, notes, scope.warnings, tracker, pipeline, guard, graphs, ahead)
 
 
 def applied(target: Any) -> AttentionHandle | None:
@@ -351,6 +372,26 @@ def _graphs(scope: SelectionScope, guard: AttentionGuard | None, *, train: bool)
         if is_so:
             raise UsageError(f"cuda_graph (--cuda-graph) must be {rule}, got both; leave one out")
     return CudaGraphs(scope)
+
+
+def _ahead(
+    pipeline: Any,
+    asked: Mapping[str, object],
+    scope: SelectionScope,
+    described: DescribedTokens | None,
+    *,
+    train: bool,
+) -> Ahead:
+    """Begin to compile what a pipeline will launch; refuse where that cannot be known."""
+    for rule, is_so in (
+        ("left out on several ranks, each of which launches another share", parallel_groups()),
+        ("left out where train is True: what gradients launch is not known before", train),
+        ("given for a pipeline, whose call tells what a model will meet", pipeline is None),
+    ):
+        if is_so:
+            raise UsageError(f"compile_ahead must be {rule}; leave it out here")
+    generation = generation_of(pipeline, asked, scope, described)
+    return Ahead(generation, generation.device)
 
 
 def _nothing_applied(

@@ -23,8 +23,8 @@ from multimodal_gen.errors import (
     nearest,
     short,
 )
+from multimodal_gen.integrations.ahead import Ahead
 from multimodal_gen.integrations.diffusers import apply
-from multimodal_gen.integrations.warm import start_ahead
 from multimodal_gen.runtime.distributed.groups import parallel_groups
 from multimodal_gen.runtime.generator import (
     DiffusersAttention,
@@ -34,6 +34,7 @@ from multimodal_gen.runtime.generator import (
     OnStep,
     Session,
     choose_backend,
+    pick_device,
     plan_ranks,
     prepare,
 )
@@ -205,8 +206,9 @@ class DiffGenerator:
         self._loaded = {name: getattr(args, name) for name in LOADING_SETTINGS}
         self._explicit = False
         with ExitStack() as failed:
-            self._ahead = start_ahead(args) if args.compile_ahead else None
-            if self._ahead is not None:
+            self._ahead = None
+            if args.compile_ahead and parallel_groups() is None:
+                self._ahead = Ahead(args, pick_device(args.device))
                 failed.callback(self._ahead.stop)
             self._session: Session | None = Session(args, self._attach)
             failed.pop_all()

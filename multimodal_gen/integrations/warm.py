@@ -5,14 +5,13 @@ attention layer meets the shapes, masks and steps that it will meet; what it wou
 compiled (`kernels.launch.ahead`).
 """
 
-import logging
+import json
 import os
 import pickle
-import signal
-import subprocess
 import sys
+import time
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,11 @@ import torch
 from torch import nn
 
 from multimodal_gen.errors import MultimodalGenError, UsageError, first_line
+from multimodal_gen.integrations.ahead import Generation
 from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.kernels.launch.ahead import Made, Place, make, place_of_gpu, saved
 from multimodal_gen.kernels.launch.rehearsal import Noted, Rehearsal
-from multimodal_gen.runtime.distributed.groups import parallel_groups
+from multimodal_gen.runtime.described_tokens import describe_tokens
 from multimodal_gen.runtime.generator import PipelineIndex, pick_device
 from multimodal_gen.runtime.generator.chat_templates import limited_templates
 from multimodal_gen.runtime.generator.load import denoisers
@@ -36,8 +36,6 @@ from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLay
 from multimodal_gen.runtime.layers.attention.scope import scope_from_args
 from multimodal_gen.runtime.managers.forward_context import current_forward_context
 from multimodal_gen.runtime.server_args import ServerArgs
-
-logger = logging.getLogger(__name__)
 
 # What a method carries from step to step it has from the second one on.
 _CALLS = 2
@@ -61,22 +59,19 @@ def warm(args: ServerArgs, output: Path | None = None) -> tuple[Place, tuple[Mad
     """
     device = pick_device(args.device)
     place, index = place_of_gpu(device), device.index or 0
-    noted = rehearse(args, device)
+    noted = rehearse(generation_of_args(args, device))
     if output is None:
         return place, make(noted, index=index)
     with saved(output, place):
         return place, make(noted, index=index)
 
 
-def rehearse(args: ServerArgs, device: torch.device) -> tuple[Noted, ...]:
-    """Return what a generation will launch, each compilation once.
+def generation_of_args(args: ServerArgs, device: torch.device) -> Generation:
+    """Return the call that arguments ask for, of a pipeline without weights.
 
     Args:
         args: the generation.
         device: the GPU that it will run on.
-
-    Raises:
-        UsageError: the pipeline cannot be called without data.
     """
     index = PipelineIndex.read(args.model_path, args.pipeline_class_name)
     check_arguments(index, args)
@@ -86,15 +81,38 @@ def rehearse(args: ServerArgs, device: torch.device) -> tuple[Noted, ...]:
     arguments = dict(call.arguments)
     if "output_type" in arguments:
         arguments["output_type"] = "latent"
-    rehearsal = Rehearsal(device.index or 0)
-    tokens = {"latent_grid": args.latent_grid, "text_rows": args.text_rows}
-    with apply(pipe, scope=scope_from_args(args), **tokens) as handle, ExitStack() as stack:  # type: ignore[arg-type]
+    return Generation(
+        pipe=pipe,
+        arguments=arguments,
+        scope=scope_from_args(args),
+        described=describe_tokens(args.latent_grid, args.text_rows),
+        device=device,
+        changed=call.changed,
+        sigmas=args.sigmas,
+    )
+
+
+def rehearse(generation: Generation) -> tuple[Noted, ...]:
+    """Return what a generation will launch, each compilation once.
+
+    Raises:
+        UsageError: the pipeline cannot be called without data.
+    """
+    pipe, described = generation.pipe, generation.described
+    # A generator on the CPU draws there, whatever the device.
+    arguments = {**generation.arguments, "generator": torch.Generator("cpu").manual_seed(0)}
+    rehearsal = Rehearsal(generation.device.index or 0)
+    grid, text = (None, None) if described is None else (described.grid, described.text)
+    with (
+        apply(pipe, scope=generation.scope, latent_grid=grid, text_rows=text) as handle,
+        ExitStack() as stack,
+    ):
         for name, model in denoisers(pipe).items():
             layers = [each.layer for each in handle.layers() if each.site.component == name]
             stack.enter_context(overridden(model, forward=_each_kind_twice(model, layers)))
         stack.enter_context(overridden(pipe, _progress_bar_config={"disable": True}))
-        stack.enter_context(overridden(pipe, **call.changed))
-        stack.enter_context(given_sigmas(pipe, args.sigmas))
+        stack.enter_context(overridden(pipe, **generation.changed))
+        stack.enter_context(given_sigmas(pipe, generation.sigmas))
         stack.enter_context(limited_templates(pipe))
         stack.enter_context(torch.inference_mode())
         try:
@@ -104,8 +122,8 @@ def rehearse(args: ServerArgs, device: torch.device) -> tuple[Noted, ...]:
             raise
         except Exception as error:  # models do anything with data
             raise UsageError(
-                f"{index.name} must be callable on tensors without data to be warmed, it failed: "
-                f"{first_line(error)}; its kernels compile in its first steps"
+                f"{type(pipe).__name__} must be callable on tensors without data to be warmed, it "
+                f"failed: {first_line(error)}; its kernels compile in its first steps"
             ) from error
     return tuple(rehearsal.noted.values())
 
@@ -133,57 +151,29 @@ def _each_kind_twice(model: nn.Module, layers: Sequence[AttentionLayer]) -> Call
     return forward
 
 
-class Ahead:
-    """Processes that compile what a generation will launch, while this one loads it.
+def serve(said: int) -> None:
+    """Be the process that `Ahead` starts.
 
     Args:
-        args: the generation.
+        said: file to write to what it has come to, a line of JSON each time.
     """
+    start = time.perf_counter()
+    with os.fdopen(said, "w", buffering=1) as lines:
 
-    def __init__(self, args: ServerArgs) -> None:
-        command = [sys.executable, "-c", f"from {__name__} import _serve; _serve()"]
-        # A session of its own, so that all its processes can be ended.
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        assert self._process.stdin is not None, "it was asked for"
-        with suppress(BrokenPipeError), self._process.stdin as stream:
-            pickle.dump(args, stream)
+        def say(**known: object) -> None:
+            lines.write(json.dumps(known) + "\n")
 
-    def wait(self) -> int:
-        """Return its exit status once it is done."""
-        return self._process.wait()
-
-    def stop(self) -> None:
-        """End it where it runs; a second call does nothing."""
-        status = self._process.poll()
-        if status is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-        elif status:
-            logger.info("nothing was compiled ahead: `sglang attention warm` says why")
-
-
-def start_ahead(args: ServerArgs) -> Ahead | None:
-    """Begin to compile what a generation will launch; None on several ranks.
-
-    Raises:
-        UsageError: there is no NVIDIA GPU, or no Triton.
-    """
-    if parallel_groups() is not None:
-        return None
-    try:
-        place_of_gpu(pick_device(args.device))
-    except UsageError as error:
-        raise UsageError(f"compile_ahead (--compile-ahead): {error}") from error
-    return Ahead(args)
-
-
-def _serve() -> None:
-    """Be the process that `Ahead` starts."""
-    warm(pickle.load(sys.stdin.buffer))
+        try:
+            given = pickle.load(sys.stdin.buffer)
+            device = pick_device(given.device) if isinstance(given, ServerArgs) else given.device
+            place_of_gpu(device)
+            if isinstance(given, ServerArgs):
+                given = generation_of_args(given, device)
+            noted = rehearse(given)
+            say(kernels=[each.name for each in noted])
+            made = make(noted, index=device.index or 0)
+        except Exception as error:
+            say(failed=first_line(error))
+            raise SystemExit(1) from error
+        seconds = round(time.perf_counter() - start, 1)
+        say(kernels=[each.name for each in made], seconds=seconds)

@@ -1,5 +1,6 @@
 """What ran in the attention of a model, and why: layers that ran alike are one line."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
@@ -166,6 +167,41 @@ class GraphReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledAhead:
+    """What came of compiling kernels ahead, in other processes.
+
+    Attributes:
+        kernels: names of those that are being compiled, or were, each as often as it is; None
+            before that is known.
+        seconds: how long finding and compiling them took; None before they are all there.
+        failed: why they are not; None where they are, or may be yet.
+    """
+
+    kernels: tuple[str, ...] | None
+    seconds: float | None
+    failed: str | None
+
+    def as_dict(self) -> dict[str, Json]:
+        """Return it as JSON data."""
+        kernels: list[Json] | None = None if self.kernels is None else [*self.kernels]
+        return {"kernels": kernels, "seconds": self.seconds, "failed": self.failed}
+
+    def lines(self) -> list[str]:
+        """Return it as text."""
+        what = "what the pipeline needs"
+        if self.kernels is not None:
+            counts = sorted(Counter(self.kernels).items())
+            named = ", ".join(name if n == 1 else f"{name} x{n}" for name, n in counts)
+            what = f"{len(self.kernels)} kernels" + (f" ({named})" if named else "")
+        if self.failed is not None:
+            return [f"compiled ahead: not all of {what}: {self.failed}"]
+        if self.seconds is not None:
+            return [f"compiled ahead: {what}, in {self.seconds:.1f} s"]
+        state = "is being found" if self.kernels is None else "are being compiled"
+        return [f"compiled ahead: {what} {state}"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionReport:
     """Every attention layer that was taken over.
 
@@ -176,6 +212,7 @@ class AttentionReport:
             them.
         guard: what the attention guard found, where one was asked for.
         graphs: what CUDA graphs did, where they were asked for.
+        ahead: what was compiled ahead, where that was asked for.
     """
 
     layers: tuple[LayerReport, ...]
@@ -183,6 +220,7 @@ class AttentionReport:
     gathering: TimeTaken | None = None
     guard: GuardReport | None = None
     graphs: GraphReport | None = None
+    ahead: CompiledAhead | None = None
 
     @property
     def times(self) -> TimeTaken | None:
@@ -196,6 +234,7 @@ class AttentionReport:
             "notes": list(self.notes),
             **({} if self.guard is None else {"guard": self.guard.as_dict()}),
             **({} if self.graphs is None else {"cuda_graphs": self.graphs.as_dict()}),
+            **({} if self.ahead is None else {"compile_ahead": self.ahead.as_dict()}),
             **times_as_dict(self.times),
         }
 
@@ -229,6 +268,7 @@ class AttentionReport:
         notes = [f"note: {note}" for note in self.notes]
         guard = [] if self.guard is None else self.guard.lines()
         guard += [] if self.graphs is None else self.graphs.lines()
+        guard += [] if self.ahead is None else self.ahead.lines()
         lines += [*_not_run_lines(self), *guard, *_time_line(self), *notes, *footnotes.lines()]
         return "\n".join(lines)
 

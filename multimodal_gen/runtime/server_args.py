@@ -38,6 +38,8 @@ QUANTIZATIONS = ("bnb-nf4", "bnb-int8", "torchao-int8", "torchao-fp8", "torchao-
 
 
 _MOST_PIXELS = 16384**2
+# Of a generation whose prompt is not known yet.
+EXAMPLE_PROMPT = "A red fox runs through fresh snow at sunrise"
 _COMPONENT = re.compile(r"(?P<component>[A-Za-z][\w-]*)=(?P<file>.+)", re.DOTALL)
 _ranks = partial(Setting, loading=True, metavar="N", ge=1, le=65536)
 

@@ -1,9 +1,14 @@
 """Kernels are found without a GPU, compiled ahead in processes, shipped and taken from a folder."""
 
+import io
 import json
 import math
+import pickle
+import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +16,8 @@ import pytest
 import torch
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.integrations.warm import rehearse
+from multimodal_gen.integrations.ahead import generation_of, write
+from multimodal_gen.integrations.warm import generation_of_args, rehearse
 from multimodal_gen.kernels.launch.ahead import MANIFEST, make, place_of_gpu, saved, use
 from multimodal_gen.kernels.launch.launcher import compile_together
 from multimodal_gen.kernels.launch.rehearsal import Noted, Rehearsal
@@ -236,5 +242,27 @@ def test_a_pipeline_is_rehearsed_without_its_weights(family: str, tmp_path: Path
         num_inference_steps=4,
         dtype="bfloat16",
     )
-    found = {each.name for each in rehearse(args, DEVICE)}
+    found = {each.name for each in rehearse(generation_of_args(args, DEVICE))}
     assert {"attention_kernel", "pool_kernel", "select_kernel", "scatter_kernel"} <= found
+
+
+def test_a_loaded_pipeline_is_rehearsed_as_one_without_weights_is(tmp_path: Path) -> None:
+    from diffusers import DiffusionPipeline
+
+    folder = make_tiny_model("wan", tmp_path / "wan")
+    size = {"height": 480, "width": 832, "num_frames": 9, "num_inference_steps": 4}
+    backend: Any = {
+        "attention_backend": "video_sparse_attn",
+        "attention_backend_config": {"sparsity": 0.9},
+    }
+    args = ServerArgs(model_path=str(folder), prompt="A fox", dtype="bfloat16", **size, **backend)
+    pipe = DiffusionPipeline.from_pretrained(folder, dtype=torch.bfloat16)
+    generation = generation_of(pipe, size, scope_from(**backend), None)
+    stream = io.BytesIO()
+    write(replace(generation, device=DEVICE), stream)
+    stream.seek(0)
+    assert pickle.load(stream) == sys.path
+    found = rehearse(pickle.load(stream))
+    wanted = rehearse(generation_of_args(args, DEVICE))
+    assert Counter(each.name for each in found) == Counter(each.name for each in wanted)
+    assert all(x.device.type == "cpu" for x in pipe.transformer.parameters())
