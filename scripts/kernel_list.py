@@ -6,7 +6,8 @@
 Needs triton, and no GPU: layers of Wan 1.3B at 480p (32,760 tokens, 12 heads of 128 channels,
 bfloat16) are rehearsed for an H100 in three steps, in three layers one after another. A compilation
 counts once, however often it is launched. `--compile` compiles them too, one after another, and
-prints the seconds of each; it writes nothing.
+prints the seconds of each; it writes nothing. tests/kernels/launch/test_compile.py checks the table
+with the newest triton.
 """
 
 import argparse
@@ -81,15 +82,19 @@ def kernels_of(backend: str, config: str) -> list[Noted]:
     return list(rehearsal.noted.values())
 
 
+def row(backend: str) -> str:
+    """Return a backend's line of the table."""
+    counts = Counter(each.name for each in kernels_of(backend, BACKENDS[backend]))
+    names = (f"`{name}`" + (f" x{n}" if n > 1 else "") for name, n in counts.items())
+    return f"| `{backend}` | {counts.total()} | {', '.join(names)} |"
+
+
 def table() -> Iterator[str]:
     """Yield the lines of the table."""
     release = importlib.metadata.version("triton").rpartition(".")[0]
     yield f"<!-- kernels -->\n| backend (triton {release}, H100) | compilations | kernels |"
     yield "|---|---:|---|"
-    for backend, config in BACKENDS.items():
-        counts = Counter(each.name for each in kernels_of(backend, config))
-        names = (f"`{name}`" + (f" x{n}" if n > 1 else "") for name, n in counts.items())
-        yield f"| `{backend}` | {counts.total()} | {', '.join(names)} |"
+    yield from map(row, BACKENDS)
     yield "<!-- kernels: end -->"
 
 

@@ -4,6 +4,7 @@ import io
 import json
 import math
 import pickle
+import re
 import sys
 import threading
 from collections import Counter
@@ -27,8 +28,9 @@ from multimodal_gen.runtime.layers.attention.scope import scope_from
 from multimodal_gen.runtime.managers.forward_context import ForwardContext, use_forward_context
 from multimodal_gen.runtime.server_args import ServerArgs
 from multimodal_gen.testing.tiny_models import make_tiny_model
+from scripts import kernel_list
 from tests.helpers.fakes import simulated_h100
-from tests.kernels.compiling import StandInDriver, needs_gluon
+from tests.kernels.compiling import StandInDriver, needs_gluon, pinned_release, with_oldest
 
 pytestmark = needs_gluon
 DEVICE = torch.device("cuda", 0)
@@ -96,6 +98,25 @@ def test_a_step_of_the_same_kind_needs_nothing_more() -> None:
     config = {"sparsity": 0.9}
     once = rehearsed("video_sparse_attn", config, steps=(1,))
     assert once.noted.keys() == rehearsed("video_sparse_attn", config, steps=(1, 2, 3)).noted.keys()
+
+
+def test_the_table_of_kernels_has_a_line_for_every_backend() -> None:
+    table = kernel_list.PAGE.read_text().partition("<!-- kernels -->")[2]
+    series = pinned_release("newest").rpartition(".")[0]
+    assert f"(triton {series}, H100)" in table
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(kernel_list.BACKENDS)
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if with_oldest() else [])
+        for name in kernel_list.BACKENDS
+    ],
+)
+def test_the_table_of_kernels_says_what_first_calls_compile(backend: str) -> None:
+    """Else run scripts/kernel_list.py."""
+    assert f"\n{kernel_list.row(backend)}\n" in kernel_list.PAGE.read_text()
 
 
 def test_where_a_list_of_blocks_begins_makes_no_kernel_of_its_own() -> None:
