@@ -123,19 +123,9 @@ def no_traces() -> None:
 @pytest.fixture
 def eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `sage_attn` run on the CPU, by the definition of its 8-bit kernels."""
-    from multimodal_gen.kernels.requirements import HeadSizes
-    from multimodal_gen.runtime.layers.attention.backends.declaration import BASIC, Variant
-    from multimodal_gen.runtime.layers.attention.backends.sage_attn import SageAttentionBackend
-    from multimodal_gen.runtime.layers.attention.request import Feature
-    from multimodal_gen.runtime.platforms import PlatformEnum
+    from tests.helpers.eight_bits import allow_on_cpus
 
-    here = Variant(
-        name="reference",
-        platforms=frozenset({PlatformEnum.CPU}),
-        head_sizes=HeadSizes(maximum=128),
-        features=BASIC | {Feature.KEY_MASK},
-    )
-    monkeypatch.setattr(SageAttentionBackend, "variants", (here,))
+    allow_on_cpus(monkeypatch)
 
 
 @pytest.fixture(scope="session")

@@ -250,10 +250,10 @@ class DenoiserPlan:
         self.parallel.install_outside(undo)
         again = model.register_forward_pre_hook(untraced_hook(self._take_over_again))
         undo.callback(again.remove)
-        if self._guard is not None:
-            self._install_guard(self._guard, undo)
         before = model.register_forward_pre_hook(self._hooks.before, with_kwargs=True)
         undo.callback(before.remove)
+        if self._guard is not None:  # which is to know the step
+            self._install_guard(self._guard, undo)
         self.parallel.install(undo)
         after = model.register_forward_hook(self._hooks.after, always_call=True)
         undo.callback(after.remove)

@@ -228,7 +228,8 @@ def apply(
             backends that round to 8 bits or less; a mapping, or `k=v,k=v`, has `quantized` (0.05
             by default) and `sparse`, the bound of sparse methods (by default none: what they drop
             is meant), whose layers then run dense. A checked output that is not finite is computed
-            again densely at once, whatever the bounds. Not under CUDA graphs.
+            again densely at once, whatever the bounds. Ranks decide together. Not under CUDA
+            graphs.
         cuda_graph: keep calls of the denoisers as CUDA graphs: the second of a kind is captured,
             and later ones are replayed on copies of their arguments, with copies of the outputs.
             Where a graph could not repeat a call it is refused, or, where that turns out later, a
@@ -245,11 +246,11 @@ def apply(
 
     Raises:
         UsageError: the target is no pipeline or model, or is attached already; or ranks are to
-            share the tokens of denoisers none of which can be split, or there are several and
-            `attention_guard`, `cuda_graph` or `compile_ahead` is given; or the first, and a
-            denoiser does not tell its steps; or the second, and a CUDA graph cannot repeat a
-            denoiser's calls; or the third, and there is no NVIDIA GPU, the target is no pipeline,
-            or is not called so.
+            share the tokens of denoisers none of which can be split; or `attention_guard` is given,
+            and a denoiser does not tell its steps; or `cuda_graph` or `compile_ahead` is, and there
+            are several ranks; or `cuda_graph`, and a CUDA graph cannot repeat a denoiser's calls;
+            or `compile_ahead`, and there is no NVIDIA GPU, the target is no pipeline, or is not
+            called so.
         ConfigError: a setting cannot be read or does not fit its backend.
         UnsupportedBackendError: a requested backend cannot serve a layer; or, with `strict`, a
             sparse one was asked for, and the latent grid of no denoiser is known.
@@ -276,7 +277,8 @@ def apply(
     # A pipeline is told what it should know, whatever others were told before.
     scope = replace(scope, warnings=WarnOnce())
     described = describe_tokens(latent_grid, text_rows)
-    guard = _guard(attention_guard)
+    bounds = parse_guard_bounds(attention_guard)
+    guard = None if bounds is None else AttentionGuard(bounds)
     graphs = _graphs(scope, guard, train=train) if cuda_graph else None
     components = find_components(target)
     pipeline = None if isinstance(unwrap(target), nn.Module) else target
@@ -348,17 +350,6 @@ def _plan(
         else:
             notes.append(f"{component.name}: {type(component.model).__name__} left alone")
     return tuple(plans), tuple(notes)
-
-
-def _guard(asked: object) -> AttentionGuard | None:
-    """Return the guard that was asked for, if any; ranks would have to decide together."""
-    bounds = parse_guard_bounds(asked)
-    if bounds is not None and parallel_groups() is not None:
-        raise UsageError(
-            f"attention_guard must be left out on several ranks, none of which has all keys of a "
-            f"call, got {short(str(bounds))}; leave it out, or run on one"
-        )
-    return None if bounds is None else AttentionGuard(bounds)
 
 
 def _graphs(scope: SelectionScope, guard: AttentionGuard | None, *, train: bool) -> CudaGraphs:

@@ -120,10 +120,6 @@ def test_generations_run_under_a_guard(sglang, tiny_pipeline, tmp_path) -> None:
     [
         (("--attention-guard", "much"), "--attention-guard must be a number above 0"),
         (
-            ("--attention-guard", "0.05", "--num-gpus", "2"),
-            "--attention-guard must be left out on several GPUs",
-        ),
-        (
             ("--attention-guard", "0.05", "--backend", "diffusers"),
             "--attention-guard must not be given with --backend diffusers",
         ),

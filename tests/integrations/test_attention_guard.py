@@ -115,12 +115,6 @@ def test_what_is_no_bound_is_refused_before_anything_changes(fresh) -> None:
     assert diffusers.applied(pipe) is None
 
 
-def test_ranks_are_refused(fresh, monkeypatch) -> None:
-    monkeypatch.setattr(diffusers, "parallel_groups", object)
-    with pytest.raises(UsageError, match="must be left out on several ranks"):
-        apply(fresh("wan"), attention_guard=0.05)
-
-
 def test_models_that_do_not_tell_their_step_are_refused(fresh, monkeypatch) -> None:
     pipe = fresh("wan")
     hooks = "multimodal_gen.integrations.denoiser_plan.DenoiserHooks.tells_steps"

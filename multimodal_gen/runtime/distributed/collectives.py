@@ -497,6 +497,21 @@ def all_gather_tokens(x: torch.Tensor, lengths: Sequence[int], group: Group) -> 
         return torch.cat(parts, dim=-1).to(x.dtype)
 
 
+def all_reduce(x: torch.Tensor, group: Group, *, largest: bool = False) -> torch.Tensor:
+    """Return `x`, once it holds the sum over all ranks, or the largest of each number.
+
+    Args:
+        x: contiguous, the same shape on every rank; written to. Carries no gradient.
+        group: the ranks.
+        largest: whether to take the largest. What becomes of NaN is not defined then.
+    """
+    if group.handle is not None:
+        with exchanging(x.device):
+            operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+            dist.all_reduce(x, operation, group=group.handle)
+    return x
+
+
 def all_gather_with_gradients(
     x: torch.Tensor, lengths: Sequence[int], group: Group
 ) -> torch.Tensor:

@@ -389,6 +389,19 @@ def check_same_on_ranks(values: Mapping[str, object]) -> None:
                 )
 
 
+def gathered(mine: Any, group: Group) -> list[Any]:
+    """Return what every rank of a group passed, in order.
+
+    Args:
+        mine: picklable.
+        group: one for messages on the CPU.
+    """
+    everyone = [mine] * group.size
+    if group.handle is not None:
+        dist.all_gather_object(everyone, mine, group=group.handle)
+    return everyone
+
+
 def broadcast_object(value: Any) -> Any:
     """Return what rank 0 of the world passed.
 

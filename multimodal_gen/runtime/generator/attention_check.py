@@ -6,11 +6,13 @@ and one pass over the keys and values. So what a layer ran can be checked while 
 Shapes: B batch, S tokens, R sampled rows, H query heads, Hkv key heads, D head size.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from multimodal_gen.runtime.attention_report import AttentionReport
+from multimodal_gen.runtime.distributed.collectives import all_reduce
+from multimodal_gen.runtime.distributed.ring import RingInputs
 from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
 from multimodal_gen.runtime.layers.attention.call import AttentionCall
 from multimodal_gen.runtime.layers.attention.kinds.masks import KeyMask, normalise_mask
@@ -84,6 +86,19 @@ def exact_weights(
     Returns:
         [B, h, H / Hkv, R, Sk] in fp64, or fp32 on devices without it; all 0 for rows without keys.
     """
+    scores = _exact_scores(layer, call, rows, heads)
+    # Of rows that see no key, all scores are -inf; NaN stays NaN.
+    weights = torch.where((scores == -torch.inf).all(-1, keepdim=True), 0.0, scores.softmax(-1))
+    mask = _mask_of(layer, call)
+    if isinstance(mask, KeyMask) and mask.covers_queries:
+        weights = torch.where(mask.tokens[:, None, None, rows, None], weights, 0.0)
+    return weights
+
+
+def _exact_scores(
+    layer: AttentionLayer, call: AttentionCall, rows: torch.Tensor, heads: slice
+) -> torch.Tensor:
+    """Return the scores that `exact_weights` weighs by; -inf where a row does not see a key."""
     query, key = call.query, call.key
     dtype, group = _exact_dtype(query.device), query.shape[2] // key.shape[2]
     q = query[:, rows].reshape(len(query), len(rows), key.shape[2], group, -1)[:, :, heads]
@@ -97,11 +112,7 @@ def exact_weights(
     if layer.geometry.causal:
         allowed = bottom_right_causal_mask(query.shape[1], key.shape[1], query.device)[rows]
         scores = scores.masked_fill(~allowed, -torch.inf)
-    # Of rows that see no key, all scores are -inf; NaN stays NaN.
-    weights = torch.where((scores == -torch.inf).all(-1, keepdim=True), 0.0, scores.softmax(-1))
-    if isinstance(mask, KeyMask) and mask.covers_queries:
-        weights = torch.where(mask.tokens[:, None, None, rows, None], weights, 0.0)
-    return weights
+    return scores
 
 
 def row_errors(found: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
@@ -143,6 +154,47 @@ def sampled(
     rows = sample_rows(call.query.shape[1], seed=step, device=out.device)
     (truth,) = exact_rows(layer, seen, rows, (seen.value,))
     return out[:, rows], truth
+
+
+def error_in_ring(
+    layer: AttentionLayer, inputs: RingInputs, lengths: Sequence[int], out: torch.Tensor, step: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return how far some rows of a call are from the truth whose keys travel round a ring.
+
+    They are the rows of `sampled`, and every rank of the ring gets the same: each attends with all
+    of them to the keys that it has, and the parts are merged. Nothing waits for the device.
+
+    Args:
+        layer: whose call it is; not causal.
+        inputs: what this rank brought to the ring.
+        lengths: queries of each rank of the ring that are not on all ranks.
+        out: what the ring gave this rank, [B, prefix + S + suffix, H, D].
+        step: the denoising step, which draws the rows.
+
+    Returns:
+        The relative L2 error of the worst head of this rank, and whether the truth is finite; 0-d.
+    """
+    group, device, dtype = inputs.call.group, out.device, _exact_dtype(out.device)
+    rows, here, count = _rows_of_rank(inputs, lengths, step)
+    batch, _, num_heads, size = inputs.query.shape
+    query = torch.zeros(batch, count, num_heads, size, dtype=dtype, device=device)
+    query[:, rows] = inputs.query[:, here].to(dtype)
+    all_reduce(query, group)
+    parts = [_exact_part(layer, part) for part in _held(inputs, query)]
+    top = query.new_full((batch, num_heads, count), -torch.inf)
+    for each, _ in parts:
+        top = torch.maximum(top, each)
+    top = all_reduce(top, group, largest=True)
+    total = query.new_zeros(batch, num_heads, count, inputs.value.shape[3] + 1)
+    for each, weighed in parts:
+        total += weighed * _exp(each.unsqueeze(-1), top)
+    all_reduce(total, group)
+    values, weights = total[..., :-1], total[..., -1:]
+    truth = torch.where(weights == 0, 0.0, values / weights)  # of rows that see no key
+    wanted, found = truth[:, :, rows], out[:, here].transpose(1, 2)
+    squares = torch.stack([x.square().sum((0, 2, 3)) for x in (found - wanted, wanted)])
+    error = _ratio(*all_reduce(squares, group).sqrt())
+    return error.max(), truth.isfinite().all()
 
 
 def step_of_turn(site: LayerSite, at_once: int) -> int | None:
@@ -227,6 +279,64 @@ class AttentionCheck:
                 }
             )
         return {"rows": ROWS, "calls_per_step": self._calls_per_step, "layers": layers}
+
+
+def _rows_of_rank(
+    inputs: RingInputs, lengths: Sequence[int], step: int
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Return which sampled rows of a sequence are this rank's, where it has them, and all's number.
+
+    Those that all ranks hold are the first one's.
+    """
+    call, me = inputs.call, inputs.call.group.index
+    front, tokens = call.prefix, sum(lengths)
+    rows = sample_rows(front + tokens + call.suffix, seed=step)
+    start = front + sum(lengths[:me])
+    shared = (rows < front) | (rows >= front + tokens)
+    own = torch.where(shared, me == 0, (rows >= start) & (rows < start + lengths[me]))
+    moved = torch.where(rows < front, 0, start - front)
+    moved = torch.where(rows >= front + tokens, tokens - lengths[me], moved)
+    found = own.nonzero().flatten(), (rows - moved)[own]
+    places, here = (x.to(inputs.query.device, non_blocking=True) for x in found)
+    return places, here, len(rows)
+
+
+def _held(inputs: RingInputs, query: torch.Tensor) -> Iterator[AttentionCall]:
+    """Yield calls over the keys that this rank answers for: its own, and the first one all's."""
+    call, me = inputs.call, inputs.call.group.index
+    held = [(inputs.key, inputs.value, call.mask_of(me))]
+    if inputs.shared_key is not None and inputs.shared_value is not None and me == 0:
+        held.append((inputs.shared_key, inputs.shared_value, call.shared_mask))
+    for key, value, mask in held:
+        if mask is not None:  # what masked keys hold, even NaN, has no influence
+            mask, value = mask[:, None, None], zero_masked_rows(value, mask)
+        if key.shape[1]:
+            yield AttentionCall(query, key, value, mask)
+
+
+def _exact_part(layer: AttentionLayer, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what all queries of a call make of its keys, to be merged with other keys.
+
+    Returns:
+        The largest score of every row, [B, H, R]; and the values and 1, weighed by the exponential
+        of the scores below that and summed over the keys, [B, H, R, D + 1].
+    """
+    rows = torch.arange(call.query.shape[1], device=call.query.device)
+    found = []
+    for heads in head_slices(call, rows, (call.value,)):
+        scores = _exact_scores(layer, call, rows, heads)
+        top = scores.amax(-1)
+        weights = _exp(scores, top)
+        value = call.value[:, :, heads].to(scores.dtype).transpose(1, 2).unsqueeze(2)
+        weighed = torch.cat((weights @ value, weights.sum(-1, keepdim=True)), dim=-1)
+        found.append((top.flatten(1, 2), weighed.flatten(1, 2)))
+    tops, parts = zip(*found, strict=True)
+    return torch.cat(tops, dim=1), torch.cat(parts, dim=1)
+
+
+def _exp(scores: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
+    """Return exp(scores - top), [..., Sk] and [...]; 0 for rows without keys, whose top is -inf."""
+    return (scores - top.masked_fill(top == -torch.inf, 0.0).unsqueeze(-1)).exp()
 
 
 def _finite(value: float) -> Json:

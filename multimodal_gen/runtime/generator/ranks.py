@@ -136,11 +136,6 @@ def _refuse_check(args: ServerArgs) -> None:
             f"--check-attention must be 0 on several GPUs, none of which has all keys of a call, "
             f"got {args.check_attention}; leave it out, or run on one GPU"
         )
-    if args.attention_guard is not None:
-        raise UsageError(
-            f"--attention-guard must be left out on several GPUs, none of which has all keys of a "
-            f"call, got {short(args.attention_guard)}; leave it out, or run on one GPU"
-        )
     if args.cuda_graph:
         raise UsageError(
             "--cuda-graph must be left out on several GPUs, which exchange with the host's help, "

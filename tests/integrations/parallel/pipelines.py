@@ -1,6 +1,6 @@
 """What ranks do with pipelines they load from a folder, once per process."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from multimodal_gen.integrations.diffusers import apply
-from multimodal_gen.runtime.distributed.groups import use_parallel_groups
+from multimodal_gen.runtime.attention_report import GuardMiss
+from multimodal_gen.runtime.distributed.groups import parallel_groups, use_parallel_groups
 from tests.integrations.conftest import generate, load
 
 GUIDED = {"true_cfg_scale": 3.0, "negative_prompt": "Blurry, low quality"}
@@ -65,6 +66,30 @@ def sparse(
         layers = handle.report().layers
     densities = [e.density for layer in layers for e in layer.entries if e.densities]
     return want, got, densities
+
+
+def guarded(
+    folder: Path, family: str, backend: str, config: Mapping[str, Any], bounds: Sequence[float]
+) -> tuple[torch.Tensor, tuple[GuardMiss, ...]]:
+    """Return latents of the ranks once a guard of sparse methods has run, and what missed.
+
+    Args:
+        folder: of the pipeline.
+        family: its family.
+        backend: a sparse method.
+        config: its parameters.
+        bounds: of each rank, which would have the same outside of a test.
+    """
+    groups = parallel_groups()
+    assert groups is not None
+    settings = {"attention_backend": backend, "attention_backend_config": config}
+    pipe = pipeline(folder)
+    with apply(pipe, **settings, attention_guard={"sparse": bounds[groups.rank]}) as handle:
+        generate(pipe, family, num_inference_steps=4)
+        latents = generate(pipe, family)
+        report = handle.report()
+    assert report.guard is not None
+    return latents, report.guard.missed
 
 
 def message(folder: Path, family: str, overrides: Mapping[str, Any]) -> str:

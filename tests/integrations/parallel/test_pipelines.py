@@ -110,6 +110,31 @@ def test_a_sparse_method_attends_in_a_ring_as_alone(two_ranks, tiny_pipeline, fa
         assert min(densities) < 1.0
 
 
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    [
+        ("wan", Mesh(ulysses=2)),
+        ("wan", Mesh(ring=2)),
+        ("wan", Mesh(cfg=2)),
+        ("cogvideox", Mesh(cfg=2)),
+        ("hunyuan_video", Mesh(ring=2)),
+    ],
+    ids=str,
+)
+def test_layers_that_miss_a_bound_are_dense_on_all_ranks(
+    two_ranks, tiny_pipeline, stock_latents, family, mesh
+):
+    # Where ranks compute other branches, what is found of one branch counts for both.
+    bounds = (1e9, 1e-6) if mesh.cfg > 1 else (1e-6, 1e-6)
+    backend = "video_sparse_attn"
+    call = (tiny_pipeline(family), family, backend, SMALL[backend], bounds)
+    (latents, missed), (others, same) = two_ranks.run(mesh, pipelines.guarded, *call)
+    assert {miss.layer for miss in missed} == set(range(4 if family == "hunyuan_video" else 2))
+    assert missed == same
+    assert torch.equal(latents, others)
+    assert (latents - stock_latents(family)).abs().max() <= 1e-3
+
+
 @pytest.fixture
 def trained(tiny_pipeline, tmp_path):
     """A pipeline folder with the gates and projections that sparse methods train."""

@@ -175,9 +175,12 @@ def test_an_output_that_is_not_finite_is_computed_again_at_once(
 @pytest.mark.parametrize("done", [False, True])
 def test_what_the_device_decides_is_dense_attention_or_zeros(done: bool) -> None:
     q, k, v = (x.float() for x in inputs())
-    out = dense_unless(torch.tensor(done), q, k, v, scale=SIZE**-0.5)
+    out, lse = dense_unless(torch.tensor(done), q, k, v, scale=SIZE**-0.5)
     wanted = torch.zeros_like(out) if done else truth(q, k, v).float()
     torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * SIZE**-0.5
+    sums = torch.full_like(lse, -torch.inf) if done else scores.logsumexp(-1).float()
+    torch.testing.assert_close(lse, sums, rtol=1e-4, atol=1e-5)
 
 
 def test_gated_calls_have_to_be_finite_and_keep_their_branch(

@@ -423,7 +423,7 @@ class AttentionLayer(nn.Module):
         entry = self.entry_for(query)
         bound, context = entry.primary, current_forward_context()
         if call.exact or (call.no_grid and bound.is_sparse):
-            bound, call = _in_place_of(bound, call)
+            bound, call = in_place_of(bound, call)
         if call.cache is not None or call.block_mask is not None or call.sink_logits is not None:
             from multimodal_gen.runtime.layers.attention.kinds.cache import attend_extended
 
@@ -544,7 +544,7 @@ class AttentionLayer(nn.Module):
         self._layer_id = self._registered()
 
 
-def _in_place_of(bound: Binding, call: AttentionCall) -> tuple[Binding, AttentionCall]:
+def in_place_of(bound: Binding, call: AttentionCall) -> tuple[Binding, AttentionCall]:
     """Return what serves a call that is to be exact, or lacks a grid, and the call as it gets it.
 
     Without a grid there is no coarse branch that a gate could weigh.

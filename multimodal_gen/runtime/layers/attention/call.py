@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from multimodal_gen.runtime.layers.attention.warn_once import PROCESS, WarnOnce
 from multimodal_gen.runtime.managers.forward_context import set_for_block
 
 if TYPE_CHECKING:
+    from multimodal_gen.runtime.distributed.ring import AttendPart, RingInputs
     from multimodal_gen.runtime.layers.attention.causal_cache import LayerCache
 
 
@@ -80,6 +81,7 @@ class AttentionCall(NamedTuple):
             where tokens are split over ranks.
         exact: why neither a sparse method nor rounded operands may serve the call; "" where they
             may.
+        check: looks at what a call gives whose tokens are split over ranks; None for nothing.
         sink_logits: [H] logit of a key without a value that every query of a head sees, of all
             heads of the layer; or None.
     """
@@ -105,6 +107,7 @@ class AttentionCall(NamedTuple):
     block_mask: "AnyBlockMask | None" = None
     sink_logits: torch.Tensor | None = None
     exact: str = ""
+    check: "SplitCheck | None" = None
 
     def is_extended(self) -> bool:
         """Whether it has a cache, a mask of blocks or sink logits."""
@@ -146,6 +149,36 @@ def autocasts(device: torch.device) -> bool:
 def device_type(device: torch.device) -> str:
     """Return `device.type`, kept because torch builds the text anew whenever it is asked."""
     return device.type
+
+
+class SplitCheck(Protocol):
+    """Looks at what one call gives on a rank, where that has its heads of the tokens.
+
+    Attributes:
+        reason: why what it computes again is exact, as `AttentionCall.exact`.
+    """
+
+    reason: str
+
+    def heads(
+        self, serve: Callable[[AttentionCall], torch.Tensor], call: AttentionCall
+    ) -> torch.Tensor:
+        """Return what `serve` gives for this rank's heads of all tokens, once it is checked."""
+        ...
+
+    def part(self, attend: "AttendPart", exact: "AttendPart") -> "AttendPart":
+        """Return what computes a part in a ring as `attend` does, or `exact` if it has to."""
+        ...
+
+    def ring(self, inputs: "RingInputs", lengths: Sequence[int], out: torch.Tensor) -> None:
+        """Check what a ring gave for this rank's tokens.
+
+        Args:
+            inputs: what this rank brought to it.
+            lengths: queries of each rank in the ring that are not on all ranks.
+            out: what it gave, [B, prefix + S + suffix, H, Dv].
+        """
+        ...
 
 
 Watch: TypeAlias = Callable[

@@ -43,7 +43,11 @@ from multimodal_gen.runtime.layers.attention.arguments import (
     check_split,
     join_tokens,
 )
-from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer, check_flags
+from multimodal_gen.runtime.layers.attention.attention_layer import (
+    AttentionLayer,
+    check_flags,
+    in_place_of,
+)
 from multimodal_gen.runtime.layers.attention.backends.block_masks import apart
 from multimodal_gen.runtime.layers.attention.binding import Binding
 from multimodal_gen.runtime.layers.attention.call import (
@@ -246,7 +250,7 @@ class SplitCall:
                 f"a causal layer must have as many keys as queries on each rank of a ring, got "
                 f"{list(self.lengths)} queries and {list(self.key_lengths)} keys"
             )
-        rows, size = self.rows, self.groups.ulysses.size
+        rows = self.rows
         query, key, value, *gate = heads
         num_queries = query.shape[1]
         key, value = self._arranged(key, value)
@@ -261,11 +265,10 @@ class SplitCall:
             stretches = [rows.prefix + rows.in_front, sum(self.key_lengths), rows.suffix]
             before, key_mask, after = torch.split(mask.flatten(1), stretches, dim=1)
             shared_mask = torch.cat((before, after), dim=1)
-        starts = range(0, len(self.key_lengths), size)
         return RingInputs(
             call=RingCall(
                 group=self.groups.ring,
-                lengths=tuple(sum(self.key_lengths[start : start + size]) for start in starts),
+                lengths=self.in_ring(self.key_lengths),
                 num_queries=num_queries,
                 scale=geometry.softmax_scale,
                 causal=geometry.causal,
@@ -283,6 +286,12 @@ class SplitCall:
             first_head=self.heads[0],
             projection=projection,
         )
+
+    def in_ring(self, lengths: tuple[int, ...]) -> tuple[int, ...]:
+        """Return how many tokens each rank of a ring has: all of its Ulysses group's."""
+        size = self.groups.ulysses.size
+        starts = range(0, len(lengths), size)
+        return tuple(sum(lengths[start : start + size]) for start in starts)
 
     def _arranged(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return keys and values as this rank's query heads read them."""
@@ -360,8 +369,8 @@ class SequenceParallelLayer(AttentionLayer):
             if entry.ulysses_refusal is not None and groups.ulysses.size > 1:
                 raise UnsupportedBackendError(entry.ulysses_refusal)
             bound = entry.primary
-            if call.no_grid and bound.is_sparse:
-                bound = bound.without_grid(call.no_grid)
+            if call.exact or (call.no_grid and bound.is_sparse):
+                bound, _ = in_place_of(bound, call)
         except MultimodalGenError as error:
             raise self._refused(error, exchange=True) from None
         training = torch.is_grad_enabled() and call.wants_gradient()
@@ -371,6 +380,7 @@ class SequenceParallelLayer(AttentionLayer):
                 return self._attend_in_ring(split, call, training)
             observed = bool(entry.observers) and not call.no_grid
             plain = call.mask is None and call.gate is None and not observed
+            plain = plain and call.check is None
             if plain and not (training or call.is_extended()):
                 count = _num_head_groups(split, bound)
                 if count > 1:
@@ -388,9 +398,11 @@ class SequenceParallelLayer(AttentionLayer):
             mask_meta=None,
             replicated=(0, 0, 0),
             first_head=split.heads[0],
+            check=None,
         )
         with attending(q.device):
-            out = super()._attend(heads)
+            serve, check = super()._attend, call.check
+            out = serve(heads) if check is None else check.heads(serve, heads)
         return split.give_heads(out)
 
     def _attend_in_ring(
@@ -402,12 +414,17 @@ class SequenceParallelLayer(AttentionLayer):
         self_attention = self.site.role is not AttentionRole.CROSS and same_tokens
         if call.mask is not None and call.mask.dim() == 2 and self_attention:
             key_mask = call.mask != 0
-            if training:
+            if training or call.check is not None:
                 # K and V's gradients sum over all queries: zero times NaN would reach every row.
+                # Nor is a row that nothing reads to count as one that is not finite.
                 call = call._replace(query=zero_masked_rows(call.query, key_mask))
         heads = split.take_heads(call)
         inputs = split.ring_inputs(*heads, mask, self.geometry, call.projection)
-        out = split.give_heads(ring_forward(self, inputs, mask, split.groups.sequence.size))
+        size, check = split.groups.sequence.size, call.check
+        out = ring_forward(self, inputs, mask, size, exact=call.exact, check=check)
+        if check is not None:
+            check.ring(inputs, split.in_ring(split.lengths), out)
+        out = split.give_heads(out)
         return out if key_mask is None else zero_masked_rows(out, key_mask)
 
     def _agreed(

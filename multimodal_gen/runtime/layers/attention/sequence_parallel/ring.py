@@ -19,7 +19,7 @@ from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLay
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
 from multimodal_gen.runtime.layers.attention.backends.common import attend_to_nothing
 from multimodal_gen.runtime.layers.attention.binding import Binding
-from multimodal_gen.runtime.layers.attention.call import AttentionCall
+from multimodal_gen.runtime.layers.attention.call import AttentionCall, SplitCheck
 from multimodal_gen.runtime.layers.attention.kinds.gate import check_gate
 from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.layers.attention.selector import Selection
@@ -28,7 +28,13 @@ from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 
 def ring_forward(
-    layer: AttentionLayer, inputs: RingInputs, mask: torch.Tensor | None, num_ranks: int
+    layer: AttentionLayer,
+    inputs: RingInputs,
+    mask: torch.Tensor | None,
+    num_ranks: int,
+    *,
+    exact: str = "",
+    check: SplitCheck | None = None,
 ) -> torch.Tensor:
     """Return attention of a rank's heads and part of the sequence over the whole sequence.
 
@@ -37,6 +43,8 @@ def ring_forward(
         inputs: what this rank brings.
         mask: bool [B, Sk] or [B, 1, 1, Sk] of all keys, or None.
         num_ranks: ranks that share the sequence.
+        exact: see `AttentionCall`.
+        check: looks at the parts; None for nothing. Not at those of a sparse method.
 
     Returns:
         [B, prefix + S + suffix, h, Dv].
@@ -48,6 +56,8 @@ def ring_forward(
     whole = AttentionCall(inputs.query, inputs.key, inputs.value, gate=inputs.gate)
     training, context = whole.wants_gradient(), current_forward_context()
     bound, gated = layer.entry_for(inputs.query).primary, None
+    if exact:
+        bound = bound.exact(exact)
     if inputs.gate is not None:
         tokens = slice(inputs.call.prefix, inputs.query.shape[1] - inputs.call.suffix)
         own = whole._replace(query=inputs.query[:, tokens], mask=mask)
@@ -69,8 +79,14 @@ def ring_forward(
         bound.reroute(_by_definition(bound.selection))
     causal = layer.geometry.causal
     needs = (Feature.RING, *((Feature.BACKWARD,) if training else ()))
-    full = bound.with_features(*needs, causal_in_mask=causal)
-    attend = _attend_part(layer, full, bound.with_features(*needs) if causal else full)
+
+    def computed_by(bound: Binding) -> tuple[Binding, AttendPart]:
+        full = bound.with_features(*needs, causal_in_mask=causal)
+        return full, _attend_part(layer, full, bound.with_features(*needs) if causal else full)
+
+    full, attend = computed_by(bound)
+    if check is not None:
+        attend = check.part(attend, computed_by(bound.exact(check.reason))[1])
     shared = (inputs.shared_key, inputs.shared_value)
     out = ring_attention(inputs.query, inputs.key, inputs.value, *shared, attend, inputs.call)
     full.count(out)  # as one call, however many parts there are
