@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from multimodal_gen.errors import NothingAppliedError, UnsupportedBackendError, UsageError, short
+from multimodal_gen.errors import NothingAppliedError, UnsupportedBackendError, UsageError
 from multimodal_gen.integrations.ahead import Ahead, generation_of
 from multimodal_gen.integrations.components import Component, Kind, find_components, unwrap
 from multimodal_gen.integrations.cuda_graphs import CudaGraphs

@@ -32,8 +32,8 @@ from _harness import RESULTS, Bench, fresh_folder, pattern, positive
 FOLDER = Path(__file__).parent
 LAYERS = yaml.safe_load((FOLDER / "layers.yaml").read_text("utf-8"))["benchmarks"]
 MODULES = (
-    "auto", "backward", "cold_start", "dense", "engine", "generation", "graphs", "layer_overhead",
-    "parallel", "stages", "streaming", "train_step", "wan_forward",
+    "auto", "backward", "cold_start", "dense", "engine", "generation", "graphs", "guard",
+    "layer_overhead", "parallel", "stages", "streaming", "train_step", "wan_forward",
 )  # fmt: skip
 BENCHMARKS = tuple(sorted((*MODULES, *LAYERS)))
 

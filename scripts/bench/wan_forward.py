@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -107,14 +108,17 @@ def build(case: Case) -> tuple[WanTransformer3DModel, dict[str, torch.Tensor]]:
 
 
 def applied(
-    model: torch.nn.Module, backend: str | None = None, *, cuda_graph: bool = False
+    model: torch.nn.Module, backend: str | None = None, **options: Any
 ) -> multimodal_gen.AttentionHandle:
-    """Run a model on a backend with what `models.yaml` has for it, or on the automatic choice."""
+    """Run a model on a backend with what `models.yaml` has for it, or on the automatic choice.
+
+    Options are those of `multimodal_gen.apply`.
+    """
     return multimodal_gen.apply(
         model,
         attention_backend=backend,
         attention_backend_config=SPARSE.get(backend, {}).get("config"),
-        cuda_graph=cuda_graph,
+        **options,
     )
 
 

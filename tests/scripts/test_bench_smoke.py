@@ -72,6 +72,17 @@ def test_generations_are_warmed_by_the_options_they_are_made_with(bench, capfd, 
     assert "must be compiled ahead for an NVIDIA GPU" in capfd.readouterr().err
 
 
+def test_steps_under_a_guard_are_timed_next_to_those_without(run_bench, tmp_path, eight_bits):
+    pytest.importorskip("diffusers")
+    result = run_bench("guard", "--smoke", "--rounds", "1", "--only", "sage", "--out", tmp_path)
+    assert result.code == 0, result.out + result.err
+    with (tmp_path / "guard.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["contender"] for row in rows] == ["sage_attn", "sage_attn, guard"]
+    assert [row["checked"] for row in rows] == ["0", "2"]
+    assert [row["relative_error"] for row in rows] == ["0.0", "0.0"]
+
+
 @pytest.mark.parametrize("name", sorted(path.stem for path in BENCH.glob("*.py")))
 def test_benchmarks_import(bench, name):
     for package in ("diffusers", "matplotlib"):
