@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import groupby
 from typing import Any
 
@@ -26,18 +26,15 @@ _MOST_SHAPES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GuardMiss:
-    """A layer that missed its bound, and runs exactly from its next call on.
+class GuardedCall:
+    """A call that was checked.
 
     Attributes:
         component: pipeline component, or None outside a pipeline.
         name: dotted path of the attention module.
         role: what the layer attends to.
         layer: index among the layers of its role in its component, or None.
-        step: the denoising step of the call that missed.
-        error: the relative L2 error of its worst head; None where its output was not finite.
-        bound: the most it may have been; None where it only had to be finite.
-        dense: whether the layer runs dense now; else in 16 bits.
+        step: the denoising step of the call.
     """
 
     component: str | None
@@ -45,24 +42,43 @@ class GuardMiss:
     role: AttentionRole
     layer: int | None
     step: int
+
+    @classmethod
+    def of(cls, call: "GuardedCall") -> "GuardedCall":
+        """Return which call it was, and nothing else of it."""
+        return GuardedCall(**{each.name: getattr(call, each.name) for each in fields(GuardedCall)})
+
+    @property
+    def where(self) -> str:
+        """The layer, as text."""
+        where = "unnumbered layer" if self.layer is None else f"layer {self.layer}"
+        return f"{self.component or '-'}.{self.role}, {where} ({self.name})"
+
+    def as_dict(self) -> dict[str, Json]:
+        """Return it as JSON data."""
+        return {**asdict(self), "role": str(self.role)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardMiss(GuardedCall):
+    """A call that missed its bound, whose layer runs exactly from its next call on.
+
+    Attributes:
+        error: the relative L2 error of its worst head; None where its output was not finite.
+        bound: the most it may have been; None where it only had to be finite.
+        dense: whether the layer runs dense now; else in 16 bits.
+    """
+
     error: float | None
     bound: float | None
     dense: bool
 
     def __str__(self) -> str:
-        where = "unnumbered layer" if self.layer is None else f"layer {self.layer}"
         found = "was not finite"
         if self.error is not None:
             found = f"had an error of {self.error:.3g}, above {self.bound:g},"
         runs = "dense" if self.dense else "in 16 bits"
-        return (
-            f"{self.component or '-'}.{self.role}, {where} ({self.name}) {found} in step "
-            f"{self.step}, and runs {runs} from its next call on"
-        )
-
-    def as_dict(self) -> dict[str, Json]:
-        """Return it as JSON data."""
-        return {**asdict(self), "role": str(self.role)}
+        return f"{self.where} {found} in step {self.step}, and runs {runs} from its next call on"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,12 +90,16 @@ class GuardReport:
         sparse: the same of sparse methods, or None for any that is finite.
         calls: how many calls were checked.
         missed: the layers that missed their bound, in the order in which they did.
+        unchecked: how many approximate calls were not checked on their turn, by the reason.
+        senseless: the first call of each layer whose exact attention is not finite either.
     """
 
     quantized: float
     sparse: float | None
     calls: int
     missed: tuple[GuardMiss, ...]
+    unchecked: tuple[tuple[str, int], ...] = ()
+    senseless: tuple[GuardedCall, ...] = ()
 
     def as_dict(self) -> dict[str, Json]:
         """Return it as JSON data."""
@@ -87,16 +107,29 @@ class GuardReport:
             "bounds": {"quantized": self.quantized, "sparse": self.sparse},
             "calls": self.calls,
             "missed": [each.as_dict() for each in self.missed],
+            "unchecked": dict(self.unchecked),
+            "senseless": [each.as_dict() for each in self.senseless],
         }
 
     def lines(self) -> list[str]:
         """Return it as text: how much was checked, and a line for each layer that missed."""
-        checked = f"guard: {self.calls} calls were checked"
-        if not self.calls:
-            return [f"{checked}: none that it can check was approximate on its turn"]
+        first = f"guard: {self.calls} calls were checked"
+        if self.calls:
+            first += f", {len(self.missed)} layers missed their bound"
+        elif not self.unchecked:
+            first += ": none was approximate on its turn"
         return [
-            f"{checked}, {len(self.missed)} layers missed their bound",
+            first,
             *(f"guard: {each}" for each in self.missed),
+            *(
+                f"guard: {each.where} was given in step {each.step} what makes exact attention not "
+                f"finite either, and runs as it did"
+                for each in self.senseless
+            ),
+            *(
+                f"guard: {calls} approximate calls were not checked, because {reason}"
+                for reason, calls in self.unchecked
+            ),
         ]
 
 

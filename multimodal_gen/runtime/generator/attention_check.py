@@ -87,8 +87,15 @@ def exact_weights(
         [B, h, H / Hkv, R, Sk] in fp64, or fp32 on devices without it; all 0 for rows without keys.
     """
     scores = _exact_scores(layer, call, rows, heads)
+    if call.sink_logits is None:
+        weights = scores.softmax(-1)
+    else:  # a key that every row sees, and that has no value
+        own = call.sink_logits[call.first_head : call.first_head + call.query.shape[2]]
+        sinks = own.to(scores.dtype).view(-1, scores.shape[2], 1, 1)[heads]
+        joined = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), dim=-1)
+        weights = joined.softmax(-1)[..., :-1]
     # Of rows that see no key, all scores are -inf; NaN stays NaN.
-    weights = torch.where((scores == -torch.inf).all(-1, keepdim=True), 0.0, scores.softmax(-1))
+    weights = torch.where((scores == -torch.inf).all(-1, keepdim=True), 0.0, weights)
     mask = _mask_of(layer, call)
     if isinstance(mask, KeyMask) and mask.covers_queries:
         weights = torch.where(mask.tokens[:, None, None, rows, None], weights, 0.0)

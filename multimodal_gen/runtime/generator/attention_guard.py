@@ -6,6 +6,7 @@ timestep is read too, so which layers are served exactly does not depend on timi
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeAlias
@@ -15,7 +16,7 @@ import torch
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
-from multimodal_gen.runtime.attention_report import GuardMiss, GuardReport
+from multimodal_gen.runtime.attention_report import GuardedCall, GuardMiss, GuardReport
 from multimodal_gen.runtime.distributed.collectives import all_reduce
 from multimodal_gen.runtime.distributed.groups import gathered, parallel_groups
 from multimodal_gen.runtime.distributed.ring import AttendPart, KeyPart, RingInputs
@@ -29,6 +30,7 @@ from multimodal_gen.runtime.guard_bounds import GuardBounds
 from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
 from multimodal_gen.runtime.layers.attention.binding import Binding
 from multimodal_gen.runtime.layers.attention.call import AttentionCall
+from multimodal_gen.runtime.layers.attention.causal_cache import LayerCache
 from multimodal_gen.runtime.layers.attention.request import LayerSite
 from multimodal_gen.runtime.layers.attention.sequence_parallel.layer import (
     SequenceParallelLayer,
@@ -53,9 +55,8 @@ class AttentionGuard:
 
     A layer that missed stays exact, in later generations too. Where ranks share a sequence, or
     compute a guidance branch each, a layer that missed on one of them is exact on all, from the
-    same call on. Calls that need gradients, that have a cache, a mask of blocks or sink logits are
-    not checked, nor causal ones in a ring; of those whose output is more than attention, by a gate
-    or a trained projection, only whether they are finite.
+    same call on. Some calls are not checked, which the report tells with the reason; of those whose
+    output is more than attention, by a gate or a trained projection, only whether it is finite.
 
     Args:
         bounds: the errors that layers may have.
@@ -70,6 +71,9 @@ class AttentionGuard:
         self._found: dict[_Key, GuardMiss] = {}
         self._missed: dict[_Key, GuardMiss] = {}
         self._calls = 0
+        self._unchecked: Counter[str] = Counter()  # calls by why
+        # The first calls whose exact attention is not finite either.
+        self._senseless: dict[_Key, GuardedCall] = {}
         # By layer: the step that was checked last, and shapes of its calls that were.
         self._checked: dict[_Key, tuple[object, set[tuple[int, int]]]] = {}
         self._settled: object = None  # the step in which guidance branches did so last
@@ -90,15 +94,18 @@ class AttentionGuard:
         if (site.component, site.name) in self._missed:
             return serve(call._replace(exact=MISSED))
         ring = _ring_of(layer, call)
-        barred = call.wants_gradient() or call.is_extended() or (ring > 1 and layer.geometry.causal)
-        step = None if barred else self._step(site, call, ring)
+        step = self._step(site, call, ring)
         if step is None:
             return serve(call)
+        query = (call.autocast() if call.autocasts() else call).query
+        bound = layer.entry_for(query).primary
+        if not _is_approximate(bound, call):
+            return serve(call)
+        unchecked = _unchecked(layer, call, ring)
+        if unchecked:
+            self._unchecked[unchecked] += 1
+            return serve(call)
         with torch.no_grad():
-            query = (call.autocast() if call.autocasts() else call).query
-            bound = layer.entry_for(query).primary
-            if not bound.rounds and (not bound.is_sparse or call.no_grid):
-                return serve(call)
             check = _Check(layer, self._miss(site, bound, step), self._note)
             # Where ranks share the tokens, it is checked where this one has its heads of them.
             return serve(call._replace(check=check)) if ring else check.heads(serve, call)
@@ -185,8 +192,10 @@ class AttentionGuard:
             error, infinite, insane = found.tolist()
             within = miss.bound is None or error <= miss.bound
             key = (miss.component, miss.name)
-            # Where exact attention is not finite either, it would not help.
-            if insane or (not infinite and within) or key in self._found or key in self._missed:
+            if insane:  # exact attention would not help
+                self._senseless.setdefault(key, GuardedCall.of(miss))
+                continue
+            if (not infinite and within) or key in self._found or key in self._missed:
                 continue
             self._found[key] = replace(miss, error=None if infinite else error)
 
@@ -198,6 +207,8 @@ class AttentionGuard:
             sparse=self._bounds.sparse,
             calls=self._calls,
             missed=tuple({**self._found, **self._missed}.values()),
+            unchecked=tuple(self._unchecked.items()),
+            senseless=tuple(self._senseless.values()),
         )
 
 
@@ -223,11 +234,12 @@ class _Check:
         seen = call.autocast() if call.autocasts() else call
         out = serve(call)
         finite = out.isfinite().all()
+        error, sane = finite.new_zeros((), dtype=torch.float32), torch.ones_like(finite)
         if self._is_attention(seen):
-            rows, truth = sampled(self._layer, seen, out, self._miss.step)
+            rows, truth = sampled(self._layer, _with_all_keys(seen), out, self._miss.step)
             error, sane = row_errors(rows, truth)[1].max(), truth.isfinite().all()
-        else:
-            error, sane = finite.new_zeros((), dtype=torch.float32), torch.ones_like(finite)
+        if seen.mask is None:  # under one, queries may be padding; rounding may hide what they are
+            sane = sane & seen.query.isfinite().all()
         self._note(self._miss, error, finite, sane)
         return _finite_or_again(self._layer, serve, call, seen, out, finite)
 
@@ -255,10 +267,11 @@ class _Check:
         finite = torch.stack((*self._finite, out.isfinite().all())).all()
         tensors = (inputs.query, inputs.key, inputs.value)
         call = AttentionCall(*tensors, gate=inputs.gate, projection=inputs.projection)
+        error, sane = finite.new_zeros((), dtype=torch.float32), torch.ones_like(finite)
         if self._is_attention(call):
             error, sane = error_in_ring(self._layer, inputs, lengths, out, self._miss.step)
-        else:
-            error, sane = finite.new_zeros((), dtype=torch.float32), torch.ones_like(finite)
+        if inputs.call.mask is None and inputs.call.shared_mask is None:
+            sane = sane & inputs.query.isfinite().all()
         self._note(self._miss, error, finite, sane)
 
     def _is_attention(self, call: AttentionCall) -> bool:
@@ -273,6 +286,42 @@ def _ring_of(layer: AttentionLayer, call: AttentionCall) -> int:
     groups = parallel_groups()
     split = isinstance(layer, SequenceParallelLayer) and call.exchange and tokens_are_split()
     return groups.ring.size if groups is not None and split else 0
+
+
+def _is_approximate(bound: Binding, call: AttentionCall) -> bool:
+    """Whether what serves a call rounds to less than 16 bits, or leaves pairs out."""
+    if not (bound.rounds or (bound.is_sparse and not call.no_grid)):
+        return False
+    # Masks of blocks, and what lies in pieces of a cache, are served by kernels that are exact.
+    in_pieces = call.cache is not None and _stretch(call.cache) is None
+    return call.block_mask is None and (bound.is_sparse or not in_pieces)
+
+
+def _unchecked(layer: AttentionLayer, call: AttentionCall, ring: int) -> str:
+    """Return why a call is not checked that could be approximate; "" where it is."""
+    if call.wants_gradient():
+        return "they need gradients"
+    if ring > 1 and layer.geometry.causal:
+        return "they are causal, in a ring"
+    if call.cache is not None and _stretch(call.cache) is None:
+        return "what they see lies in pieces of a cache"
+    return ""
+
+
+def _stretch(cache: LayerCache) -> tuple[int, int] | None:
+    """Return which rows of a cache the running chunk sees; None where they are not in one piece."""
+    seen = cache.visible()
+    return None if seen.codes is not None else seen.stretch
+
+
+def _with_all_keys(call: AttentionCall) -> AttentionCall:
+    """Return a call with the keys and values that it sees, which were written to its cache."""
+    stretch = None if call.cache is None else _stretch(call.cache)
+    if call.cache is None or stretch is None:
+        return call
+    seen = call.cache.visible()
+    key, value = (x.narrow(1, *stretch) for x in (seen.keys, seen.values))
+    return call._replace(key=key, value=value, cache=None)
 
 
 def _order(miss: GuardMiss) -> tuple[int, float]:
@@ -311,7 +360,7 @@ def _finite_or_again(
 
 def _is_plain(layer: AttentionLayer, call: AttentionCall) -> bool:
     """Whether kernels over blocks serve a call as it is."""
-    if layer.geometry.causal or call.mask is not None or any(call.replicated):
+    if layer.geometry.causal or call.mask is not None or any(call.replicated) or call.is_extended():
         return False
     if call.gate is not None or call.projection is not None:
         return False

@@ -14,6 +14,7 @@ from multimodal_gen.runtime.guard_bounds import GuardBounds, parse_guard_bounds
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
 from multimodal_gen.runtime.layers.attention.call import AttentionCall
+from multimodal_gen.runtime.layers.attention.causal_cache import CacheSize, CausalCache
 from multimodal_gen.runtime.layers.attention.scope import LayerSite, scope_from
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 
@@ -237,7 +238,7 @@ def test_exact_layers_are_not_checked_and_copies_have_no_guard() -> None:
     blocks = layers(1, guard, attention_backend="torch_sdpa")
     step(guard, blocks, 0, [inputs()])
     assert guard.report().calls == 0
-    assert "none that it can check was approximate on its turn" in summary(guard, blocks)
+    assert "0 calls were checked: none was approximate on its turn" in summary(guard, blocks)
     assert copy.deepcopy(blocks[0]).guard is None
 
 
@@ -249,6 +250,103 @@ def test_calls_that_need_gradients_are_served_as_ever() -> None:
     step(guard, blocks, 0, [(q.requires_grad_(), k, v)])[0].sum().backward()
     assert q.grad is not None
     assert guard.report().calls == 0
+    text = summary(guard, blocks)
+    assert "1 approximate calls were not checked, because they need gradients" in text
+    assert guard.report().as_dict()["unchecked"] == {"they need gradients": 1}
+
+
+def test_what_rounding_hides_of_queries_is_told(
+    eight_bits: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guard = AttentionGuard(GuardBounds())
+    blocks = layers(1, guard, attention_backend="sage_attn")
+    cls: type[AttentionImpl] = type(blocks[0].attn_impl)
+    forward = cls.forward
+    # Kernels on a GPU take 0 for NaN, so that all keys count alike.
+    monkeypatch.setattr(cls, "forward", lambda *a, **k: forward(*a, **k).nan_to_num())
+    q, k, v = inputs()
+    q[0, 150] = torch.nan  # which is none of the rows of step 0, or one of them
+    assert step(guard, blocks, 0, [(q, k, v)])[0].isfinite().all()
+    assert guard.report().missed == ()
+    (found,) = guard.report().senseless
+    assert (found.layer, found.step) == (0, 0)
+    told = "layer 0 (blocks.0) was given in step 0 what makes exact attention not finite either"
+    assert told in summary(guard, blocks)
+
+
+def with_sinks(x: TENSORS, sinks: torch.Tensor) -> torch.Tensor:
+    """Return exact attention with a key that has no value and a logit for each head."""
+    q, k, v = (each.double() for each in x)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * SIZE**-0.5
+    joined = torch.cat((scores, sinks.double().view(1, -1, 1, 1).expand(1, -1, TOKENS, 1)), -1)
+    return torch.einsum("bhqk,bkhd->bqhd", joined.softmax(-1)[..., :-1], v)
+
+
+@pytest.mark.parametrize("hard", [True, False])
+def test_calls_with_sink_logits_are_checked_and_saved(eight_bits: None, hard: bool) -> None:
+    guard = AttentionGuard(GuardBounds())
+    (layer,) = layers(1, guard, attention_backend="sage_attn")
+    x, sinks = one_large_channel() if hard else inputs(), torch.tensor([4.0, 6.0])
+    exact, errors = with_sinks(x, sinks), []
+    for index in range(2):
+        guard.settle()
+        with set_forward_context(index, request_id="one"):
+            out = layer(*x, sink_logits=sinks)
+        errors.append(float((out.double() - exact).norm() / exact.norm()))
+    assert len(guard.report().missed) == hard
+    assert guard.report().calls == (1 if hard else 2)
+    if hard:
+        assert errors[0] > 0.05 > 0.01 > errors[1]
+
+
+@pytest.mark.parametrize("hard", [True, False])
+def test_chunks_on_a_cache_are_checked_over_all_that_they_see(eight_bits: None, hard: bool) -> None:
+    guard = AttentionGuard(GuardBounds())
+    (layer,) = layers(1, guard, attention_backend="sage_attn")
+    x, tokens = one_large_channel() if hard else inputs(), TOKENS // 3
+    size = CacheSize(
+        num_layers=1,
+        batch=1,
+        num_kv_heads=HEADS,
+        head_size=SIZE,
+        chunk_tokens=tokens,
+        window=3,
+    )
+    cache, exact, errors = CausalCache(size), [], []
+    for chunk in range(3):
+        start, stop = chunk * tokens, (chunk + 1) * tokens
+        q, k, v = (each[:, start:stop] for each in x)
+        cache.begin(start, tokens)
+        guard.settle()
+        with set_forward_context(chunk, request_id="one"):
+            out = layer(q, k, v, cache=cache.layers[0])
+        cache.commit()
+        errors.append(float((out.double() - truth(q, x[1][:, :stop], x[2][:, :stop])).norm()))
+        exact.append(float(truth(q, x[1][:, :stop], x[2][:, :stop]).norm()))
+    shares = [error / whole for error, whole in zip(errors, exact, strict=True)]
+    assert len(guard.report().missed) == hard
+    assert guard.report().calls == (1 if hard else 3)
+    if hard:
+        assert shares[0] > 0.05 > 0.01 > max(shares[1:])
+
+
+def test_a_sparse_method_over_pieces_of_a_cache_is_told_as_unchecked() -> None:
+    guard = AttentionGuard(GuardBounds(sparse=1e6))
+    options = {"dense_steps": 0, "dense_layers": None}
+    asked = {"attention_backend": "sol_attn", "attention_backend_config": options}
+    (layer,) = layers(1, guard, **asked)
+    size = CacheSize(
+        num_layers=1, batch=1, num_kv_heads=HEADS, head_size=SIZE, chunk_tokens=64, window=2
+    )
+    cache, x = CausalCache(size), inputs()
+    for chunk, tokens in enumerate((40, 64, 64)):
+        cache.begin(sum((40, 64, 64)[:chunk]), tokens)
+        guard.settle()
+        with set_forward_context(chunk, latent_grid=(1, 8, tokens // 8), request_id="one"):
+            layer(*(each[:, :tokens] for each in x), cache=cache.layers[0])
+        cache.commit()
+    assert guard.report().calls == 2, "the second one sees a shorter one besides"
+    assert guard.report().unchecked == (("what they see lies in pieces of a cache", 1),)
 
 
 @pytest.mark.parametrize(

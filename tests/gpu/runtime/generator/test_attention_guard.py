@@ -75,6 +75,16 @@ def test_a_layer_is_saved_and_its_calls_wait_for_nothing() -> None:
     assert (right - truth).norm() < 0.01 * truth.norm()
 
 
+def test_queries_that_are_not_finite_are_told_whatever_8_bits_make_of_them() -> None:
+    layer, guard = guarded()
+    q, k, v = inputs()
+    q[0, TOKENS // 2] = torch.nan
+    with set_forward_context(0):
+        layer(q, k, v)
+    assert [found.step for found in guard.report().senseless] == [0]
+    assert guard.report().missed == ()
+
+
 @pytest.mark.parametrize("done", [False, True])
 def test_the_device_decides_whether_a_call_is_computed_again(done: bool) -> None:
     given, decided = inputs(), torch.tensor(done, device="cuda")
