@@ -110,6 +110,20 @@ def test_two_ranks_give_the_latents_of_one(name, two_ranks, tiny_pipeline, alone
     assert any("2 ranks share the sequence" in note for note in found["attention"]["notes"])
 
 
+def test_two_ranks_run_under_a_guard(two_ranks, tiny_pipeline, tmp_path):
+    flags = (
+        *("--attention-backend", "sliding_tile_attn", "--attention-guard", "sparse=0.001"),
+        *(
+            "--attention-backend-config",
+            '{"window": [1, 1, 1], "tile_size": [1, 2, 2], "skip_time_steps": 0}',
+        ),
+    )
+    line = command(tiny_pipeline("wan"), tmp_path, *WAN, "--prompt", "a fox", *flags)
+    assert two_ranks.run(None, generate_as_rank, line) == [0, 0]
+    found = record(tmp_path)["attention"]["guard"]
+    assert found["calls"] == len(found["missed"]) == 2
+
+
 @pytest.mark.slow
 def test_ranks_make_several_generations_and_go_on_with_what_is_left(
     two_ranks, tiny_pipeline, alone, tmp_path
