@@ -43,6 +43,9 @@ def test_the_host_time_of_layers_is_measured(run_bench, tmp_path, monkeypatch, b
             "video_sparse_attn",
             "sla_attn",
             "sage_sla_attn",
+            "sol_attn",
+            "subblock_sparse_attn",
+            "sparse_video_gen_2_attn",
             "vmoba_attn",
         )
     ]
