@@ -309,7 +309,7 @@ class Prepared:
     """Launches on plans and for tensors of one form; see `prepare`.
 
     Attributes:
-        launches: the kernel, and the one that redoes flagged tiles, if any.
+        launch: the kernel, and the one that redoes flagged tiles, if any.
         step: keys of a step.
         num_flags: int32 flags to make room for, a multiple of what any program looks at; 0 where
             no tile is flagged.
@@ -317,7 +317,7 @@ class Prepared:
         inputs: returns the descriptors of q, k and v at three addresses.
     """
 
-    launches: tuple[Launch, ...]
+    launch: Launch
     step: int
     num_flags: int
     num_sweeps: int
@@ -346,8 +346,7 @@ class Prepared:
             *inputs, out, out if lse is None else lse, flags, sweep, scale,
             *lists.tensors, lists.blocks, lists.bits,
         )  # fmt: skip
-        for launch in self.launches:
-            launch(launched)
+        self.launch(launched)
 
 
 def prepare(
@@ -394,12 +393,14 @@ def prepare(
         *bits.expand(batch, heads, -1, -1).stride()[:2], bits.shape[3],
         *out.stride()[:3], *((0, 0) if lse is None else lse.stride()[:2]),
     )  # fmt: skip
-    launches = [Launch(_launcher, (num_tiles,), arguments, [{"C": shape, "num_warps": 4}])]
+    grids: list[tuple[int, ...]] = [(num_tiles,)]
+    shapes = [shape]
     if tile.fast:
         together = next(together for least, together in _REDONE_TOGETHER if num_tiles >= least)
         redo = dataclasses.replace(shape, fast=False, passes=False, redo=together, sync=0)
-        grid = (-(-num_tiles // together),)
-        launches.append(Launch(_launcher, grid, arguments, [{"C": redo, "num_warps": 4}]))
+        grids.append((-(-num_tiles // together),))
+        shapes.append(redo)
+    variants = [{"C": each, "num_warps": 4} for each in shapes]
     described = partial(
         _inputs_at,
         forms=tuple((x.shape, x.stride(), x.dtype) for x in (q, k, v)),
@@ -407,7 +408,7 @@ def prepare(
         head_size=shape.head_size,
     )
     return Prepared(
-        launches=tuple(launches),
+        launch=Launch(_launcher, grids, arguments, variants),
         step=tile.keys,
         num_flags=-(-num_tiles // 32) * 32 if tile.fast else 0,
         num_sweeps=batch * k.shape[2] if tile.sync else 0,

@@ -71,24 +71,35 @@ class Launcher:
         self.each(grid, *arguments, variants=(options,))
 
     def each(
-        self, grid: tuple[int, ...], *arguments: Any, variants: Sequence[dict[str, Any]]
+        self,
+        grid: tuple[int, ...] | list[tuple[int, ...]],
+        *arguments: Any,
+        variants: Sequence[dict[str, Any]],
     ) -> "list[_Run | None]":
         """Launch once for each of several options, one after another; see `__call__`.
+
+        What is not compiled yet is compiled side by side.
+
+        Args:
+            grid: of all, or a list of that of each.
+            *arguments: see `__call__`.
+            variants: options of each.
 
         Returns:
             What launches each again, or None where Triton is asked every time, or nothing is
             launched.
         """
+        grids = _grid_of_each(grid, variants)
         note = REHEARSED.get()
         if note is not None:
-            for options in variants:
-                note(self, grid, arguments, {**_FUSED, **options})
+            for each, options in zip(grids, variants, strict=True):
+                note(self, each, arguments, {**_FUSED, **options})
             return [None] * len(variants)
         with _device_of(arguments):
             if torch.version.hip is not None or not self._names:
                 # Compilations for AMD GPUs differ in more.
-                for options in variants:
-                    self.kernel[grid](*arguments, **_FUSED, **options)
+                for each, options in zip(grids, variants, strict=True):
+                    self.kernel[each](*arguments, **_FUSED, **options)
                 return [None] * len(variants)
             kinds = self.kinds(arguments)
             keys = [(*kinds, *options.items()) for options in variants]
@@ -96,10 +107,10 @@ class Launcher:
             if runs.count(None) > 1:
                 pairs = zip(variants, runs, strict=True)
                 new = [options for options, run in pairs if run is None]
-                compile_together(self.kernel, grid, arguments, new)
+                compile_together(self.kernel, grids[0], arguments, new)
             return [
-                self._one(key, run, grid, arguments, options)
-                for key, run, options in zip(keys, runs, variants, strict=True)
+                self._one(key, run, each, arguments, options)
+                for key, run, each, options in zip(keys, runs, grids, variants, strict=True)
             ]
 
     def _one(
@@ -141,6 +152,12 @@ class Launcher:
             else:
                 kinds.append(value)
         return kinds
+
+
+def _grid_of_each(
+    grid: tuple[int, ...] | list[tuple[int, ...]], variants: Sequence[object]
+) -> list[tuple[int, ...]]:
+    return grid if isinstance(grid, list) else [grid] * len(variants)
 
 
 class Form(NamedTuple):
@@ -197,26 +214,26 @@ class Launch:
 
     Args:
         launcher: of the kernel.
-        grid: number of programs along each axis.
+        grid: number of programs along each axis, of all launches or a list of that of each.
         fixed: arguments that follow the first ones of every call.
         variants: options of each of the launches, see `Launcher.each`.
     """
 
-    __slots__ = ("_fixed", "_grid", "_known", "_launcher", "_variants")
+    __slots__ = ("_fixed", "_grids", "_known", "_launcher", "_variants")
 
     def __init__(
         self,
         launcher: Launcher,
-        grid: tuple[int, ...],
+        grid: tuple[int, ...] | list[tuple[int, ...]],
         fixed: tuple[Any, ...],
         variants: Sequence[dict[str, Any]],
     ) -> None:
         self._launcher = launcher
-        self._grid = _in_space(grid)
+        self._grids = [_in_space(each) for each in _grid_of_each(grid, variants)]
         self._fixed = fixed
         self._variants = variants
-        # What launches each variant, and all arguments that are the same every time.
-        self._known: list[tuple[_Run, tuple[Any, ...]]] = []
+        # What launches each variant, its grid, and all arguments that are the same every time.
+        self._known: list[tuple[_Run, tuple[int, ...], tuple[Any, ...]]] = []
 
     def __call__(self, first: tuple[Any, ...]) -> None:
         """Launch.
@@ -225,15 +242,15 @@ class Launch:
             first: arguments before the fixed ones.
         """
         if self._known:
-            for run, rest in self._known:
-                run(self._grid, first, rest)
+            for run, grid, rest in self._known:
+                run(grid, first, rest)
             return
         launcher = self._launcher
         arguments = (*first, *self._fixed)
-        every = launcher.each(self._grid, *arguments, variants=self._variants)
+        every = launcher.each(self._grids, *arguments, variants=self._variants)
         found = [
-            (run, (*self._fixed, *launcher.named(options, len(arguments))))
-            for run, options in zip(every, self._variants, strict=True)
+            (run, grid, (*self._fixed, *launcher.named(options, len(arguments))))
+            for run, grid, options in zip(every, self._grids, self._variants, strict=True)
             if run is not None
         ]
         if len(found) == len(every):
@@ -400,7 +417,8 @@ def compile_together(
     in_threads = getattr(triton, "AsyncCompileMode", None)
     if in_threads is None:  # releases before it compile each where it is launched
         return
-    with ThreadPoolExecutor(len(variants)) as pool, in_threads(pool):
+    # What does not compile raises where it is launched.
+    with ThreadPoolExecutor(len(variants)) as pool, in_threads(pool, ignore_errors=True):
         for options in variants:
             kernel.warmup(*arguments, grid=grid, **_FUSED, **options)
 

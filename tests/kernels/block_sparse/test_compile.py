@@ -225,11 +225,11 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
         found.append((math.prod(grid), *map(as_the_kernel_sees_it, (*first, *rest))))
 
     def each(
-        self: Launcher, grid: tuple[int, ...], *arguments: Any, variants: Any
+        self: Launcher, grids: list[tuple[int, ...]], *arguments: Any, variants: Any
     ) -> list[Callable[..., None] | None]:
         if self.kernel is not attention_kernel:
             return [None]  # what makes the lists of a plan
-        for options in variants:
+        for grid, options in zip(grids, variants, strict=True):
             note(grid, arguments, self.named(options, len(arguments)))
         return [note] * len(variants)
 

@@ -183,6 +183,29 @@ def test_what_differs_in_options_alone_compiles_in_threads() -> None:
         triton.knobs.compilation.listener = None
 
 
+def test_an_option_that_does_not_compile_raises_where_it_is_launched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (first, *_) = quick(rehearsed("video_sparse_attn", {"sparsity": 0.9}))
+    rest = {name: value for name, value in first.options.items() if name != "enable_fp_fusion"}
+    fails, works = ({**rest, "num_warps": warps} for warps in (8, 4))
+    first.kernel.warmup(*first.arguments, grid=first.grid, **first.options)
+    original, tried = first.kernel.compile, []
+
+    def compile_one(source: Any, *, options: dict[str, Any], **more: Any) -> Any:
+        tried.append(options["num_warps"])
+        if options["num_warps"] == 8:
+            raise RuntimeError("too many registers")
+        return original(source, options=options, **more)
+
+    monkeypatch.setattr(first.kernel, "compile", compile_one)
+    for _ in range(2):  # what failed leaves nothing behind
+        compile_together(first.kernel, first.grid, first.arguments, [fails, works])
+    assert sorted(tried) == [4, 8, 8]
+    with pytest.raises(RuntimeError, match="too many registers"):
+        first.kernel.warmup(*first.arguments, grid=first.grid, enable_fp_fusion=True, **fails)
+
+
 def test_a_kernel_that_does_not_compile_is_named() -> None:
     (first, *_) = quick(rehearsed("video_sparse_attn", {"sparsity": 0.9}))
     with pytest.raises(RuntimeError, match=rf"{first.name} must compile, it did not"):

@@ -210,6 +210,16 @@ def test_launches_with_other_fixed_arguments_share_what_is_compiled() -> None:
     assert [grid for grid, _ in compiled.launches] == [(1, 1, 1), (2, 1, 1)]
 
 
+def test_launches_of_a_kernel_may_have_grids_of_their_own(together: list[list[object]]) -> None:
+    kernel = Kernel()
+    launch = Launch(Launcher(kernel), [(3,), (2, 5)], (7, 5), VARIANTS)
+    for _ in range(2):
+        launch((DATA,))
+    grids = [[grid for grid, _ in compiled.launches] for compiled in kernel.compiled]
+    assert grids == [[(3, 1, 1)] * 2, [(2, 5, 1)] * 2]
+    assert together == [["do", "redo"]]
+
+
 def make_early(monkeypatch: pytest.MonkeyPatch, triton_key: Any) -> Any:
     """Return `load_triton_early` as in a new process whose Triton has this hash."""
     monkeypatch.setattr(launcher, "find_spec", lambda name: name)
