@@ -23,6 +23,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 FA3 = "fa3 dense"
+DATA = ("video", "random", "outliers", "offsets", "constant")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,8 +39,13 @@ class Case:
         text: text tokens behind the video.
         data: `video`, which varies over the video as a model's tensors do; `random`, independent
             and normal; `outliers`, the same with one in 32 channels of queries and keys four times
-            as large; `constant`, all tokens the same.
+            as large; `offsets`, the same as `random` with a vector that the tokens of a head have
+            in common, normal with deviation 2 in queries and 3 in keys; `constant`, all tokens the
+            same.
         config: parameters that methods have on it.
+
+    Raises:
+        ValueError: there is no such data.
     """
 
     name: str
@@ -50,6 +56,11 @@ class Case:
     text: int = 0
     data: str = "random"
     config: Mapping[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse data that nothing would be drawn for."""
+        if self.data not in DATA:
+            raise ValueError(f"`data` of {self.name} must be one of {DATA}, got {self.data!r}")
 
     @property
     def tokens(self) -> int:
@@ -74,7 +85,12 @@ class Case:
         shape = (self.batch, self.tokens, self.heads, self.head_size)
         generator = torch.Generator(DEVICE).manual_seed(0)
         drawn = (torch.randn(shape, generator=generator, device=DEVICE) for _ in range(3))
-        qkv = QKV(*(x.to(dtype) for x in drawn))
+        q, k, v = drawn
+        if self.data == "offsets":
+            for x, deviation in ((q, 2.0), (k, 3.0)):
+                size = (self.batch, 1, self.heads, self.head_size)
+                x += deviation * torch.randn(size, generator=generator, device=DEVICE)
+        qkv = QKV(*(x.to(dtype) for x in (q, k, v)))
         if self.data == "outliers":
             for x in qkv[:2]:
                 x[..., ::32] *= 4

@@ -1,6 +1,7 @@
 """The benchmarks of whole layers: runs on a tiny case, what is refused, and peers on stand-ins."""
 
 import csv
+import dataclasses
 import importlib
 import math
 import sys
@@ -188,6 +189,29 @@ def test_every_benchmark_of_layers_names_cases_and_columns_that_there_are(layers
             for method in methods.values():
                 assert not method.like or method.like in methods
                 assert not method.peer or method.peer in layers.PEERS
+
+
+def test_data_of_every_name_are_others_and_an_unknown_name_is_refused(bench):
+    cases = bench("_attention")
+    case = cases.Case(name="smoke", grid=(4, 16, 16), heads=2, head_size=32)
+    drawn = {data: dataclasses.replace(case, data=data).draw(torch.float32) for data in cases.DATA}
+    assert len({float(qkv[0].double().square().sum()) for qkv in drawn.values()}) == len(drawn)
+    with pytest.raises(ValueError, match=r"`data` of smoke must be one of .* got 'offset'"):
+        dataclasses.replace(case, data="offset")
+
+
+def test_offsets_are_a_vector_that_the_tokens_of_a_head_have_in_common(bench):
+    cases = bench("_attention")
+    size = {"grid": (4, 16, 16), "heads": 4, "batch": 2}
+    with_offsets, without = (
+        cases.Case(name=data, data=data, **size).draw(torch.float32)
+        for data in ("offsets", "random")
+    )
+    for x, plain, deviation in zip(with_offsets, without, (2.0, 3.0, 0.0), strict=True):
+        added = x - plain
+        torch.testing.assert_close(added, added[:, :1].expand_as(added), rtol=0, atol=1e-5)
+        # Of 2 * 4 * 128 normal numbers.
+        assert float(added[:, 0].std()) == pytest.approx(deviation, rel=0.1)
 
 
 def test_the_cases_of_vmoba_keep_about_a_quarter_of_the_chunks(layers):
