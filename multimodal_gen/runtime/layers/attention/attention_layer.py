@@ -140,7 +140,7 @@ class AttentionLayer(nn.Module):
         prepare: Callable[["AttentionLayer", AttentionCall], AttentionCall] | None = None,
     ) -> None:
         super().__init__()
-        if current_platform().is_cuda():
+        if current_platform().device_type == "cuda":
             load_triton_early()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         _check_places(site, scope, supported_attention_backends, prefix)
