@@ -376,10 +376,10 @@ def launch(
     size = 64 if channels <= 64 else 128
     work = work_list(plan, tile.keys, batch, heads, heads)
     shape = GradientShape(
-        of_keys=len(outs) == 2, keys=tile.keys, head_size=size, channels=channels, sub=work.sub,
-        q_tiles=1 if tile.own else -(-plan.q.size // (64 * tile.consumers)),
+        of_keys=len(outs) == 2, keys=tile.keys, head_size=size, channels=channels,
+        sub=work.lists.sub, q_tiles=1 if tile.own else -(-plan.q.size // (64 * tile.consumers)),
         consumers=tile.consumers, stages=tile.stages, own=tile.own,
-        ragged=work.ragged, ordered=work.ordered,
+        ragged=work.ragged, ordered=work.lists.ordered,
         q_starts=plan.q.starts is not None, q_lengths=plan.q.lengths is not None,
         registers=tile.registers,
     )  # fmt: skip

@@ -256,9 +256,9 @@ def attend_backward(
     batch, _, heads, channels = q.shape
     work = work_list(transposed(plan), STEP, batch, heads, heads)
     shape = GradientShape(
-        keys=STEP, head_size=128, channels=channels, sub=work.sub,
+        keys=STEP, head_size=128, channels=channels, sub=work.lists.sub,
         q_tiles=plan.kv.size // KEYS, consumers=2, stages=STAGES,
-        ragged=work.ragged, ordered=work.ordered, registers=240,
+        ragged=work.ragged, ordered=work.lists.ordered, registers=240,
     )  # fmt: skip
     sums = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     _launcher(

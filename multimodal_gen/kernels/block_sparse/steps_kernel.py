@@ -319,18 +319,14 @@ class WorkList(NamedTuple):
             of a query block, and of all.
         blocks: like the lists, [B, H, Nq, room], the block of every step.
         num: lists of all heads.
-        sub: steps of a key block; 0 where lists hold steps.
         ragged: whether any step may be partial.
-        ordered: whether there is an order.
     """
 
     lists: Lists
     numbers: tuple[int, ...]
     blocks: torch.Tensor
     num: int
-    sub: int
     ragged: bool
-    ordered: bool
 
     @property
     def arguments(self) -> tuple[torch.Tensor | int, ...]:
@@ -378,9 +374,7 @@ def _work_list(
         ),
         blocks=found.blocks.expand(batch, heads, -1, -1),
         num=batch * heads * num_q,
-        sub=found.sub,
         ragged=not found.sub or kv_tail != kv.size,
-        ordered=found.ordered,
     )  # fmt: skip
 
 

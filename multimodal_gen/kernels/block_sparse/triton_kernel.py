@@ -487,10 +487,10 @@ def shape_of(
     made = TileShape(
         rows=rows, step=step, channels=channels,
         width=width or next_power_of_2(max(channels, 16)),
-        tiles=-(-blocks.size // rows), sub=work.sub, ragged_end=work.ragged,
+        tiles=-(-blocks.size // rows), sub=work.lists.sub, ragged_end=work.ragged,
         starts=blocks.starts is not None, lengths=blocks.lengths is not None,
         # Under causality the first keys, which start first, are seen by the most queries.
-        ordered=work.ordered and not (of_keys and plan.causal),
+        ordered=work.lists.ordered and not (of_keys and plan.causal),
         bits=plan.row_bits is not None, causal=plan.causal, of_keys=of_keys,
         stages=tile.stages, upcast=interpreted(), tma=tma, **more,
     )  # fmt: skip
@@ -502,7 +502,7 @@ def refuse_cut(plan: BlockPlan, work: WorkList, keys: int) -> None:
 
     `work` has such steps.
     """
-    if plan.causal and not work.sub:
+    if plan.causal and not work.lists.sub:
         raise UsageError(
             f"`plan` must have key blocks of a multiple of {keys} keys to be causal, "
             f"got {plan.kv.size}"
