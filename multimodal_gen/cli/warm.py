@@ -2,7 +2,6 @@
 
 import json
 import time
-from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
@@ -56,6 +55,7 @@ def warm(output: _Output = None, *, settings: Settings, as_json: AsJson = False)
     which must be there all the same. Kernels compile in as many processes as there are cores.
     """
     from multimodal_gen.integrations import warm as warming
+    from multimodal_gen.runtime.attention_report import counted
 
     start = time.perf_counter()
     args = ServerArgs(**settings, backend="sglang")
@@ -70,8 +70,7 @@ def warm(output: _Output = None, *, settings: Settings, as_json: AsJson = False)
         }
         typer.echo(json.dumps(document, indent=2))
         return
-    counts = Counter(each.name for each in made)
-    named = ", ".join(name if n == 1 else f"{name} x{n}" for name, n in sorted(counts.items()))
+    named = counted(each.name for each in made)
     echo(wrapped(f"kernels: {len(made)}" + (f" ({named})" if made else "")))
     echo(wrapped(f"made for: {place}"))
     typer.echo(f"time: {seconds} s, {sum(each.seconds for each in made):.1f} s of compiling")

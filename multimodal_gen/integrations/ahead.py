@@ -96,8 +96,6 @@ def generation_of(
     arguments: dict[str, Any] = {key: value for key, value in asked.items() if key != "generator"}
     if "prompt" in takes and not any(key.startswith("prompt") for key in arguments):
         arguments["prompt"] = EXAMPLE_PROMPT
-    if "output_type" in takes:
-        arguments["output_type"] = "latent"
     needed = [x.name for x in takes.values() if x.default is x.empty and x.name not in arguments]
     if needed:
         raise UsageError(

@@ -5,6 +5,7 @@ attention layer meets the shapes, masks and steps that it will meet; what it wou
 compiled (`kernels.launch.ahead`).
 """
 
+import inspect
 import json
 import os
 import pickle
@@ -78,12 +79,9 @@ def generation_of_args(args: ServerArgs, device: torch.device) -> Generation:
     args = replace(args, seed=args.seed or 0)
     pipe = load_rehearsed(index, args, device)
     call = prepare_call(pipe, index, args)
-    arguments = dict(call.arguments)
-    if "output_type" in arguments:
-        arguments["output_type"] = "latent"
     return Generation(
         pipe=pipe,
-        arguments=arguments,
+        arguments=call.arguments,
         scope=scope_from_args(args),
         described=describe_tokens(args.latent_grid, args.text_rows),
         device=device,
@@ -101,6 +99,8 @@ def rehearse(generation: Generation) -> tuple[Noted, ...]:
     pipe, described = generation.pipe, generation.described
     # A generator on the CPU draws there, whatever the device.
     arguments = {**generation.arguments, "generator": torch.Generator("cpu").manual_seed(0)}
+    if "output_type" in inspect.signature(type(pipe).__call__).parameters:
+        arguments["output_type"] = "latent"
     rehearsal = Rehearsal(generation.device.index or 0)
     grid, text = (None, None) if described is None else (described.grid, described.text)
     with (

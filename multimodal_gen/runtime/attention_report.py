@@ -199,6 +199,12 @@ class GraphReport:
         return [*(line for each in self.denoisers for line in each.lines()), held]
 
 
+def counted(names: Iterable[str]) -> str:
+    """Return names in order, each once, with how often it is there."""
+    counts = sorted(Counter(names).items())
+    return ", ".join(name if n == 1 else f"{name} x{n}" for name, n in counts)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledAhead:
     """What came of compiling kernels ahead, in other processes.
@@ -223,8 +229,7 @@ class CompiledAhead:
         """Return it as text."""
         what = "what the pipeline needs"
         if self.kernels is not None:
-            counts = sorted(Counter(self.kernels).items())
-            named = ", ".join(name if n == 1 else f"{name} x{n}" for name, n in counts)
+            named = counted(self.kernels)
             what = f"{len(self.kernels)} kernels" + (f" ({named})" if named else "")
         if self.failed is not None:
             return [f"compiled ahead: not all of {what}: {self.failed}"]
