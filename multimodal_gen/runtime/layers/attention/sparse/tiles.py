@@ -503,7 +503,7 @@ def pool_video(
 
 
 @static_cache(maxsize=64)
-def held_cells(order: TileOrder, cells: int) -> torch.Tensor:
+def static_cells_held(order: TileOrder, cells: int) -> torch.Tensor:
     """Return which cells of tiles hold tokens, bool [1, N * cells]; the last 64 are cached."""
     with torch.inference_mode(False):
         tiles = Tiles(order.starts.cpu(), order.lengths.cpu(), order.largest)
