@@ -406,7 +406,11 @@ def run_apart(name: str, *words: str, seconds: float) -> tuple[str, str | None]:
     Returns:
         What it printed, and why it failed; None where it did not.
     """
-    command = [sys.executable, str(RUN), name, "--commit", "-", *words]
+    return ran([sys.executable, str(RUN), name, "--commit", "-", *words], seconds=seconds)
+
+
+def ran(command: Sequence[str], *, seconds: float) -> tuple[str, str | None]:
+    """Run a command that may fail or hang; returns what `run_apart` does."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         said, errors = process.communicate(timeout=seconds)

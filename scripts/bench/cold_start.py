@@ -22,7 +22,6 @@ Columns: `load_s`, loading before a generation; `waited_ms`, beyond "full cache"
 import argparse
 import json
 import math
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,7 +31,7 @@ from pathlib import Path
 
 import torch
 from _attention import Case, layer_on
-from _harness import DEVICE, RUN, Bench, Row, pattern, synchronize
+from _harness import DEVICE, RUN, Bench, Row, pattern, ran, synchronize
 
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 
@@ -234,7 +233,7 @@ def write_model(folder: Path, case: Start) -> None:
 def said_by_python(words: Sequence[object], cache: Path) -> str | None:
     """Return what Python printed, with a folder for Triton's cache; None where it failed."""
     command = ["sh", "-c", WITH_CACHE, str(cache), sys.executable, *map(str, words)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    if run.returncode:
-        print(f"FAILED: {(run.stdout + run.stderr)[-600:].strip()}", flush=True)
-    return None if run.returncode else run.stdout
+    said, failure = ran(command, seconds=300)
+    if failure is not None:
+        print(f"FAILED: {(said + failure)[-600:].strip()}", flush=True)
+    return said if failure is None else None
