@@ -460,7 +460,8 @@ def trained(given: argparse.Namespace) -> None:
         folder = given.out / re.sub(r"\W+", "-", name)
         if not (folder / "model_index.json").exists():
             if not data.exists():
-                _save_data(_pipeline(given.model), stage, data)
+                few = min(stage.clips, _part("trained")["clips"])
+                _save_data(_pipeline(given.model), dataclasses.replace(stage, clips=few), data)
             start = time.monotonic()
             options = {**entry["options"], **({"steps": given.steps} if given.steps else {})}
             _fine_tune(given.model, folder, data, stage, {**entry, "options": options})
