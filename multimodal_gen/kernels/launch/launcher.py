@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import ContextVar
 from functools import cache
-from importlib.util import find_spec
 from threading import Thread
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
@@ -374,24 +373,25 @@ class Direct:
 
 @cache
 def load_triton_early() -> Thread | None:
-    """Import Triton in a thread, and have it hash itself; the first launch waits for both.
+    """Import Triton, and have it hash itself in a thread, for which the first launch waits.
 
     What Triton caches has the hash of its own files, some 400 MB, in its name; it computes the hash
-    once per process, for which Python runs on.
+    once per process, for which Python runs on. It is not imported in the thread: two threads that
+    import its parts at a time, each waiting for the other, can leave it half imported for good.
 
     Returns:
-        The thread, the same for all callers; None where Triton is not installed.
+        The thread, the same for all callers; None where Triton does not import.
     """
-    if find_spec("triton") is None:
+    try:
+        from triton.runtime.cache import triton_key
+    except Exception:  # which the first launch raises again
         return None
 
     def load() -> None:
-        with suppress(Exception):  # which the first launch raises again
-            from triton.runtime.cache import triton_key
-
+        with suppress(Exception):
             triton_key()
 
-    thread = Thread(target=load, name="load-triton", daemon=True)
+    thread = Thread(target=load, name="hash-triton", daemon=True)
     thread.start()
     return thread
 

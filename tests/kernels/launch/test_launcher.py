@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -222,7 +222,6 @@ def test_launches_of_a_kernel_may_have_grids_of_their_own(together: list[list[ob
 
 def make_early(monkeypatch: pytest.MonkeyPatch, triton_key: Any) -> Any:
     """Return `load_triton_early` as in a new process whose Triton has this hash."""
-    monkeypatch.setattr(launcher, "find_spec", lambda name: name)
     for name in ("triton", "triton.runtime", "triton.runtime.cache"):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(triton_key=triton_key))
     return cache(load_triton_early.__wrapped__)
@@ -237,14 +236,28 @@ def test_triton_hashes_itself_in_one_thread_of_its_own(monkeypatch):
     assert asked == [thread]
 
 
-def test_a_triton_that_does_not_import_is_left_to_the_first_launch(monkeypatch, capfd):
+def test_a_triton_that_cannot_hash_or_import_is_left_to_the_first_launch(monkeypatch, capfd):
     def broken() -> None:
-        raise ImportError("no libtriton")
+        raise OSError("no libtriton")
 
     make_early(monkeypatch, broken)().join()
     assert capfd.readouterr().err == ""
-    monkeypatch.setattr(launcher, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "triton.runtime.cache", None)
     assert load_triton_early.__wrapped__() is None
+
+
+def test_triton_is_imported_by_the_caller(monkeypatch):
+    importers: list[threading.Thread] = []
+
+    class Cache(ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            importers.append(threading.current_thread())
+            return lambda: None
+
+    early = make_early(monkeypatch, None)
+    monkeypatch.setitem(sys.modules, "triton.runtime.cache", Cache("triton.runtime.cache"))
+    early().join()
+    assert {*importers} == {threading.main_thread()}
 
 
 def test_a_layer_has_triton_load_where_there_is_a_gpu(monkeypatch):
