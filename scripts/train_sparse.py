@@ -177,15 +177,6 @@ def read_frames(path: Path, count: int) -> list[Any]:
     raise UsageError(f"{path} must have {count} frames at least, got {len(found)}; lower --frames")
 
 
-def batches(samples: Sequence[Sample], options: argparse.Namespace, rank: int) -> Iterator[Any]:
-    """Yield latents and prompts for ever, in an order of each rank's own."""
-    generator = torch.Generator().manual_seed(options.seed + 1000 * rank)
-    while True:
-        picked = torch.randint(len(samples), (options.batch,), generator=generator).tolist()
-        latents = torch.stack([samples[i].latents for i in picked])
-        yield latents, torch.stack([samples[i].prompt for i in picked]), generator
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noised:
     """One batch on its way to noise: x = (1 - sigma) latents + sigma noise."""
@@ -194,19 +185,30 @@ class Noised:
     flow: torch.Tensor
 
 
-def noised(batch: Any, shift: float, device: torch.device, dtype: torch.dtype) -> Noised:
-    """Return a batch at random noise levels, and the flow that is to be predicted."""
-    latents, prompt, generator = batch
-    noise = torch.randn(latents.shape, generator=generator)
-    uniform = torch.rand(len(latents), generator=generator)
-    sigma = shift * uniform / (1 + (shift - 1) * uniform)
-    level = sigma.view(-1, 1, 1, 1, 1)
-    inputs = {
-        "hidden_states": ((1 - level) * latents + level * noise).to(device, dtype),
-        "timestep": (1000 * sigma).to(device),
-        "encoder_hidden_states": prompt.to(device, dtype),
-    }
-    return Noised(inputs=inputs, flow=(noise - latents).to(device))
+def batches(
+    samples: Sequence[Sample],
+    options: argparse.Namespace,
+    accelerator: Accelerator,
+    dtype: torch.dtype,
+) -> Iterator[Noised]:
+    """Yield batches for ever, in an order and at noise levels of each process' own."""
+    device, seed = accelerator.device, options.seed + 1000 * accelerator.process_index
+    order = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
+    while True:
+        picked = torch.randint(len(samples), (options.batch,), generator=order).tolist()
+        latents = torch.stack([samples[i].latents for i in picked]).to(device)
+        prompts = torch.stack([samples[i].prompt for i in picked]).to(device, dtype)
+        noise = torch.randn(latents.shape, generator=generator, device=device)
+        uniform = torch.rand(len(latents), generator=generator, device=device)
+        sigma = options.shift * uniform / (1 + (options.shift - 1) * uniform)
+        mixed = torch.lerp(latents, noise, sigma.view(-1, 1, 1, 1, 1))
+        inputs = {
+            "hidden_states": mixed.to(dtype),
+            "timestep": 1000 * sigma,
+            "encoder_hidden_states": prompts,
+        }
+        yield Noised(inputs=inputs, flow=noise - latents)
 
 
 def trainable(model: torch.nn.Module, weights: str) -> list[torch.nn.Parameter]:
@@ -250,7 +252,8 @@ class Run:
             attention_backend_config=options.config or None,
             train=True,
         )
-        model.enable_gradient_checkpointing()
+        if options.checkpointing == "on":
+            model.enable_gradient_checkpointing()
         parameters = trainable(model, options.weights)
         self.dtypes = [parameter.dtype for parameter in parameters]
         for parameter in parameters:
@@ -419,6 +422,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "how the learning rate goes on after a warm-up of a twentieth; constant has none (constant)"
     )
     add("--lr-scheduler", choices=schedules, default="constant", help=text)
+    text = "compute activations again in the backward pass, which saves memory (on)"
+    add("--checkpointing", choices=("on", "off"), default="on", help=text)
     add("--shift", type=number, default=3.0, help="shift of the noise levels (3)")
     add("--every", type=count, default=50, help="steps between states and gaps (50)")
     dtypes = ("bfloat16", "float32")
@@ -481,10 +486,10 @@ def train(options: argparse.Namespace) -> None:
     if options.resume:
         run.load_state(state)
     first, main = run.step, accelerator.is_main_process
-    data = batches(samples, options, accelerator.process_index)
-    held = noised(next(data), options.shift, device, run.dtype)
+    data = batches(samples, options, accelerator, run.dtype)
+    held = next(data)
     for _ in range(first):
-        noised(next(data), options.shift, device, run.dtype)  # as the run before
+        next(data)  # as the run before
     if main:
         begin_table(table, first)
     accelerator.wait_for_everyone()
@@ -493,7 +498,7 @@ def train(options: argparse.Namespace) -> None:
         bar = tqdm(range(first, options.steps), initial=first, total=options.steps, disable=None)
         for step in bar:
             gap = run.gap(held) if step % options.every == 0 else None
-            loss = run.train(noised(next(data), options.shift, device, run.dtype))
+            loss = run.train(next(data))
             bar.set_postfix(loss=f"{loss:.4f}")
             if bar.disable and main and gap is not None:  # no terminal, so no bar
                 print(
