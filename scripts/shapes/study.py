@@ -585,13 +585,16 @@ def _gather(part: str, given: argparse.Namespace) -> None:
 
 
 def _run_shards(argv: Sequence[str], gpus: int) -> None:
-    """Run this command once a GPU.
+    """Run this command once a GPU, each with its share of the cores.
 
     Raises:
         RuntimeError: one of them failed.
     """
     words = [sys.executable, __file__, *argv]
-    shards = [subprocess.Popen([*words, "--shard", str(shard)]) for shard in range(gpus)]
+    share = f"OMP_NUM_THREADS={max(1, (os.cpu_count() or 1) // gpus)}"
+    shards = [
+        subprocess.Popen(["env", share, *words, "--shard", str(shard)]) for shard in range(gpus)
+    ]
     codes = [shard.wait() for shard in shards]
     if any(codes):
         raise RuntimeError("a part of the study failed, see above; the same command goes on")
