@@ -1,6 +1,7 @@
 """The guard on several GPUs: they decide together, and nothing in a layer waits for a device."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -55,7 +56,8 @@ def saved(overflows: bool) -> tuple[object, float, float]:
         layer.guard = guard = AttentionGuard(GuardBounds())
         for step in (1, 2):
             guard.settle()
-            with no_waiting(), set_forward_context(step):
+            # The first exact call compiles, and makes what is static.
+            with no_waiting() if step == 1 else nullcontext(), set_forward_context(step):
                 found.append(layer(*given))
             torch.cuda.synchronize()
     truth = own(exact(*whole), LENGTHS)
