@@ -20,6 +20,7 @@ import json
 import math
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -291,8 +292,9 @@ class Run:
         wanted = self.dense(batch)
         return float((out - wanted).norm() / wanted.norm())
 
-    def train(self, batch: Noised) -> float:
-        """Take a step; returns the loss."""
+    def train(self, batch: Noised) -> tuple[float, float]:
+        """Take a step; returns the loss, and the seconds that it took."""
+        start = time.monotonic()
         with self.accelerator.accumulate(self.model):
             wanted = self.dense(batch) if self.options.target == "dense" else batch.flow
             with self.place():
@@ -310,7 +312,7 @@ class Run:
             self.schedule.step()
             self.optimizer.zero_grad()
         self.step += 1
-        return loss.item()
+        return loss.item(), time.monotonic() - start
 
     def save_state(self, folder: Path) -> None:
         """Save what `--resume` goes on from; a state that is not whole has no step."""
@@ -447,7 +449,7 @@ def load(options: argparse.Namespace) -> WanPipeline:
 
 def begin_table(table: Path, taken: int) -> None:
     """Write the head of the table, or keep the rows of the steps that were taken."""
-    rows = [["step", "loss", "gap"]]
+    rows = [["step", "loss", "gap", "seconds"]]
     if taken:
         with table.open(newline="") as file:
             rows += [row for row in csv.reader(file) if row[0].isdigit() and int(row[0]) < taken]
@@ -498,7 +500,7 @@ def train(options: argparse.Namespace) -> None:
         bar = tqdm(range(first, options.steps), initial=first, total=options.steps, disable=None)
         for step in bar:
             gap = run.gap(held) if step % options.every == 0 else None
-            loss = run.train(next(data))
+            loss, seconds = run.train(next(data))
             bar.set_postfix(loss=f"{loss:.4f}")
             if bar.disable and main and gap is not None:  # no terminal, so no bar
                 print(
@@ -506,13 +508,13 @@ def train(options: argparse.Namespace) -> None:
                     flush=True,
                 )
             if main:
-                writer.writerow((step, loss, "" if gap is None else gap))
+                writer.writerow((step, loss, "" if gap is None else gap, f"{seconds:.4f}"))
                 file.flush()
             if run.step % options.every == 0:
                 run.save_state(state)
         gap = run.gap(held)
         if main:
-            writer.writerow((options.steps, "", gap))
+            writer.writerow((options.steps, "", gap, ""))
     run.finish(pipe, options.out)
     if main:
         plot(table, options.out / "loss.png")

@@ -28,6 +28,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -435,7 +436,14 @@ def front_of(rows: Sequence[Mapping[str, str]], seconds: Mapping[str, float]) ->
 
 
 def _front(given: argparse.Namespace) -> list[str]:
-    """Return the front, dense attention apart, by the rows of screen and times."""
+    """Return the front, dense attention apart, by the rows of screen and times.
+
+    Raises:
+        SystemExit: there are none yet.
+    """
+    missing = [x for x in ("times", "screen") if not (given.out / f"{x}.csv").exists()]
+    if missing:
+        raise SystemExit(f"front needs the rows of {' and '.join(missing)} in {given.out}")
     timed = {
         row["configuration"]: float(row["seconds"])
         for row in read(given.out / "times.csv")
@@ -462,16 +470,14 @@ def trained(given: argparse.Namespace) -> None:
             if not data.exists():
                 few = min(stage.clips, _part("trained")["clips"])
                 _save_data(_pipeline(given.model), dataclasses.replace(stage, clips=few), data)
-            start = time.monotonic()
             options = {**entry["options"], **({"steps": given.steps} if given.steps else {})}
             _fine_tune(given.model, folder, data, stage, {**entry, "options": options})
-            (folder / "seconds.txt").write_text(f"{time.monotonic() - start:.0f}")
         text = _text(entry["backend"], entry["config"])
         to = given.out / f"{folder.name}-clips"
         report = compared(_pipeline(folder), stage, captions, "trained", [text], to, noise=False)
-        names, took = {text: name, "torch_sdpa": f"{name}, then dense"}, folder / "seconds.txt"
-        more = {"training_seconds": took.read_text()} if took.exists() else {}
-        _keep(report, "trained", given, names, **more)
+        names = {text: name, "torch_sdpa": f"{name}, then dense"}
+        seconds = sum(float(row["seconds"] or 0) for row in read(folder / "loss.csv"))
+        _keep(report, "trained", given, names, training_seconds=round(seconds))
         _let_go(report, to)
 
 
@@ -489,7 +495,7 @@ def _save_data(pipe: Any, stage: Stage, to: Path) -> None:
 def _fine_tune(
     model: Path, folder: Path, data: Path, stage: Stage, entry: Mapping[str, Any]
 ) -> None:
-    """Run `train_sparse.py` in a process of its own.
+    """Run `train_sparse.py` in a process of its own, which goes on where another was stopped.
 
     Raises:
         subprocess.CalledProcessError: it failed.
@@ -506,6 +512,10 @@ def _fine_tune(
     words = [str(word) for key, value in options.items() for word in (f"--{key}", value)]
     dtype = ["--dtype", "bfloat16" if DEVICE == "cuda" else "float32"]
     script = Path(__file__).resolve().parents[1] / "train_sparse.py"
+    if (folder / "state" / "step.json").exists():
+        words.append("--resume")
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
     subprocess.run([sys.executable, script, model, folder, *words, *dtype], check=True)
 
 
