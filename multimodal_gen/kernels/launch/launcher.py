@@ -9,11 +9,10 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from functools import cache
-from threading import Thread
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -372,7 +371,7 @@ class Direct:
 
 
 @cache
-def load_triton_early() -> Thread | None:
+def load_triton_early() -> Future[str] | None:
     """Import Triton, and have it hash itself in a thread, for which the first launch waits.
 
     What Triton caches has the hash of its own files, some 400 MB, in its name; it computes the hash
@@ -380,20 +379,14 @@ def load_triton_early() -> Thread | None:
     import its parts at a time, each waiting for the other, can leave it half imported for good.
 
     Returns:
-        The thread, the same for all callers; None where Triton does not import.
+        The hash to come, the same for all callers; None where Triton does not import. What either
+        raises, the first launch raises again.
     """
     try:
         from triton.runtime.cache import triton_key
-    except Exception:  # which the first launch raises again
+    except Exception:
         return None
-
-    def load() -> None:
-        with suppress(Exception):
-            triton_key()
-
-    thread = Thread(target=load, name="hash-triton", daemon=True)
-    thread.start()
-    return thread
+    return ThreadPoolExecutor(1, "hash-triton").submit(triton_key)
 
 
 def compile_together(
