@@ -9,10 +9,11 @@ prints that of each video, and how far the others are from the first.
 speed from the area that each covers over the frames. What it reads is compared with what the
 caption says: one fact for the number of shapes, and for each that the caption names whether its
 colour is there, its kind, its motion, and its speed where one is said. The score is the share of
-facts that hold.
+facts that hold. The ground is none of them.
 """
 
 import argparse
+import itertools
 import re
 import subprocess
 import sys
@@ -30,8 +31,17 @@ _SATURATED = 0.4  # least spread of a pixel's channels that is no grey
 _PRESENT = 0.008  # least share of a frame that is a shape
 _WHOLE = 0.85  # share of a shape's area from which on nothing hides it
 _SEEN = 0.4  # and from which on it can be followed
+_HIDDEN = 0.2  # most frames that a shape may be hidden in
+_PART = 0.1  # least share of a colour's area that is a shape of its own
+_FRAMES = 5  # in which these are counted
+_ROWS_OF_COUNT = 80  # of a frame, likewise
 
-_OBJECT = re.compile(r"an? (\w+) (ball|box|triangle|ring) (.*?)(?= and an? \w+ | over )")
+_STEP = "left|right|up|down"
+_OBJECT = re.compile(
+    rf"an? ({'|'.join(COLOURS)}) (ball|box|triangle|ring) (stands still|bounces left and right"
+    rf"|bounces up and down|moves (?:slowly |quickly )?(?:{_STEP})(?: then (?:{_STEP}))?)"
+)
+_EXAMPLE = "a red ball moves right and a blue box stands still over a striped ground"
 
 Floats = NDArray[np.floating]
 Bools = NDArray[np.bool_]
@@ -46,12 +56,14 @@ class Read:
         kind: "ball", "box", "triangle" or "ring".
         motion: "moves right then up", "bounces up and down", "stands still", ...
         speed: "slowly", "quickly", or "" where the motion has none.
+        count: shapes of that colour.
     """
 
     colour: str
     kind: str
     motion: str
     speed: str
+    count: int = 1
 
 
 def score(video: Sequence[object] | Floats, prompt: str) -> float:
@@ -62,7 +74,7 @@ def score(video: Sequence[object] | Floats, prompt: str) -> float:
         prompt: a caption of `clips.Scene`.
 
     Raises:
-        ValueError: the caption names no shape.
+        ValueError: the caption is none.
     """
     held = [holds for kind in facts(video, prompt).values() for holds in kind]
     return sum(held) / len(held)
@@ -79,17 +91,16 @@ def facts(video: Sequence[object] | Floats, prompt: str) -> dict[str, list[bool]
         By "number", "colour", "kind", "motion" and "speed".
 
     Raises:
-        ValueError: the caption names no shape.
+        ValueError: the caption is none.
     """
     said = said_by(prompt)
-    if not said:
-        raise ValueError(f"a caption must name a shape, got {prompt!r}")
     frames = [np.asarray(frame) for frame in video]
     step = max(1, len(frames[0]) // _ROWS)
     read = as_array([frame[::step, ::step] for frame in frames])
     seen = {shape.colour: shape for shape in seen_in(read)}
     pairs = [(shape, seen.get(shape.colour)) for shape in said]
-    held = {"number": [len(seen) == len(said)], "colour": [found is not None for _, found in pairs]}
+    number = sum(shape.count for shape in seen.values())
+    held = {"number": [number == len(said)], "colour": [found is not None for _, found in pairs]}
     for name in ("kind", "motion", "speed"):
         held[name] = [
             found is not None and getattr(found, name) == getattr(shape, name)
@@ -106,13 +117,20 @@ def as_array(video: Sequence[object] | Floats) -> Floats:
 
 
 def said_by(prompt: str) -> list[Read]:
-    """Return what a caption says of each shape."""
-    found = []
-    for colour, kind, motion in _OBJECT.findall(prompt):
+    """Return what a caption says of each shape.
+
+    Raises:
+        ValueError: it is none of `clips.Scene`.
+    """
+    objects, _, ground = prompt.strip().rstrip(".").lower().partition(" over ")
+    found = [_OBJECT.fullmatch(each) for each in re.split(r" and (?=an? )", objects)]
+    if not re.fullmatch(r"an? \w+ ground", ground) or None in found:
+        raise ValueError(f"a caption must be such as {_EXAMPLE!r}, got {prompt!r}")
+    said = []
+    for colour, kind, motion in (each.groups() for each in found if each):
         speed = next((word for word in ("slowly", "quickly") if word in motion), "")
-        words = motion.replace(f"{speed} ", "") if speed else motion
-        found.append(Read(colour, kind, words, speed))
-    return found
+        said.append(Read(colour, kind, motion.replace(f"{speed} ", "") if speed else motion, speed))
+    return said
 
 
 def seen_in(video: Floats) -> list[Read]:
@@ -126,9 +144,12 @@ def seen_in(video: Floats) -> list[Read]:
     for number, colour in enumerate(COLOURS):
         mask = nearest == number
         areas = mask.mean((1, 2))
-        if np.median(areas) >= _PRESENT:
-            motion, speed = _motion(mask, areas)
-            found.append(Read(colour, _kind(mask, areas), motion, speed))
+        if np.quantile(areas, _HIDDEN) >= _PRESENT:
+            whole = np.flatnonzero(areas >= _WHOLE * np.quantile(areas, 0.9))
+            step = max(1, mask.shape[1] // _ROWS_OF_COUNT)
+            few = mask[whole[:: -(-len(whole) // _FRAMES)], ::step, ::step]
+            count = int(np.median([_count(frame) for frame in few]))
+            found.append(Read(colour, _kind(mask[whole]), *_motion(mask, areas), count))
     return found
 
 
@@ -149,13 +170,31 @@ def _box(mask: Bools) -> tuple[float, float, float, float]:
     return edges[0], edges[1], edges[2], edges[3]
 
 
-def _kind(mask: Bools, areas: Floats) -> str:
-    """Return what a shape is, by the frames in which nothing hides it."""
-    whole = np.flatnonzero(areas >= _WHOLE * np.quantile(areas, 0.9))
+def _count(mask: Bools) -> int:
+    """Return how many parts of a frame's mask [H, W] hang together, specks aside."""
+    left, count = mask.copy(), 0
+    while left.any():
+        part = np.zeros_like(left)
+        part.flat[left.argmax()] = True
+        size = 0
+        while size < part.sum():
+            size = part.sum()
+            for axis, step in itertools.product((0, 1), (1, -1)):
+                edge = [slice(None), slice(None)]
+                edge[axis] = slice(1, None) if step > 0 else slice(None, -1)
+                part[tuple(edge)] |= np.roll(part, step, axis)[tuple(edge)]
+            part &= left
+        count += size >= _PART * mask.sum()
+        left &= ~part
+    return count
+
+
+def _kind(masks: Bools) -> str:
+    """Return what a shape is, by frames [N, H, W] in which nothing hides it."""
     votes: list[str] = []
-    for frame in whole:
-        top, bottom, left, right = map(int, _box(mask[frame]))
-        part = mask[frame, top:bottom, left:right]
+    for mask in masks:
+        top, bottom, left, right = map(int, _box(mask))
+        part = mask[top:bottom, left:right]
         height, width = part.shape
         middle = part[2 * height // 5 : 3 * height // 5 + 1, 2 * width // 5 : 3 * width // 5 + 1]
         upper, lower = part[: height // 2].sum(), part[(height + 1) // 2 :].sum()

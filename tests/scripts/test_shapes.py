@@ -52,10 +52,33 @@ def test_captions_of_other_clips_hold_little(shapes) -> None:
         pytest.param(lambda video: video[::-1], id="backwards"),
         pytest.param(lambda video: video[..., [1, 2, 0]], id="recoloured"),
         pytest.param(lambda video: blurred(video), id="blurred"),
+        pytest.param(lambda video: twice(video), id="drawn twice"),
+        pytest.param(
+            lambda video: video * (np.arange(FRAMES) % 2)[:, None, None, None], id="black"
+        ),
     ],
 )
 def test_the_score_falls_with_what_a_clip_loses(shapes, change) -> None:
     assert mean(shapes, change) < 0.9
+
+
+def flickering(video):
+    found = video.copy()
+    found[1::2] = 0
+    return found
+
+
+def twice(video):
+    """Draw every shape again on the other side of the frame."""
+    again = np.roll(video, SIDE // 2, 2)
+    return np.where(np.ptp(again, axis=-1, keepdims=True) > 0.3, again, video)
+
+
+def test_a_shape_that_is_drawn_twice_is_counted_twice(shapes) -> None:
+    _, score, videos, captions = shapes
+    still = next(i for i, caption in enumerate(captions) if " and a" not in caption)
+    assert score.facts(videos[still], captions[still])["number"] == [True]
+    assert score.facts(twice(videos[still]), captions[still])["number"] == [False]
 
 
 def blurred(video, width: int = 13):
@@ -87,9 +110,24 @@ def test_a_speed_that_the_caption_does_not_say_is_no_fact(shapes) -> None:
     assert score.score(videos[moving], captions[moving].replace("quickly", "slowly")) < 1.0
 
 
-def test_a_caption_without_a_shape_is_refused(shapes) -> None:
-    with pytest.raises(ValueError, match="must name a shape, got 'a fox'"):
-        shapes[1].score(shapes[2][0], "a fox")
+@pytest.mark.parametrize(
+    "caption",
+    [
+        "a fox",
+        "a red ball moves right",
+        "a rd ball moves right over a plain ground",
+        "a red ball and a blue box move right over a plain ground",
+        "a red ball moves right and a fox stands still over a plain ground",
+    ],
+)
+def test_what_is_no_caption_is_refused(shapes, caption: str) -> None:
+    with pytest.raises(ValueError, match=f"such as 'a red ball .* ground', got '{caption}'"):
+        shapes[1].score(shapes[2][0], caption)
+
+
+def test_a_caption_may_begin_with_a_capital_and_end_with_a_point(shapes) -> None:
+    _, score, videos, captions = shapes
+    assert score.score(videos[0], f"{captions[0].capitalize()}.") == 1.0
 
 
 def test_videos_are_compared_with_their_caption_and_the_first(shapes, tmp_path, capsys) -> None:
