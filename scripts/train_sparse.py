@@ -433,13 +433,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--dtype", choices=dtypes, default="bfloat16", help=text)
     add("--seed", type=int, default=0, help="seed (0)")
     add("--resume", action="store_true", help="go on from the state in OUT")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.steps % options.accumulate:
+        got = f"{options.steps} and {options.accumulate}"
+        parser.error(f"--steps must be a multiple of --accumulate, got {got}")
+    return options
 
 
 def load(options: argparse.Namespace) -> WanPipeline:
     """Return the pipeline."""
     try:
-        return WanPipeline.from_pretrained(options.model, torch_dtype=getattr(torch, options.dtype))
+        return WanPipeline.from_pretrained(options.model, dtype=getattr(torch, options.dtype))
     except (OSError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise UsageError(
@@ -510,7 +514,7 @@ def train(options: argparse.Namespace) -> None:
             if main:
                 writer.writerow((step, loss, "" if gap is None else gap, f"{seconds:.4f}"))
                 file.flush()
-            if run.step % options.every == 0:
+            if min(run.step % options.every, options.steps - run.step) == 0:  # and at the end
                 run.save_state(state)
         gap = run.gap(held)
         if main:

@@ -199,7 +199,7 @@ def _pipeline(folder: Path) -> Any:
     from diffusers import WanPipeline
 
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-    return WanPipeline.from_pretrained(folder, torch_dtype=dtype).to(DEVICE)
+    return WanPipeline.from_pretrained(folder, dtype=dtype).to(DEVICE)
 
 
 def compared(

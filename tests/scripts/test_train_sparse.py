@@ -122,6 +122,18 @@ def test_the_rate_falls_to_nothing_over_the_steps(run) -> None:
     assert 0 < rates[-1] < 0.001
 
 
+def test_a_run_that_is_done_goes_on_from_its_end(run, tmp_path, capsys) -> None:
+    assert run("--steps", "3", "--every", "2") == 0
+    assert run("--steps", "2", "--resume") == 2
+    assert "--steps must be at least the 3 taken, got 2" in capsys.readouterr().err
+
+
+def test_steps_that_would_not_reach_the_optimiser_are_refused(run, capsys) -> None:
+    with pytest.raises(SystemExit):
+        run("--steps", "3", "--accumulate", "4")
+    assert "--steps must be a multiple of --accumulate, got 3 and 4" in capsys.readouterr().err
+
+
 def test_the_loss_and_the_distance_have_an_axis_each(run, tmp_path, monkeypatch) -> None:
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
