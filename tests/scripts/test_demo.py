@@ -102,7 +102,8 @@ def test_the_demo_prints_what_the_readme_shows_and_leaves_two_videos(
     demo = [str(checkout / "scripts" / "demo")]
     subprocess.run(demo, cwd=checkout, check=True, timeout=60)
     monkeypatch.chdir(checkout)
-    printed = "".join(output(main, *words) for words in _commands(checkout / "sglang"))
+    generations = sorted(_commands(checkout / "sglang"), key=lambda words: "dense" not in words[-3])
+    printed = "".join(output(main, *words) for words in generations)
     ((script, *compared),) = _commands(checkout / "python")
     assert script == "scripts/shapes/score.py"
     printed += output(score, *compared)
@@ -114,3 +115,15 @@ def test_the_demo_prints_what_the_readme_shows_and_leaves_two_videos(
     shown = [float(x) for x in re.findall(r"(\d+)% of the caption", printed)]
     assert shown[0] >= 80
     assert len(shown) == 2
+
+
+def test_the_demo_takes_another_sentence(checkout: Path) -> None:
+    sentence = "a blue box stands still over a dotted ground"
+    demo = [str(checkout / "scripts" / "demo"), "--prompt", sentence, "--seed", "2"]
+    subprocess.run(demo, cwd=checkout, check=True, timeout=60)
+    for words in _commands(checkout / "sglang"):
+        assert [words[i + 1] for i, word in enumerate(words) if word == "--prompt"] == [sentence]
+        assert words[-1] == "torch_sdpa" or "sparse" in words[-3]
+        assert "2" in words
+    ((_, caption, *_),) = _commands(checkout / "python")
+    assert caption == sentence
