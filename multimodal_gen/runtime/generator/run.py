@@ -4,12 +4,13 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 
@@ -37,7 +38,7 @@ from multimodal_gen.runtime.generator.library_errors import (
     out_of_memory_explained,
     told_of_run,
 )
-from multimodal_gen.runtime.generator.load import denoisers, load_pipeline
+from multimodal_gen.runtime.generator.load import denoisers, load_pipeline, pick_device
 from multimodal_gen.runtime.generator.lora import not_reached, read_loras
 from multimodal_gen.runtime.generator.output import (
     GrowingVideo,
@@ -67,6 +68,8 @@ logger = logging.getLogger(__name__)
 
 # What may differ between a run and the one that goes on with it.
 _NOT_DECIDING = ("output_path", "overwrite", "rank_timeout", "record_attention")
+
+_RecorderT = TypeVar("_RecorderT")
 
 
 class Report(Protocol):
@@ -360,8 +363,8 @@ class Session:
             raise UsageError("a generator must not be used after it was closed; load it again")
         check_sizes(pipe, args)
         call = prepare_call(pipe, self.index, args)
-        if not is_main_rank() and "output_type" in call.arguments:  # it writes nothing
-            call = replace(call, arguments={**call.arguments, "output_type": "latent"})
+        if not is_main_rank():  # it writes nothing
+            call = call.without_pixels()
         width, height = output_size(pipe, self.index, args)
         asked = Generation(prompt=args.prompt or "", width=width, height=height)
         cache = None if args.cache is None else read_cache(args.cache)
@@ -396,6 +399,35 @@ class Session:
             "arguments": as_plain(args),
             "mesh": None if mesh is None else {**asdict(mesh), "ranks": mesh.world_size},
         }
+
+
+def observe(
+    args: ServerArgs,
+    prompts: Iterable[str],
+    attach: Callable[[Any], Handle],
+    make: Callable[[], _RecorderT],
+    watch: Callable[[_RecorderT], AbstractContextManager[object]],
+) -> Generator[tuple[_RecorderT, float, tuple[int | str, int | str]], None, None]:
+    """Generate prompts for what looks at their attention, which is all that is kept of them.
+
+    `make` makes what looks at one generation, and `watch` lets it look in a `with` block. Yielded
+    are that, the seconds that the generation took, and the width and height of its output.
+    """
+    device = pick_device(args.device)
+    index = PipelineIndex.read(args.model_path, args.pipeline_class_name)
+    check_arguments(index, args)
+    read_inputs(index, args)
+    pipe = load_pipeline(index, args, device)
+    handle = attach(pipe)
+    try:
+        for prompt in prompts:
+            call = prepare_call(pipe, index, replace(args, prompt=prompt)).without_pixels()
+            recorder, timings = make(), Timings(device)
+            with watch(recorder), timings.phase("whole"), told_of_run(pipe):
+                denoise(pipe, call, timings)
+            yield recorder, timings.phases["whole"], output_size(pipe, index, args)
+    finally:
+        handle.remove()
 
 
 def _mesh() -> Mesh | None:

@@ -8,7 +8,7 @@ diffusers finds these out inside a model, where the message is about tensors, or
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import Parameter, signature
 from typing import Any
 
@@ -98,6 +98,11 @@ class Call:
     fps: int
     changed: Mapping[str, object] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+    def without_pixels(self) -> "Call":
+        """Return the call with nothing decoded at its end, where the pipeline can leave that."""
+        latent = {"output_type": "latent"} if "output_type" in self.arguments else {}
+        return replace(self, arguments={**self.arguments, **latent})
 
 
 def check_arguments(index: PipelineIndex, args: ServerArgs) -> None:

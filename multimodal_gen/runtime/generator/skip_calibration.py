@@ -13,8 +13,9 @@ Shapes: S tokens, H heads, D head size, L lambdas that are tried.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
 from statistics import linear_regression
 from typing import Any
 
@@ -22,13 +23,8 @@ import torch
 import torch.nn.functional as F
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.runtime.generator.denoise import Timings, denoise
-from multimodal_gen.runtime.generator.index import PipelineIndex
-from multimodal_gen.runtime.generator.inputs import read_inputs
-from multimodal_gen.runtime.generator.library_errors import out_of_memory_explained, told_of_run
-from multimodal_gen.runtime.generator.load import load_pipeline, pick_device
-from multimodal_gen.runtime.generator.run import Handle
-from multimodal_gen.runtime.generator.sampling import check_arguments, prepare_call
+from multimodal_gen.runtime.generator.library_errors import out_of_memory_explained
+from multimodal_gen.runtime.generator.run import Handle, observe
 from multimodal_gen.runtime.layers.attention.call import AttentionCall, watching
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.sparse.methods.skip_softmax import BLOCK, SkipCurve
@@ -256,19 +252,12 @@ def calibrate(
         UsageError: an option does not fit the pipeline or the device, no self-attention was seen,
             or that of several denoisers; or no curve can be fitted.
     """
-    device = pick_device(args.device)
-    index = PipelineIndex.read(args.model_path, args.pipeline_class_name)
-    check_arguments(index, args)
-    read_inputs(index, args)
     recorders: list[SkipRecorder] = []
-    with out_of_memory_explained():
-        pipe = load_pipeline(index, args, device)
-        handle = attach(pipe)
-        try:
-            for number, seconds in _generate(pipe, index, args, prompts, component, recorders):
-                told(number, seconds)
-        finally:
-            handle.remove()
+    runs = observe(args, prompts, attach, lambda: SkipRecorder(component), watching)
+    with out_of_memory_explained(), closing(runs):
+        for number, (recorder, seconds, _) in enumerate(runs, 1):
+            recorders.append(recorder)
+            told(number, seconds)
     names = sorted({name for recorder in recorders for name in recorder.keys})
     if len(names) != 1:
         seen = ", ".join(names) or "none"
@@ -285,23 +274,3 @@ def calibrate(
     a, b = fit_curve(points)
     curve = SkipCurve(a=a, b=b)
     return Calibrated(component=names[0], curve=curve, keys=keys, recorders=tuple(recorders))
-
-
-def _generate(
-    pipe: Any,
-    index: PipelineIndex,
-    args: ServerArgs,
-    prompts: Sequence[str],
-    component: str | None,
-    recorders: list[SkipRecorder],
-) -> Iterator[tuple[int, float]]:
-    for number, prompt in enumerate(prompts, 1):
-        call = prepare_call(pipe, index, replace(args, prompt=prompt))
-        arguments = dict(call.arguments)
-        if "output_type" in arguments:
-            arguments["output_type"] = "latent"  # what attention saw is all that is wanted
-        recorder, timings = SkipRecorder(component), Timings(pick_device(args.device))
-        with watching(recorder), timings.phase("calibration"), told_of_run(pipe):
-            denoise(pipe, replace(call, arguments=arguments), timings)
-        recorders.append(recorder)
-        yield number, timings.phases["calibration"]

@@ -5,6 +5,7 @@ the prompt is done, and an interrupted search goes on behind it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,13 +13,9 @@ from typing import Any
 
 from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.files import require_writable
-from multimodal_gen.runtime.generator.denoise import Timings, denoise
-from multimodal_gen.runtime.generator.index import PipelineIndex
-from multimodal_gen.runtime.generator.inputs import read_inputs
-from multimodal_gen.runtime.generator.library_errors import out_of_memory_explained, told_of_run
-from multimodal_gen.runtime.generator.load import load_pipeline, pick_device, pick_dtype
-from multimodal_gen.runtime.generator.run import Handle
-from multimodal_gen.runtime.generator.sampling import check_arguments, output_size, prepare_call
+from multimodal_gen.runtime.generator.library_errors import out_of_memory_explained
+from multimodal_gen.runtime.generator.load import pick_device, pick_dtype
+from multimodal_gen.runtime.generator.run import Handle, observe
 from multimodal_gen.runtime.generator.skeleton import model_identity
 from multimodal_gen.runtime.layers.attention.sparse.methods.sta.search import (
     POSITIVE,
@@ -99,28 +96,14 @@ class WindowSearch:
             UsageError: an option does not fit the pipeline or the device, no layer could be
                 searched, or the device runs out of memory.
         """
-        args = self._args
-        device = pick_device(args.device)
-        index = PipelineIndex.read(args.model_path, args.pipeline_class_name)
-        check_arguments(index, args)
-        read_inputs(index, args)
-        with out_of_memory_explained():
-            pipe = load_pipeline(index, args, device)
-            handle = attach(pipe)
-            try:
-                for prompt in self.pending:
-                    call = prepare_call(pipe, index, replace(args, prompt=prompt))
-                    arguments = dict(call.arguments)
-                    if "output_type" in arguments:
-                        arguments["output_type"] = "latent"  # the losses are all that is wanted
-                    recorder, timings = LossRecorder(self._windows), Timings(device)
-                    told = told_of_run(pipe)
-                    with record_into(recorder), timings.phase("search"), told:
-                        denoise(pipe, replace(call, arguments=arguments), timings)
-                    file, found = self._write(prompt, recorder, output_size(pipe, index, args))
-                    yield Searched(file=file, found=found, seconds=timings.phases["search"])
-            finally:
-                handle.remove()
+        prompts = self.pending
+        runs = observe(
+            self._args, prompts, attach, lambda: LossRecorder(self._windows), record_into
+        )
+        with out_of_memory_explained(), closing(runs):
+            for prompt, (recorder, seconds, size) in zip(prompts, runs, strict=True):
+                file, found = self._write(prompt, recorder, size)
+                yield Searched(file=file, found=found, seconds=seconds)
 
     def _write(
         self, prompt: str, recorder: LossRecorder, size: tuple[int | str, int | str]
