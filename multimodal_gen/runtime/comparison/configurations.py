@@ -121,7 +121,8 @@ class Plan:
                 f"leaves pairs out; try torch_sdpa"
             )
         for each in self.floor or ():
-            if _is_sparse(each) and not _is_exact(each):
+            exact = (read_configuration(text).asked for text in EXACT_KERNELS)
+            if _is_sparse(each) and each.asked not in exact:
                 raise UsageError(
                     f"--floor must be exact kernels, got {short(each.text)}, a sparse method, "
                     f"whose difference is not the noise; try triton_attn or {_DENSE_BLOCKS}"
@@ -228,8 +229,9 @@ def read_configuration(
     Raises:
         ConfigError: the backend or its parameters are wrong.
     """
-    asked_for, cache = _without_cache(text, name)
-    backend, _, parameters = asked_for.partition(":")
+    named = cache_of(text)
+    cache = None if named is None else read_cache(named, name=name)
+    backend, _, parameters = _CACHE.split(text, maxsplit=1)[0].partition(":")
     spelled = {
         "attention_backend": name,
         "attention_backend_config": f"{name}: parameters of {backend.strip()}",
@@ -265,22 +267,10 @@ def _is_sparse(configuration: Configuration) -> bool:
     return AttentionBackendEnum.parse(configuration.backend).is_sparse
 
 
-def _is_exact(configuration: Configuration) -> bool:
-    return configuration.asked in [each.asked for each in map(read_configuration, EXACT_KERNELS)]
-
-
 def cache_of(text: str) -> str | None:
     """Return the cache that the text of a configuration names, as `--cache` takes it, or None."""
     found = _CACHE.search(text)
     return None if found is None else text[found.end() :].strip()
-
-
-def _without_cache(text: str, name: str) -> tuple[str, Cache | None]:
-    """Return what stands before the plus, and the cache behind it."""
-    cache = cache_of(text)
-    if cache is None:
-        return text, None
-    return _CACHE.split(text, maxsplit=1)[0], read_cache(cache, name=name)
 
 
 def _split(text: str, name: str) -> Iterator[str]:

@@ -67,9 +67,6 @@ from multimodal_gen.runtime.managers.forward_context import (
 
 _Serve: TypeAlias = Callable[[AttentionCall], torch.Tensor]
 
-_Place: TypeAlias = tuple[str, str, int, str | None]
-"""Which call it is: component, name, step and guidance branch."""
-
 _Source: TypeAlias = Literal["dense", "plan", "estimate"]
 """Where a mass is from; see `LayerErrors`."""
 
@@ -227,34 +224,27 @@ class Replay:
 
 def averaged(clips: Sequence[Sequence[LayerErrors]]) -> tuple[LayerErrors, ...]:
     """Return the means of what was found over prompts and seeds, with their spread."""
-    by_place = grouped((_place(each), each) for clip in clips for each in clip)
-    return tuple(
-        replace(_mean_of(found), clips=len(found), spread=_spread_of(found))
-        for found in by_place.values()
+    by_place = grouped(
+        ((each.component, each.name, each.step, each.branch), each)
+        for clip in clips
+        for each in clip
     )
-
-
-def _place(errors: LayerErrors) -> _Place:
-    return errors.component, errors.name, errors.step, errors.branch
+    return tuple(map(_mean_of, by_place.values()))
 
 
 def _mean_of(found: Sequence[LayerErrors]) -> LayerErrors:
-    """Return the mean of the same layer at the same step."""
+    """Return the mean of the same layer at the same step, with its spread."""
     if len(found) == 1:
         return found[0]
+    sources = {each.kept_mass_source for each in found}
+    least_exact: tuple[_Source, ...] = ("estimate", "plan", "dense")
     return replace(
         found[0],
         **_by_head(found, statistics.fmean),
-        kept_mass_source=_source_of(found),
+        kept_mass_source=next((source for source in least_exact if source in sources), None),
         density=statistics.fmean(each.density for each in found),
-    )
-
-
-def _spread_of(found: Sequence[LayerErrors]) -> LayerSpread | None:
-    return (
-        None
-        if len(found) == 1
-        else LayerSpread(**_by_head(found, lambda figures: mean_and_deviation(figures)[1]))
+        clips=len(found),
+        spread=LayerSpread(**_by_head(found, lambda figures: mean_and_deviation(figures)[1])),
     )
 
 
@@ -273,13 +263,6 @@ def _by_head(
         name: _rounded(map(statistic, zip(*rows, strict=True)), 9 if name == "cosine" else _DIGITS)
         for name, rows in lists.items()
     }
-
-
-def _source_of(found: Sequence[LayerErrors]) -> _Source | None:
-    """Return the least exact of the ways in which masses were found."""
-    sources = {each.kept_mass_source for each in found}
-    ways: tuple[_Source, ...] = ("estimate", "plan", "dense")
-    return next((way for way in ways if way in sources), None)
 
 
 class WarmUp:

@@ -172,7 +172,7 @@ def heat_maps(series: Sequence[Series], floor: Sequence[Run]) -> tuple[HeatMap, 
         _undrawn(each.run.name, component, calls, across)
         for each in series[1:]
         if largest_error(each.run) > noise
-        for component, calls in _by_component(each.run.layers).items()
+        for component, calls in grouped((x.component, x) for x in each.run.layers).items()
         for across in ("step", "head")
     ]
     found = [value for grid in grids for row in grid.values for value in row if value and value > 0]
@@ -221,10 +221,6 @@ def _over_steps(
             for each, by_step in lines
         )
         return _svg(figure, title, f"At the last step: {last}")
-
-
-def _by_component(calls: Sequence[LayerErrors]) -> dict[str, list[LayerErrors]]:
-    return grouped((call.component, call) for call in calls)
 
 
 def _undrawn(run: str, component: str, calls: Sequence[LayerErrors], across: str) -> HeatMap:

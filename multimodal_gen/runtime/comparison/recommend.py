@@ -309,12 +309,9 @@ def _misses(run: Run, limits: Limits) -> list[str]:
     if was_dense(run):
         return ["it was dense in every call, so its figures say nothing of the method"]
     if not limits.given:
-        return [] if word == _WITHIN else [f"its difference is {_word(word)}"]
+        known = word if word == "visible" else "not known to be noise"
+        return [] if word == _WITHIN else [f"its difference is {known}"]
     return list(_missed_limits(run, limits))
-
-
-def _word(word: str) -> str:
-    return "visible" if word == "visible" else "not known to be noise"
 
 
 def _missed_limits(run: Run, limits: Limits) -> Iterator[str]:

@@ -111,7 +111,8 @@ class Store:
             frames, preview = found.generation.frames_path, found.generation.preview_path
             if not (frames and self.has_array(frames)):
                 return None
-            if not (preview and _has_bytes(self.folder / preview)):
+            copy = self.folder / (preview or "")
+            if not (copy.is_file() and copy.stat().st_size):
                 return None
         return found
 
@@ -137,7 +138,10 @@ class Store:
                     write(staging.path(self.folder / path))
                 output.write_record(as_plain(record), staging.path(self._record(key)))
         except OSError as error:
-            left = "" if error.errno else f"; {_space_left(self.folder)}"  # NumPy's tell nothing
+            left = ""
+            if not error.errno:  # NumPy's tell nothing
+                free = shutil.disk_usage(self.folder).free >> 20
+                left = f"; the disk has {free} MiB of space left"
             raise UsageError(
                 f"the comparison could not be written to {str(self.folder)!r}: {error}{left}"
             ) from error
@@ -158,14 +162,6 @@ class Store:
 
     def _record(self, key: str) -> Path:
         return self.folder / "records" / f"{key}.json"
-
-
-def _space_left(folder: Path) -> str:
-    return f"the disk has {shutil.disk_usage(folder).free >> 20} MiB of space left"
-
-
-def _has_bytes(path: Path) -> bool:
-    return path.is_file() and path.stat().st_size > 0
 
 
 def check_folder(folder: Path, *, resume: bool) -> None:

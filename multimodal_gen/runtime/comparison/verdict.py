@@ -262,12 +262,11 @@ def _judge(run: Run, floor: Sequence[Run]) -> Verdict:
     if unjudged:
         reason = "No other exact kernel ran, so there is no noise to compare the figures with."
         return Verdict(word="unknown", reasons=(reason, *map(_sentence, unjudged)))
-    word: Literal["within the noise of dense kernels"] = "within the noise of dense kernels"
     by_name = {each.measure.name: each for each in found}
     reasons = tuple(map(_sentence, found))
     if "psnr" in by_name and math.isinf(by_name["psnr"].mean):
         reasons = ("Every clip equals the reference's.",)
-    return Verdict(word=word, reasons=reasons)
+    return Verdict(word="within the noise of dense kernels", reasons=reasons)
 
 
 def compare_with_noise(run: Run, floor: Sequence[Run]) -> tuple[NoiseComparison, ...]:
