@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import shutil
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -302,8 +303,8 @@ def _density_table(density: Sequence[Sequence[float]]) -> Iterator[str]:
     headings = ("steps", *(_range(*group) for group in groups), "mean")
     rows: list[tuple[int, int, list[str]]] = []
     for step, layers in enumerate(density):
-        means = [_mean(layers[first : last + 1]) for first, last in groups]
-        cells = [f"{value:.0%}" for value in (*means, _mean(layers))]
+        means = [statistics.fmean(layers[first : last + 1]) for first, last in groups]
+        cells = [f"{value:.0%}" for value in (*means, statistics.fmean(layers))]
         if rows and rows[-1][2] == cells:
             rows[-1] = (rows[-1][0], step, cells)
         else:
@@ -320,7 +321,3 @@ def _groups(count: int, columns: int) -> Iterator[tuple[int, int]]:
 
 def _range(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}-{last}"
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

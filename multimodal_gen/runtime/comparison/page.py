@@ -11,6 +11,7 @@ import io
 import itertools
 import json
 import math
+import statistics
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
@@ -247,7 +248,7 @@ def _from_best(measure: Measure, runs: Sequence[Run]) -> dict[str, tuple[str, st
     """Return each run's cell of a measure: difference, interval, whether it is beyond chance."""
     figures = {run.name: measure.figures(run) for run in runs}
     distances = {
-        name: math.fsum(map(measure.distance, found.values())) / len(found)
+        name: statistics.fmean(map(measure.distance, found.values()))
         for name, found in figures.items()
         if found
     }
@@ -292,7 +293,7 @@ def _cell(found: NoiseComparison | None, kind: str) -> dict[str, Any]:
 
 def _score(run: Run) -> dict[str, Any]:
     scores, apart = [*SCORE.figures(run).values()], run.differences.get("score")
-    text = SCORE.number(math.fsum(scores) / len(scores)) if scores else "-"
+    text = SCORE.number(statistics.fmean(scores)) if scores else "-"
     lower, interval, beyond = _difference(SCORE, apart)
     small = [lower, interval] if apart is not None else []
     return {"text": text, "small": small, "beyond": beyond}
@@ -356,7 +357,7 @@ def _layer_table(report: Report) -> dict[str, Any]:
 
 
 def _mean(figures: Sequence[float], form: str) -> str:
-    return form.format(math.fsum(figures) / len(figures)) if figures else "-"
+    return form.format(statistics.fmean(figures)) if figures else "-"
 
 
 def _mask(picture: MaskPicture) -> dict[str, Any]:

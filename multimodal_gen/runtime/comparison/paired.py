@@ -6,6 +6,7 @@ clips, the mean would lie within in 19 of 20 comparisons. One clip has none.
 """
 
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import TypeVar
@@ -91,7 +92,7 @@ def estimate(figures: Sequence[float]) -> Estimate | None:
 
 def mean_and_deviation(figures: Sequence[float]) -> tuple[float, float]:
     """Return the mean of figures and their standard deviation (n - 1; 0 of one)."""
-    mean = math.fsum(figures) / len(figures)
+    mean = statistics.fmean(figures)
     squares = math.fsum((each - mean) ** 2 for each in figures)
     return mean, math.sqrt(squares / max(len(figures) - 1, 1))
 

@@ -9,6 +9,7 @@ import html
 import io
 import math
 import re
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -203,7 +204,7 @@ def _over_steps(
     with _figure(5.0, 3.1) as (figure, axes):
         for each, by_step in lines:
             steps = sorted(by_step)
-            means = [math.fsum(by_step[step]) / len(by_step[step]) for step in steps]
+            means = [statistics.fmean(by_step[step]) for step in steps]
             # What is 0 has no place on a logarithmic axis, NaN on none: the line has a gap there.
             axes.plot(steps, [m if m > 0 else math.nan for m in means], color=each.colour,
                       ls=each.dash, marker=each.marker, markersize=4, lw=1.6,
@@ -234,7 +235,7 @@ def _undrawn(run: str, component: str, calls: Sequence[LayerErrors], across: str
 
     def mean(place: tuple[int, int]) -> float | None:
         finite = [error for error in cells.get(place, ()) if math.isfinite(error)]
-        return math.fsum(finite) / len(finite) if finite else None
+        return statistics.fmean(finite) if finite else None
 
     return HeatMap(
         run=run,

@@ -30,6 +30,7 @@ A score by a function of the user's is no distance from the reference, and no ve
 """
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -297,7 +298,7 @@ def _compare_measure(measure: Measure, run: Run, floor: Sequence[Run]) -> NoiseC
     if not paired:
         return None
     mean, spread = mean_and_spread([figures[clip] for clip in paired])
-    apart = math.fsum(measure.distance(figures[clip]) for clip in paired) / len(paired)
+    apart = statistics.fmean(measure.distance(figures[clip]) for clip in paired)
     compared = NoiseComparison(
         measure=measure,
         count=len(paired),
@@ -309,7 +310,7 @@ def _compare_measure(measure: Measure, run: Run, floor: Sequence[Run]) -> NoiseC
     )
     if not noise:
         return compared
-    allowed = math.fsum(measure.distance(noise[clip]) for clip in paired) / len(paired)
+    allowed = statistics.fmean(measure.distance(noise[clip]) for clip in paired)
     return replace(
         compared,
         noise=mean_and_spread([noise[clip] for clip in paired])[0],
