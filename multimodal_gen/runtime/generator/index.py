@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,12 @@ import torch
 from multimodal_gen.errors import MissingDependencyError, UsageError, first_line, nearest, short
 from multimodal_gen.files import MalformedError, read_small_file
 from multimodal_gen.runtime.generator.library_errors import blamed_for, told
-from multimodal_gen.runtime.generator.model_folder import check_classes, check_code, check_files
+from multimodal_gen.runtime.generator.model_folder import (
+    LIBRARIES,
+    check_classes,
+    check_code,
+    check_files,
+)
 from multimodal_gen.runtime.generator.output import Kind
 from multimodal_gen.runtime.generator.quiet import without
 from multimodal_gen.runtime.generator.signatures import arguments_of
@@ -105,11 +111,7 @@ class PipelineIndex:
 
 def class_of(library: str, class_name: str) -> Any:
     """Return the class of a component, or None for one that is not these libraries' own."""
-    import diffusers
-    import transformers
-
-    module = {"diffusers": diffusers, "transformers": transformers}.get(library)
-    found = getattr(module, class_name, None)
+    found = getattr(import_module(library), class_name, None) if library in LIBRARIES else None
     return found if isinstance(found, type) else None
 
 

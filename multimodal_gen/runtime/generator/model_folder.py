@@ -6,6 +6,7 @@ before anything is imported, whatever the release.
 """
 
 from collections.abc import Mapping
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, get_args
@@ -95,19 +96,16 @@ def check_classes(
     Raises:
         UsageError: names the component, its class and the one that is needed.
     """
-    import diffusers
-    import transformers
-
-    modules = {"diffusers": diffusers, "transformers": transformers}
     for name, (library, class_name) in components.items():
-        if library not in modules:
+        if library not in LIBRARIES:
             continue
-        given = getattr(modules[library], class_name, None)
+        module = import_module(library)
+        given = getattr(module, class_name, None)
         if not isinstance(given, type):
             found = "has no such class, a newer one may" if given is None else "has as no class"
             raise UsageError(
                 f"component {name} of {model_path!r} must name a class of {library}, got "
-                f"{class_name!r}, which {library} {modules[library].__version__} {found}"
+                f"{class_name!r}, which {library} {module.__version__} {found}"
             )
         wanted = _models(pipeline_class, name) if name.startswith(DENOISERS) else ()
         if wanted and not issubclass(given, wanted):

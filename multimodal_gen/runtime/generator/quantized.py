@@ -4,6 +4,7 @@ The packages that do it are extras, imported only when they are asked for.
 """
 
 from collections.abc import Mapping
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
@@ -106,10 +107,7 @@ def quantization_config(library: str, way: str, dtype: torch.dtype) -> Any:
         way: a name of `QUANTIZATIONS`.
         dtype: what is computed in.
     """
-    import diffusers
-    import transformers
-
-    module: Any = {"diffusers": diffusers, "transformers": transformers}[library]
+    module = import_module(library)
     if way == "bnb-nf4":
         return module.BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
