@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from multimodal_gen.files import MalformedError, read_small_file
+from multimodal_gen.runtime.generator.weights_file import weight_files
 from multimodal_gen.settings import read_json
 
 # Parameters of a model that tell it from others of its class.
@@ -95,11 +96,6 @@ def _holds(folder: Path, model: nn.Module) -> bool:
         return False
     named = config.get("_class_name") if isinstance(config, dict) else None
     return any(cls.__name__ == named for cls in type(model).__mro__) and bool(weight_files(folder))
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a folder, in order; pipes and devices are none."""
-    return sorted(path for path in folder.glob("*.safetensors") if path.is_file())
 
 
 def _has_parameters_of(folder: Path, model: nn.Module) -> bool:

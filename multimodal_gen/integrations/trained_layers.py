@@ -23,9 +23,9 @@ import torch
 from torch import nn
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.integrations.checkpoint_files import find_checkpoint, weight_files
+from multimodal_gen.integrations.checkpoint_files import find_checkpoint
 from multimodal_gen.integrations.components import compute_dtype
-from multimodal_gen.runtime.generator.weights_file import TRAINED
+from multimodal_gen.runtime.generator.weights_file import TRAINED, weight_files
 
 Stored: TypeAlias = Mapping[str, Path | torch.Tensor]
 """Parameters by their keys: the file of each, or itself."""

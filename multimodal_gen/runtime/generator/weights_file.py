@@ -83,7 +83,7 @@ def check_weights(
         path = expanded(file, _FLAG)
         if path.suffix.lower() == ".gguf":
             raise UsageError(f"{flag} must not be a file in GGUF; give --quantize {name}={file}")
-        if not path.is_file() and not _shards(path):
+        if not path.is_file() and not weight_files(path):
             raise UsageError(
                 f"{flag} must name an existing file, or a folder with files in {_SAFETENSORS}, got "
                 f"{str(path)!r}"
@@ -131,7 +131,8 @@ def load_weights(index: PipelineIndex, name: str, file: str, dtype: torch.dtype)
     return model.eval()
 
 
-def _shards(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a folder, in order; pipes and devices are none."""
     return sorted(path for path in folder.glob(f"*{_SAFETENSORS}") if path.is_file())
 
 
@@ -140,7 +141,7 @@ def _read(path: Path) -> Any:
     from safetensors.torch import load_file
 
     if path.is_dir():
-        return {key: value for file in _shards(path) for key, value in load_file(file).items()}
+        return {key: value for file in weight_files(path) for key, value in load_file(file).items()}
     if path.suffix.lower() == _SAFETENSORS:
         return load_file(path)
     mapped = zipfile.is_zipfile(path)  # an older form cannot be
