@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from multimodal_gen.runtime.generator.overridden import overridden
+
 _KEPT = 4
 """Inputs whose results a layer holds: more than guidance has branches."""
 _TEXT = frozenset({"text_embedder", "caption_projection", "caption_norm"})
@@ -120,8 +122,4 @@ def remember(layer: nn.Module, undo: ExitStack, count: Callable[[bool], None]) -
         return result
 
     undo.callback(kept.clear)
-    if "forward" in vars(layer):
-        undo.callback(setattr, layer, "forward", compute)
-    else:
-        undo.callback(delattr, layer, "forward")
-    layer.forward = forward
+    undo.enter_context(overridden(layer, forward=forward))

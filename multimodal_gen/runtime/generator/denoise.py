@@ -123,7 +123,7 @@ def denoise(
     start = timings.now()
     watch = _Watch(timings, when_stepped)
     with (
-        follow(pipe, watch.starts) as compilation,
+        follow(pipe, timings.start_steps) as compilation,
         overridden(pipe, **call.changed),
         overridden(pipe.scheduler, step=_WatchedStep(pipe.scheduler, watch)),
         told_of_run(),
@@ -151,10 +151,6 @@ class _Watch:
         self._timings = timings
         self._when_stepped = when_stepped
         self._counted_by_scheduler = False
-
-    def starts(self) -> None:
-        """The first step is about to start."""
-        self._timings.start_steps()
 
     def scheduler_stepped(self, result: Any) -> None:
         """The pipeline's own scheduler, not a copy of it, made a step."""

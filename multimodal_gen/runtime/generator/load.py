@@ -59,8 +59,9 @@ def check_loading(index: PipelineIndex, args: ServerArgs, device: torch.device) 
     if args.compiled_kernels is not None:
         use(expanded(args.compiled_kernels, "--compiled-kernels"), device)
     check_folder(index.model_path, index.components)
-    check_weights(index, _by_component(args.transformer_weights_path), _ways(args))
-    check_quantized(index, _ways(args), device)
+    ways = _by_component(args.quantize)
+    check_weights(index, _by_component(args.transformer_weights_path), ways)
+    check_quantized(index, ways, device)
     check_loras(index.pipeline_class, index.components, read_loras(args.lora_path or ()))
     if args.scheduler is not None:
         scheduler_class(args.scheduler)
@@ -107,11 +108,6 @@ def _failure(index: PipelineIndex, error: Exception) -> str:
     )
 
 
-def _ways(args: ServerArgs) -> Mapping[str, str]:
-    """Return what quantises each component."""
-    return _by_component(args.quantize)
-
-
 def _by_component(value: object) -> Mapping[str, str]:
     """Return a setting of components as its check left it."""
     given = value if isinstance(value, Mapping) else {}
@@ -121,7 +117,7 @@ def _by_component(value: object) -> Mapping[str, str]:
 def _read_weights(index: PipelineIndex, args: ServerArgs, device: torch.device) -> Any:
     """Load the pipeline to the CPU, or where what quantises it needs it."""
     chosen = pick_dtype(args.dtype, device)
-    dtypes, ways = _dtypes(index, args.dtype, chosen), _ways(args)
+    dtypes, ways = _dtypes(index, args.dtype, chosen), _by_component(args.quantize)
     files = {name: way for name, way in ways.items() if way.lower().endswith(".gguf")}
     given = {name: load_gguf(index, name, file, chosen) for name, file in files.items()}
     for name, file in _by_component(args.transformer_weights_path).items():

@@ -440,7 +440,8 @@ def _give(video: GrowingVideo | None, on_chunk: Give | None, chunk: StreamedChun
     if video is not None:
         video.write(chunk.frames)
     if on_chunk is not None:
-        _call(on_chunk, chunk)
+        with not_told():
+            on_chunk(chunk)
 
 
 def _once_a_step(on_step: OnStep | None) -> OnStep:
@@ -450,15 +451,10 @@ def _once_a_step(on_step: OnStep | None) -> OnStep:
     def stepped(step: int, latents: torch.Tensor) -> None:
         if on_step is not None and step not in called:
             called.add(step)
-            _call(on_step, step, latents)
+            with not_told():
+                on_step(step, latents)
 
     return stepped
-
-
-def _call(function: Callable[..., None], *arguments: object) -> None:
-    """Call a function of the caller's."""
-    with not_told():
-        function(*arguments)
 
 
 def _checked(index: PipelineIndex, args: ServerArgs) -> ServerArgs:

@@ -85,7 +85,9 @@ def load_skeleton(index: PipelineIndex, dtype: str, device: torch.device) -> Any
     # Constructors of pipelines want tokenizers, schedulers and so on; a skeleton needs none.
     pipeline_class: Any = index.pipeline_class
     pipe = pipeline_class.__new__(pipeline_class)
-    pipe.register_modules(**dict.fromkeys(_expected(pipeline_class)))
+    # Those that this pipeline leaves out, too.
+    names = {*_required(pipeline_class), *pipeline_class._optional_components}
+    pipe.register_modules(**dict.fromkeys(sorted(names)))
     for name, built in _built(index, dtype, device):
         if built is not None:
             pipe.register_modules(**{name: built})
@@ -136,23 +138,21 @@ def without_weights(index: PipelineIndex) -> Any:
     """
     pipeline_class: Any = index.pipeline_class
     parameters = inspect.signature(pipeline_class).parameters
-    needed = [name for name, p in parameters.items() if p.default is inspect.Parameter.empty]
     parts = {
         name: _build(index.model_path, name, library, class_name)
         for name, (library, class_name) in index.components.items()
         if name in parameters and library == "diffusers"
     }
     try:
-        return pipeline_class(**{**dict.fromkeys(needed), **parts})
+        return pipeline_class(**{**dict.fromkeys(_required(pipeline_class)), **parts})
     except Exception:  # its constructor wants a tokenizer's settings, or more
         return None
 
 
-def _expected(pipeline_class: Any) -> list[str]:
-    """Return the names of all components, those that this pipeline leaves out included."""
+def _required(pipeline_class: Any) -> list[str]:
+    """Return what constructing a pipeline takes and has no default for."""
     parameters = inspect.signature(pipeline_class).parameters.values()
-    required = [p.name for p in parameters if p.default is inspect.Parameter.empty]
-    return sorted({*required, *pipeline_class._optional_components})
+    return [p.name for p in parameters if p.default is inspect.Parameter.empty]
 
 
 def _build(model_path: str, name: str, library: str, class_name: str) -> Any:
