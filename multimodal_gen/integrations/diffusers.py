@@ -103,17 +103,11 @@ class AttentionHandle:
 
     def report(self) -> AttentionReport:
         """Return what ran in every layer so far, and why; before the first call, what would."""
+        of_plans = (note for plan in self._plans for note in plan.notes())
+        notes = (*self._notes, *of_plans, *self._warnings.given)
         return AttentionReport(
             layers=tuple(report for plan in self._plans for report in plan.reports()),
-            notes=tuple(
-                dict.fromkeys(
-                    (
-                        *self._notes,
-                        *(note for plan in self._plans for note in plan.notes()),
-                        *self._warnings.given,
-                    )
-                )
-            ),
+            notes=tuple(dict.fromkeys(notes)),
             gathering=sum_of(
                 p.parallel.times() for p in self._plans if isinstance(p, DenoiserPlan)
             ),
@@ -283,8 +277,18 @@ def apply(
     components = find_components(target)
     pipeline = None if isinstance(unwrap(target), nn.Module) else target
     tracker = StepTracker(lambda: getattr(pipeline, "scheduler", None))
-    plans, notes = _plan(
-        components, scope, tracker, pipeline, described, train=train, guard=guard, graphs=graphs
+    asked = (scope, tracker, pipeline, parallel_groups(), described)
+    plans: tuple[DenoiserPlan | EncoderPlan, ...] = tuple(
+        DenoiserPlan(each, *asked, train=train, guard=guard, graphs=graphs)
+        if each.kind is Kind.DENOISER
+        else EncoderPlan(each, scope)
+        for each in components
+        if each.kind is not Kind.AUTOENCODER
+    )
+    notes = tuple(
+        f"{each.name}: {type(each.model).__name__} left alone"
+        for each in components
+        if each.kind is Kind.AUTOENCODER
     )
     # A pipeline is about its denoisers: taking over nothing but its encoders is not enough.
     denoisers = [plan for plan in plans if isinstance(plan, DenoiserPlan)]
@@ -300,8 +304,8 @@ def apply(
     check_overrides(scope, [layer.site for plan in plans for layer in plan.layers])
     ahead = None
     if compile_ahead is not False:
-        asked = {} if compile_ahead is True else compile_ahead
-        ahead = _ahead(pipeline, asked, scope, described, train=train)
+        arguments = {} if compile_ahead is True else compile_ahead
+        ahead = _ahead(pipeline, arguments, scope, described, train=train)
     return AttentionHandle(plans, notes, scope.warnings, tracker, pipeline, guard, graphs, ahead)
 
 
@@ -324,32 +328,6 @@ def applied(target: Any) -> AttentionHandle | None:
             handle: AttentionHandle = mark.handle
             return handle
     return None
-
-
-def _plan(
-    components: tuple[Component, ...],
-    scope: SelectionScope,
-    tracker: StepTracker,
-    pipeline: Any,
-    described: DescribedTokens | None,
-    *,
-    train: bool,
-    guard: AttentionGuard | None,
-    graphs: CudaGraphs | None,
-) -> tuple[tuple[DenoiserPlan | EncoderPlan, ...], tuple[str, ...]]:
-    plans: list[DenoiserPlan | EncoderPlan] = []
-    notes: list[str] = []
-    for component in components:
-        if component.kind is Kind.DENOISER:
-            groups = parallel_groups()
-            asked = (component, scope, tracker, pipeline, groups, described)
-            plan = DenoiserPlan(*asked, train=train, guard=guard, graphs=graphs)
-            plans.append(plan)
-        elif component.kind is Kind.ENCODER:
-            plans.append(EncoderPlan(component, scope))
-        else:
-            notes.append(f"{component.name}: {type(component.model).__name__} left alone")
-    return tuple(plans), tuple(notes)
 
 
 def _graphs(scope: SelectionScope, guard: AttentionGuard | None, *, train: bool) -> CudaGraphs:
