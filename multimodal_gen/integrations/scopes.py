@@ -29,26 +29,17 @@ def without_sparse(scope: SelectionScope) -> tuple[SelectionScope, bool]:
     sparse = [a for a in asked if a is not None and a.backend is not None and a.backend.is_sparse]
     if not sparse:
         return scope, False
-    return (
-        replace(
-            scope,
-            default=None if scope.default in sparse else scope.default,
-            components=MappingProxyType(
-                {key: _dense(asked) for key, asked in scope.components.items()}
-            ),
-            rules=tuple(
-                replace(rule, backend=None, config=None) if rule in sparse else rule
-                for rule in scope.rules
-            ),
-        ),
-        True,
+
+    def dense(asked: _Asked) -> _Asked:
+        return replace(asked, backend=None, config=None) if asked in sparse else asked
+
+    changed = replace(
+        scope,
+        default=None if scope.default in sparse else scope.default,
+        components=MappingProxyType({key: dense(a) for key, a in scope.components.items()}),
+        rules=tuple(map(dense, scope.rules)),
     )
-
-
-def _dense(asked: BackendPreference) -> BackendPreference:
-    if asked.backend is None or not asked.backend.is_sparse:
-        return asked
-    return replace(asked, backend=None, config=None)
+    return changed, True
 
 
 def calibrated(scope: SelectionScope, model: nn.Module) -> SelectionScope:
