@@ -5,7 +5,9 @@ from multimodal_gen.integrations.models.adapter import (
     ModelCall,
     latents_grid,
 )
-from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
+from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan, must_be_none
+
+_refuse_control = must_be_none("block_controlnet_hidden_states", "some, for all of the tokens")
 
 
 def _refuse(call: ModelCall) -> str | None:
@@ -15,12 +17,7 @@ def _refuse(call: ModelCall) -> str | None:
             f"timestep must be [B] where ranks share the tokens of a video, got "
             f"{list(timestep.shape)}: every token then has one of its own"
         )
-    if call.arguments.get("block_controlnet_hidden_states") is not None:
-        return (
-            "block_controlnet_hidden_states must be None where ranks share the tokens of a video, "
-            "got some, for all of the tokens"
-        )
-    return None
+    return _refuse_control(call)
 
 
 COSMOS = ModelAdapter(

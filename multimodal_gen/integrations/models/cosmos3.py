@@ -8,7 +8,7 @@ import math
 
 import torch
 
-from multimodal_gen.integrations.models.adapter import Grid, ModelAdapter, ModelCall
+from multimodal_gen.integrations.models.adapter import Grid, ModelAdapter, ModelCall, front
 from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
 from multimodal_gen.runtime.managers.forward_context import TextSpan
 
@@ -22,8 +22,7 @@ def _grid(call: ModelCall) -> Grid | None:
 
 
 def _prompt(call: ModelCall) -> TextSpan | None:
-    length = int(call.arguments.get("und_len") or 0)
-    return TextSpan(start=0, length=length) if length else None
+    return front(int(call.arguments.get("und_len") or 0))
 
 
 def _timestep(call: ModelCall) -> torch.Tensor | None:
