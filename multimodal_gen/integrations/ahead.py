@@ -196,7 +196,7 @@ def write(given: Generation | ServerArgs, stream: Any) -> None:
     """
     pickle.dump(sys.path, stream)
     try:
-        _WithoutWeights(stream).dump(given)
+        _WithoutWeights(stream, pickle.HIGHEST_PROTOCOL).dump(given)
     except Exception as error:  # models hold anything
         raise UsageError(
             f"{_NAME} must be given for a pipeline that can be pickled without its weights, it "
@@ -206,9 +206,6 @@ def write(given: Generation | ServerArgs, stream: Any) -> None:
 
 class _WithoutWeights(pickle.Pickler):
     """Pickles a pipeline: its parameters as sizes, its other tensors on the CPU."""
-
-    def __init__(self, stream: Any) -> None:
-        super().__init__(stream, pickle.HIGHEST_PROTOCOL)
 
     def reducer_override(self, x: Any) -> Any:
         """Return how an object is pickled."""

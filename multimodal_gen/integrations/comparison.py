@@ -8,13 +8,12 @@ from typing import Any
 
 from multimodal_gen._version import __version__
 from multimodal_gen.errors import UsageError, short
-from multimodal_gen.integrations.diffusers import AttentionHandle, apply
+from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.runtime.comparison.configurations import Plan, plan_of
 from multimodal_gen.runtime.comparison.page import require_page, write_page
 from multimodal_gen.runtime.comparison.record import Report
 from multimodal_gen.runtime.comparison.run import Comparison
 from multimodal_gen.runtime.generator.index import PipelineIndex
-from multimodal_gen.runtime.layers.attention.scope import SelectionScope
 from multimodal_gen.runtime.server_args import ServerArgs
 from multimodal_gen.settings import expect
 
@@ -135,11 +134,9 @@ def run_plan(
     """Run a comparison on a loaded pipeline, and write its page; see `Comparison`."""
     if page:
         require_page()
-
-    def attach(target: Any, scope: SelectionScope) -> AttentionHandle:
-        return apply(target, scope=scope)
-
-    report = Comparison(pipe, index, args, plan, attach, __version__, say).run()
+    report = Comparison(
+        pipe, index, args, plan, lambda it, scope: apply(it, scope=scope), __version__, say
+    ).run()
     if page:
         write_page(report, plan.folder, plan.folder / "report.html")
     return report

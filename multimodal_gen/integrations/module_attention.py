@@ -185,8 +185,10 @@ def _padding(
 ) -> KeyPadding | None:
     """Return what is known of the padding of so many keys, if the mask tells nothing else."""
     mask, key = call.mask, call.key
-    if mask is None or not masks_padding or not _masks_keys_alone(mask):
+    if mask is None or not masks_padding:
         return None
+    if mask.dim() != 2 and (mask.dim() != 4 or mask.shape[2] != 1):
+        return None  # neither the [B, Sk] of a `PairMask` nor one row for all queries
     return current_padding(layer.site.role, (key.shape[0], num_keys), key.device)
 
 
@@ -238,7 +240,8 @@ class ModuleAttention(StandIn):
         for other in also:
             # Such a call may never come; one that does gets the error.
             with suppress(UnsupportedBackendError):
-                self.others[_resolved(other)] = self._build(other)
+                scale = _scale(other.head_size, other.scale)
+                self.others[other._replace(scale=scale)] = self._build(other)
 
     def attend(
         self,
@@ -457,17 +460,8 @@ def _mask_of(padding: KeyPadding, like: torch.Tensor) -> torch.Tensor | None:
     return padding.mask() if like.dim() == 2 else padding.key_mask()
 
 
-def _masks_keys_alone(mask: torch.Tensor) -> bool:
-    """Whether a mask is the [B, Sk] of a `PairMask`, or one row for all queries."""
-    return mask.dim() == 2 or (mask.dim() == 4 and mask.shape[2] == 1)
-
-
 def _scale(head_size: int, scale: float | None) -> float:
     return float(head_size**-0.5) if scale is None else scale
-
-
-def _resolved(params: AttentionParams) -> AttentionParams:
-    return params._replace(scale=_scale(params.head_size, params.scale))
 
 
 def _intersect(allowed: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:

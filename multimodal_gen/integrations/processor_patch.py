@@ -138,7 +138,7 @@ class _WithOurs(tuple[str, ...]):
 
 
 def patched_class(stock: type, replacements: Mapping[str, Any] | None = None) -> type:
-    """Return a subclass of a processor class whose attention call takes an `ModuleAttention`.
+    """Return a subclass of a processor class whose attention call takes a `ModuleAttention`.
 
     Args:
         stock: the processor's class.
@@ -154,7 +154,8 @@ def patched_class(stock: type, replacements: Mapping[str, Any] | None = None) ->
     methods = dict(_attention_methods(stock))
     inherited = tuple(_inherited_methods(stock))
     if not methods and not inherited:
-        hint = ", which slices: call disable_attention_slicing()" if _slices(stock) else ""
+        slices = "Sliced" in stock.__name__
+        hint = ", which slices: call disable_attention_slicing()" if slices else ""
         raise CannotPatchError(f"{stock.__name__} calls neither {_DISPATCH} nor {SDPA}{hint}")
     if not stock.__dictoffset__ or _slots(stock) - {LAYER}:
         raise CannotPatchError(f"{stock.__name__} keeps its state in __slots__")
@@ -221,7 +222,7 @@ def _make_class(
     stock: type,
     methods: Mapping[str, FunctionType],
     replacements: Mapping[str, Any],
-    inherited: tuple[tuple[type, Mapping[str, FunctionType]], ...] = (),
+    inherited: tuple[tuple[type, Mapping[str, FunctionType]], ...],
 ) -> type:
     namespace: dict[str, Any] = {
         name: _patched(method, replacements, _defining_class(stock, name))
@@ -267,7 +268,7 @@ def _require_indifferent(stock: type, methods: Sequence[FunctionType]) -> None:
 
 def _attention_methods(stock: type) -> Iterator[tuple[str, FunctionType]]:
     for name, method in inspect.getmembers(stock, inspect.isfunction):
-        if _mentions(method.__code__, SDPA) or _dispatch_names(method):
+        if _attends(method):
             yield name, method
 
 
@@ -275,19 +276,19 @@ def _inherited_methods(stock: type) -> Iterator[tuple[type, dict[str, FunctionTy
     """Yield the bases with attention calls in methods that are overridden, reached by super()."""
     seen = set(vars(stock))
     for base in stock.__mro__[1:-1]:
-        own = {name: f for name, f in vars(base).items() if isinstance(f, FunctionType)}
         found = {
             name: f
-            for name, f in own.items()
-            if name in seen and (_mentions(f.__code__, SDPA) or _dispatch_names(f))
+            for name, f in vars(base).items()
+            if name in seen and isinstance(f, FunctionType) and _attends(f)
         }
         if found:
             yield base, found
         seen |= set(vars(base))
 
 
-def _slices(stock: type) -> bool:
-    return "Sliced" in stock.__name__
+def _attends(method: FunctionType) -> bool:
+    """Whether a method calls an attention function."""
+    return _mentions(method.__code__, SDPA) or bool(_dispatch_names(method))
 
 
 def _dispatch_names(method: FunctionType) -> set[str]:

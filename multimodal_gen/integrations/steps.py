@@ -193,11 +193,9 @@ class StepTracker:
 
     def _count(self, value: float) -> int:
         """Count changes of the timestep; one against their direction starts a generation."""
-        if self._value is None or not self._request_id:
-            if not self._request_id:
-                self._start_request()
-            return self._index
-        if value == self._value:
+        if not self._request_id:
+            self._start_request()
+        if self._value is None or value == self._value:
             return self._index
         direction = 1 if value > self._value else -1
         if self._direction and direction != self._direction:

@@ -135,14 +135,13 @@ class GatedValue:
 
     def unflatten(self, dim: int, sizes: tuple[int, ...]) -> "GatedValue":
         """Return both with the heads split off."""
-        split = partial(_split_heads, dim=dim, sizes=sizes)
+
+        def split(x: torch.Tensor) -> torch.Tensor:
+            return x.unflatten(dim, sizes)  # type: ignore[no-untyped-call]
+
         gate = self.gate
         later = split(gate) if isinstance(gate, torch.Tensor) else lambda: split(gate())
         return GatedValue(value=split(self.value), gate=later)
-
-
-def _split_heads(x: torch.Tensor, dim: int, sizes: tuple[int, ...]) -> torch.Tensor:
-    return x.unflatten(dim, sizes)  # type: ignore[no-untyped-call]
 
 
 class SpareGate(nn.Module):
@@ -231,9 +230,6 @@ def _zero(inputs: int, outputs: int, dtype: torch.dtype) -> nn.Linear:
 
 PROJECTION = "proj_l"
 
-# What other code calls the self-attention of a block.
-_ALIASES = ("self_attn",)
-
 
 def find_projections(model: nn.Module, sizes: Mapping[str, int]) -> dict[str, nn.Linear]:
     """Read the projections of attention modules from the files that a model was loaded from.
@@ -280,8 +276,7 @@ def attach_projection(module: nn.Module, projection: nn.Linear, undo: ExitStack)
 def _owner(prefix: str, names: Iterable[str]) -> str | None:
     """Return the attention module that a stored projection belongs to, or None."""
     for name in names:
-        block = name.rpartition(".")[0]
-        owners = (name, *(f"{block}.{alias}" for alias in _ALIASES))
-        if any(prefix.startswith(f"{owner}.") for owner in owners):
+        original = f"{name.rpartition('.')[0]}.self_attn"  # what other code calls it
+        if prefix.startswith((f"{name}.", f"{original}.")):
             return name
     return None

@@ -6,7 +6,7 @@ T, H, W are the frames, rows and columns of the latent after patching.
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -239,7 +239,7 @@ def attention_sites(
     found = [
         (name, module, role)
         for name, module in model.named_modules()
-        for role in _role(name, family)
+        if (role := _role(name, family)) is not None
     ]
     counts = {role: sum(role is other for *_, other in found) for role in AttentionRole}
     numbers = {role: iter(range(counts[role])) for role in AttentionRole}
@@ -259,11 +259,8 @@ def attention_sites(
     }
 
 
-def _role(name: str, family: Family) -> Iterator[AttentionRole]:
-    roles = (role for pattern, role in family.modules if re.fullmatch(pattern, name))
-    first = next(roles, None)
-    if first is not None:
-        yield first
+def _role(name: str, family: Family) -> AttentionRole | None:
+    return next((role for pattern, role in family.modules if re.fullmatch(pattern, name)), None)
 
 
 def _sizes(module: nn.Module) -> AttentionParams | None:

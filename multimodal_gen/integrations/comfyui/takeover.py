@@ -101,7 +101,11 @@ class Settings:
         Args:
             sampling: what converts shares of the schedule to noise levels; None to leave them out.
         """
-        outside = _sigmas_outside(self, sampling)
+        outside = []  # the noise levels that run dense; they fall as shares grow
+        if sampling is not None and self.start_percent > _FIRST:
+            outside.append(f">{float(sampling.percent_to_sigma(self.start_percent)):.6g}")
+        if sampling is not None and self.end_percent < _LAST:
+            outside.append(f"<{float(sampling.percent_to_sigma(self.end_percent)):.6g}")
         if not outside:
             return scope_from(
                 attention_backend=self.backend,
@@ -112,22 +116,12 @@ class Settings:
         config = self.config.strip()
         mapping = read_mapping(config, name="config") if config else None
         top = {"backend": self.backend, **({} if mapping is None else {"config": mapping})}
-        rule = {"sigma": outside, "backend": "auto"}
+        rule = {"sigma": ",".join(outside), "backend": "auto"}
         return scope_from(attention_config={**top, "rules": [rule]}, strict=self.strict)
 
 
 def _spelled(name: str) -> str:
     return {"attention_backend": "backend", "attention_backend_config": "config"}.get(name, name)
-
-
-def _sigmas_outside(settings: Settings, sampling: Any) -> str:
-    """Return the noise levels that run dense, as a rule names them; they fall as shares grow."""
-    outside = []
-    if sampling is not None and settings.start_percent > _FIRST:
-        outside.append(f">{float(sampling.percent_to_sigma(settings.start_percent)):.6g}")
-    if sampling is not None and settings.end_percent < _LAST:
-        outside.append(f"<{float(sampling.percent_to_sigma(settings.end_percent)):.6g}")
-    return ",".join(outside)
 
 
 class _Site(NamedTuple):
