@@ -2,23 +2,20 @@
 
 import json
 import shlex
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from multimodal_gen.cli.options import Settings, takes
-from multimodal_gen.cli.prompts import PromptFile, Prompts, read_prompts
+from multimodal_gen.cli.prompts import OBSERVED, PromptFile, Prompts, read_prompts
 from multimodal_gen.cli.table import Row, echo, table
 from multimodal_gen.errors import ConfigError, short
 from multimodal_gen.files import require_writable, save_text
-from multimodal_gen.runtime.server_args import CALL_SETTINGS, SETTINGS, ServerArgs
+from multimodal_gen.runtime.server_args import ServerArgs
 from multimodal_gen.settings import Setting
 
 _SUFFIXES = (".json", ".yaml", ".yml")
-_SEEN = ("model_path", *CALL_SETTINGS, "dtype", "device", "offload")
-_SEED = replace(SETTINGS["seed"], default=0, help="Seed of the noise.")
 
 _Output = Annotated[
     Path,
@@ -41,7 +38,7 @@ _Component = Annotated[
 ]
 
 
-@takes(*(SETTINGS[name] for name in _SEEN), _SEED)
+@takes(*OBSERVED)
 def calibrate(
     output: _Output,
     prompt: Prompts = None,

@@ -1,10 +1,18 @@
 """Prompts of commands that take several: on the command line, or in a file."""
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 from multimodal_gen.errors import UsageError
+from multimodal_gen.runtime.server_args import CALL_SETTINGS, SETTINGS
 from multimodal_gen.settings import Setting, lines_of
+
+OBSERVED: Final = (
+    *(SETTINGS[name] for name in ("model_path", *CALL_SETTINGS, "dtype", "device", "offload")),
+    replace(SETTINGS["seed"], default=0, help="Seed of the noise."),
+)
+"""What commands take that generate prompts to look at what their attention sees."""
 
 Prompts = Annotated[
     list[str] | None,

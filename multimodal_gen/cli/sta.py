@@ -6,18 +6,17 @@ import shlex
 import shutil
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from multimodal_gen.cli.options import AsJson, Settings, takes
-from multimodal_gen.cli.prompts import PromptFile, Prompts, read_prompts
+from multimodal_gen.cli.prompts import OBSERVED, PromptFile, Prompts, read_prompts
 from multimodal_gen.cli.table import Row, echo, table
 from multimodal_gen.errors import ConfigError, short
 from multimodal_gen.files import require_apart
-from multimodal_gen.runtime.server_args import CALL_SETTINGS, SETTINGS, ServerArgs
+from multimodal_gen.runtime.server_args import ServerArgs
 from multimodal_gen.settings import Setting, by_axis
 
 if TYPE_CHECKING:
@@ -32,15 +31,6 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
-
-_SEARCHED = (
-    "model_path",
-    *CALL_SETTINGS,
-    "dtype",
-    "device",
-    "offload",
-)
-_SEED = replace(SETTINGS["seed"], default=0, help="Seed of the noise.")
 
 _Folder = Annotated[
     Path,
@@ -117,7 +107,7 @@ _Png = Annotated[
 
 
 @app.command()
-@takes(*(SETTINGS[name] for name in _SEARCHED), _SEED)
+@takes(*OBSERVED)
 def search(
     output: _Folder,
     prompt: Prompts = None,
