@@ -55,7 +55,10 @@ def describe(name: _Name, as_json: AsJson = False) -> None:
     echo(wrapped(f"{backend}: {cls.summary}"))
     typer.echo("")
     if parameters:
-        rows = [Row((p.name, _default(p)), _details(p)) for p in parameters]
+        rows = [
+            Row((p.name, "must be given" if p.required else _text(p.default)), _details(p))
+            for p in parameters
+        ]
         echo(table(("parameter", "default"), rows))
     else:
         typer.echo("It has no parameters.")
@@ -68,10 +71,6 @@ def _details(parameter: "Parameter") -> list[str]:
     text = f"{parameter.help}{also}"
     takes = f"takes {parameter.expected}"
     return [text, takes] if text else [takes]
-
-
-def _default(parameter: "Parameter") -> str:
-    return "must be given" if parameter.required else _text(parameter.default)
 
 
 def _text(value: object) -> str:

@@ -230,7 +230,8 @@ def _noting_interrupts() -> Iterator[list[int]]:
         interrupts.append(number)
         signal.default_int_handler(number, frame)
 
-    if earlier is not signal.default_int_handler or not _in_main_thread():
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if earlier is not signal.default_int_handler or not in_main_thread:
         yield interrupts  # Ctrl-C is someone else's
         return
     signal.signal(signal.SIGINT, note)
@@ -238,10 +239,6 @@ def _noting_interrupts() -> Iterator[list[int]]:
         yield interrupts
     finally:
         signal.signal(signal.SIGINT, earlier)
-
-
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
 
 
 def _program_name() -> str:

@@ -45,11 +45,10 @@ def takes(
                 typed = {name: it for name, it in typed.items() if _was_given(context, name)}
             run(**({_ARGUMENT: typed} if settings else {}), **values)
 
-        parameters = list(_parameters(run, settings, required=not given_only))
-        context = inspect.Parameter(
-            _CONTEXT, inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context
-        )
-        parameters.append(context)
+        parameters = [
+            *_parameters(run, settings, required=not given_only),
+            inspect.Parameter(_CONTEXT, inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context),
+        ]
         command.__name__ = run.__name__
         command.__doc__ = run.__doc__
         # Typer reads these two.

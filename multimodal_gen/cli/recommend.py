@@ -4,7 +4,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -23,9 +23,6 @@ from multimodal_gen.cli.table import echo, wrapped
 from multimodal_gen.errors import UsageError
 from multimodal_gen.runtime.server_args import SETTINGS
 from multimodal_gen.settings import Setting, as_flag
-
-if TYPE_CHECKING:
-    from multimodal_gen.runtime.comparison.record import Report
 
 _MODEL = replace(
     SETTINGS["model_path"],
@@ -113,6 +110,7 @@ def recommend(
     """
     from multimodal_gen.runtime.comparison import recommend as choice
     from multimodal_gen.runtime.comparison.configurations import plan_of
+    from multimodal_gen.runtime.comparison.record import Report, read_record
 
     refuse_several(num_gpus)
     limits = choice.Limits(min_psnr=min_psnr, min_vmaf=min_vmaf, max_error=max_error)
@@ -121,7 +119,8 @@ def recommend(
         choice.check_apart(output, comparison)
     if settings["model_path"] is None:
         _refuse_search(prompt, prompts, backends, seeds, settings)
-        report = _read(comparison)
+        file = comparison / "report.json" if os.path.isdir(comparison) else comparison
+        report = read_record(Report, file)
     else:
         plan = plan_of(
             prompts=read_prompts(prompt, prompts, "a comparison"),
@@ -173,9 +172,3 @@ def _refuse_search(
             f"--model-path must be given with {', '.join(given)}: without it, a comparison that "
             f"was made before is read"
         )
-
-
-def _read(folder: Path) -> "Report":
-    from multimodal_gen.runtime.comparison.record import Report, read_record
-
-    return read_record(Report, folder / "report.json" if os.path.isdir(folder) else folder)
