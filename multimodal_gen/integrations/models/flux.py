@@ -4,6 +4,8 @@ The position ids of FLUX.2 have 4 numbers. In its single-stream blocks the feed-
 the projections of the attention; what reaches the attention call is as in the others.
 """
 
+from dataclasses import replace
+
 import torch
 
 from multimodal_gen.integrations.models.adapter import (
@@ -43,6 +45,12 @@ def _read(ids: torch.Tensor) -> Grid | None:
     return (1, rows + 1, columns + 1)
 
 
+_CUTS = (
+    Cut("", "hidden_states", dims=3),
+    Cut("", "img_ids", dim=0, dims=2),
+    Cut("", "img_ids", dims=3),
+)
+
 FLUX = ModelAdapter(
     classes=("FluxTransformer2DModel",),
     grid=grid_of_ids,
@@ -51,9 +59,7 @@ FLUX = ModelAdapter(
     split=SplitPlan(
         tokens=latent_tokens,
         cuts=(
-            Cut("", "hidden_states", dims=3),
-            Cut("", "img_ids", dim=0, dims=2),
-            Cut("", "img_ids", dims=3),
+            *_CUTS,
             Cut("", "controlnet_block_samples", dims=3),
             Cut("", "controlnet_single_block_samples", dims=3),
         ),
@@ -80,18 +86,9 @@ def _refuse(call: ModelCall) -> str | None:
     )
 
 
-FLUX2 = ModelAdapter(
+FLUX2 = replace(
+    FLUX,
     classes=("Flux2Transformer2DModel",),
     grid=_grid,
-    text_span=front_text,
-    timestep_scale=1e-3,
-    split=SplitPlan(
-        tokens=latent_tokens,
-        refuse=_refuse,
-        cuts=(
-            Cut("", "hidden_states", dims=3),
-            Cut("", "img_ids", dim=0, dims=2),
-            Cut("", "img_ids", dims=3),
-        ),
-    ),
+    split=SplitPlan(tokens=latent_tokens, refuse=_refuse, cuts=_CUTS),
 )
