@@ -25,7 +25,7 @@ from multimodal_gen.integrations.denoiser_plan import DenoiserPlan
 from multimodal_gen.integrations.forward_hooks import notice_end
 from multimodal_gen.integrations.hooks import StandIn
 from multimodal_gen.integrations.module_attention import ModuleAttention
-from multimodal_gen.integrations.parallel.plan import none_can_be_split
+from multimodal_gen.integrations.parallel.plan import require_split
 from multimodal_gen.integrations.scopes import check_overrides
 from multimodal_gen.integrations.steps import StepTracker
 from multimodal_gen.integrations.transformers import EncoderPlan
@@ -296,7 +296,7 @@ def apply(
         raise _nothing_applied(components, denoisers)
     _require_undescribed(denoisers, described)
     _require_grid(denoisers, scope)
-    _require_split(denoisers)
+    require_split([plan.parallel for plan in denoisers], parallel_groups())
     if graphs is not None and not any(plan.layers for plan in denoisers):
         raise UsageError(
             "cuda_graph must be given for a denoiser, got a target without one; leave it out"
@@ -402,11 +402,3 @@ def _require_grid(denoisers: list[DenoiserPlan], scope: SelectionScope) -> None:
                 f"(--latent-grid), name a dense backend, or leave strict out"
             )
         scope.warnings.warn(plan.unknown_grid)
-
-
-def _require_split(denoisers: list[DenoiserPlan]) -> None:
-    groups = parallel_groups()
-    plans = [plan.parallel for plan in denoisers]
-    reasons = [plan.unsplit_reason for plan in plans if plan.unsplit_reason is not None]
-    if groups is not None and reasons and not any(plan.splitter for plan in plans):
-        raise none_can_be_split(reasons, groups)

@@ -30,16 +30,6 @@ def is_split(role: AttentionRole) -> bool:
     return role is AttentionRole.SELF
 
 
-def none_can_be_split(reasons: Sequence[str], groups: ParallelGroups) -> UsageError:
-    """Return the error for a target of which no denoiser can be split over ranks."""
-    plans = {name: adapter.split for name, adapter in ADAPTERS.items()}
-    able = ", ".join(sorted(name for name in plans if isinstance(plans[name], SplitPlan)))
-    return UsageError(
-        f"apply() must find a denoiser whose tokens the {groups.sequence.size} ranks can share, "
-        f"got {'; '.join(reasons)}; run it on one GPU, or take one of {able}"
-    )
-
-
 class ParallelPlan:
     """How one denoiser runs on several ranks; on one, it is empty.
 
@@ -134,3 +124,20 @@ class ParallelPlan:
             kinds = (("Ulysses", mesh.ulysses), ("ring", mesh.ring))
             parts = " x ".join(f"{kind} {size}" for kind, size in kinds if size > 1)
             yield f"{name}: {mesh.sequence} ranks share the sequence ({parts})"
+
+
+def require_split(plans: Sequence[ParallelPlan], groups: ParallelGroups | None) -> None:
+    """Refuse a target of which no denoiser can be split over the ranks that share its tokens.
+
+    Raises:
+        UsageError: says why, and what can be.
+    """
+    reasons = [plan.unsplit_reason for plan in plans if plan.unsplit_reason is not None]
+    if groups is None or not reasons or any(plan.splitter for plan in plans):
+        return
+    known = {name: adapter.split for name, adapter in ADAPTERS.items()}
+    able = ", ".join(sorted(name for name, split in known.items() if isinstance(split, SplitPlan)))
+    raise UsageError(
+        f"apply() must find a denoiser whose tokens the {groups.sequence.size} ranks can share, "
+        f"got {'; '.join(reasons)}; run it on one GPU, or take one of {able}"
+    )
