@@ -672,7 +672,7 @@ def test_pipelines_that_make_a_video_as_a_whole_are_refused(sglang, tiny_pipelin
     found = sglang("generate", "--model-path", tiny_pipeline("wan"), *flags)
     assert found.code == 2
     assert "--stream must be left out for WanPipeline" in found.err
-    assert ", ".join(pipelines.STREAMED) in found.err
+    assert ", ".join(pipelines.TAKEN) in found.err
 
 
 def test_several_ranks_are_refused(generator, monkeypatch) -> None:

@@ -125,11 +125,10 @@ def _spelled(name: str) -> str:
 
 
 class _Site(NamedTuple):
-    """An attention module: where it is, its sizes if it tells, the hook that says when it runs."""
+    """An attention module: where it is, and the hook that says when it runs."""
 
     module: nn.Module
     site: LayerSite
-    params: AttentionParams | None
     enter: Callable[..., Any]
 
 
@@ -405,8 +404,8 @@ class Takeover:
         family = find_family(model)
         if model not in self._sites:
             self._sites[model] = {
-                name: _Site(*found, untraced_hook(partial(_at, name)))
-                for name, found in attention_sites(model, family).items()
+                name: _Site(module, site, untraced_hook(partial(_at, name)))
+                for name, (module, site, _) in attention_sites(model, family).items()
             }
         if not self._run.denoiser_calls:
             self._run.enter(model, family)

@@ -490,6 +490,4 @@ TAKEN: Mapping[str, type[Taken]] = MappingProxyType(
         "HunyuanVideoFramepackPipeline": FramePack,
     }
 )
-
-STREAMED = tuple(TAKEN)
-"""Pipelines that make a video chunk by chunk, by their names."""
+"""What takes chunks out of each pipeline that makes a video chunk by chunk, by its name."""
