@@ -442,6 +442,15 @@ FLASH_ATTN_4 = PackageProbe(
     install="pip install --pre flash-attn-4",
     minimum="4.0.0b36",
 )
+# Its block-sparse kernels have not been run on the GPUs that they are declared for: any release is
+# checked first.
+CUDNN_FRONTEND = PackageProbe(
+    module="cudnn",
+    distribution="nvidia-cudnn-frontend",
+    install="pip install nvidia-cudnn-frontend",
+    minimum="1.32",
+    tried=(),
+)
 FLASH_KMEANS = PackageProbe(
     module="flash_kmeans", distribution="flash-kmeans", install="pip install flash-kmeans"
 )
@@ -504,6 +513,34 @@ def _fa4_tiles(request: Request) -> str | None:
     widest = _fa4_widest(request)
     tiles = "128 keys" if _is_sm100(request) else f"64 to {widest} keys (in steps of 16)"
     return f"needs key blocks that tiles of {tiles} cut evenly, got {request.kv_size}"
+
+
+def cudnn_size(request: Request) -> int | None:
+    """Return the tokens of cuDNN's blocks for those of a plan, or None when none cuts them."""
+    fitting = (n for n in (128, 64) if request.q_size % n == request.kv_size % n == 0)
+    return next(fitting, None)
+
+
+def _cudnn_blocks(request: Request) -> str | None:
+    if cudnn_size(request):
+        return None
+    return (
+        f"needs query and key blocks of a multiple of 64, got {request.q_size} and "
+        f"{request.kv_size}"
+    )
+
+
+def _cudnn_small_blocks(request: Request) -> str | None:
+    if cudnn_size(request) != 64:
+        return None
+    if request.dtype != torch.bfloat16 or request.head_size != 128:
+        return (
+            f"needs bfloat16 and head size 128 for blocks of no multiple of 128, got "
+            f"{str(request.dtype).removeprefix('torch.')} and {request.head_size}"
+        )
+    if request.grouped:
+        return "shares keys among heads in blocks of a multiple of 128 only, and some share them"
+    return None
 
 
 def e4m3_reason(request: Request) -> str | None:
@@ -593,7 +630,7 @@ BLOCK_SPARSE = Operation(
     kernels=(
         replace(
             _GLUON,
-            serves=frozenset({"ragged", "row_bits", "backward", "skip_below"}),
+            serves=frozenset({"ragged", "row_bits", "backward", "skip_below", "grouped"}),
             check="multimodal_gen.kernels.gluon_check:block_sparse",
             gradients=_gradients(
                 replace(
@@ -617,14 +654,26 @@ BLOCK_SPARSE = Operation(
             capability=Capability(exact=((9, 0), (10, 0), (10, 1), (10, 3))),
             dtypes=_HALF,
             head_sizes=HeadSizes(maximum=256, multiple_of=8),
-            serves=frozenset({"unaligned"}),
+            serves=frozenset({"unaligned", "grouped"}),
             packages=(FLASH_ATTN_4,),
             rules=(_fa4_head_size, _fa4_rows, _fa4_tiles),
+        ),
+        KernelDeclaration(
+            name="cudnn",
+            platforms=_CUDA,
+            # On 9.0 its blocks are gluon's; on 12.0 it compiles anew for every shape.
+            capability=Capability(minimum=(10, 0), below=(12, 0)),
+            dtypes=_HALF,
+            head_sizes=HeadSizes(listed=(64, 96, 128)),
+            serves=frozenset({"unaligned", "grouped"}),
+            packages=(CUDNN_FRONTEND,),
+            rules=(_cudnn_blocks, _cudnn_small_blocks),
+            check="multimodal_gen.kernels.gluon_check:cudnn",
         ),
         replace(
             _TRITON,
             serves=frozenset(
-                {"ragged", "row_bits", "causal", "unaligned", "backward", "skip_below"}
+                {"ragged", "row_bits", "causal", "unaligned", "backward", "skip_below", "grouped"}
             ),
             gradients=_gradients(_TRITON_GRADIENTS),
         ),

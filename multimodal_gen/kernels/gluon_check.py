@@ -1,4 +1,4 @@
-"""The self-checks of the Gluon kernels: small calls, compared with what they should give.
+"""The self-checks of the Gluon kernels and of cuDNN's: small calls, compared with a reference.
 
 Each covers the kernels that are compiled from different code: one step of keys or several, query
 blocks shared by consumers or one each, an exact softmax or a fixed reference, whole and cut blocks.
@@ -58,6 +58,12 @@ def pooled_tail(device: torch.device) -> str | None:
 def quantized(device: torch.device) -> str | None:
     """Return what the kernels of 8-bit attention get wrong, or None."""
     return _first_fault(device, _eight_bits)
+
+
+def cudnn(device: torch.device) -> str | None:
+    """Return what cuDNN's kernels of block-sparse attention get wrong, or None."""
+    with torch.cuda.device(device):
+        return next(filter(None, _cudnn(device)), None)
 
 
 def _first_fault(device: torch.device, *checks: _Check) -> str | None:
@@ -131,6 +137,28 @@ def _blocks(device: torch.device) -> Iterator[str | None]:
         out, _ = empty_results(q, plan, False)
         prepare(call, out, None, tile=tile)(call, out, None)
         yield _fault(str(case), out, (q, k, v), plan, ROUNDED)
+
+
+def _cudnn(device: torch.device) -> Iterator[str | None]:
+    for size, dtype, head_size in (
+        (64, torch.bfloat16, 128),
+        (128, torch.bfloat16, 128),
+        (128, torch.float16, 96),
+        (128, torch.bfloat16, 64),
+    ):
+        plan = _plan(size, size, device)
+        plan.counts[..., 1].fill_(0)
+        q, k, v = _inputs(plan, dtype, head_size=head_size)
+        call = _call(q, k, v, plan)
+        out, lse = BLOCK_SPARSE_KERNELS["cudnn"](call)
+        assert lse is not None, "it was asked for"
+        q, k, v = (x.double() for x in (q, k, v))
+        exact, exact_lse = attention_reference(q, k, v, plan, scale=call.scale)
+        name = f"blocks of {size} with heads of {head_size}"
+        yield _off(name, out, exact, ROUNDED)
+        # Rows without keys are to be told from others, far below these.
+        sums, exact_sums = (x.nan_to_num(neginf=-10.0) for x in (lse, exact_lse))
+        yield _off(f"log-sum-exp of {name}", sums, exact_sums, ROUNDED)
 
 
 def _gradients(device: torch.device) -> Iterator[str | None]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.kernels.block_sparse import fa4
+from multimodal_gen.kernels.block_sparse import cudnn, fa4
 from multimodal_gen.kernels.block_sparse.call import Backward, Call, CallForm
 from multimodal_gen.kernels.block_sparse.plan import (
     BlockPlan,
@@ -49,6 +49,7 @@ from multimodal_gen.kernels.engine import (
     Request,
     SelectedKernel,
     choose,
+    cudnn_size,
     fa4_keys,
     kernel_name,
     records_gradient,
@@ -234,6 +235,7 @@ def request_for(
         causal=plan.causal,
         unaligned=not loadable(q, k, v),
         backward=backward,
+        grouped=q.shape[2] != k.shape[2],
         device=q.device.index,
     )
 
@@ -299,6 +301,12 @@ def _run_fa4(call: Call) -> _Results:
     return fa4.attend(call, keys=keys)
 
 
+def _run_cudnn(call: Call) -> _Results:
+    size = cudnn_size(call.form.request)
+    assert size is not None, "the reasons refuse such plans"
+    return cudnn.attend(call, size=size)
+
+
 def _run_triton(call: Call) -> _Results:
     from multimodal_gen.kernels.block_sparse.triton_kernel import attend
 
@@ -340,7 +348,13 @@ def _run_reference(call: Call) -> _Results:
 
 
 RUN: MappingProxyType[str, Callable[[Call], _Results]] = MappingProxyType(
-    {"gluon": _run_gluon, "fa4": _run_fa4, "triton": _run_triton, "reference": _run_reference}
+    {
+        "gluon": _run_gluon,
+        "fa4": _run_fa4,
+        "cudnn": _run_cudnn,
+        "triton": _run_triton,
+        "reference": _run_reference,
+    }
 )
 """Kernel -> how it is run."""
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from multimodal_gen.kernels.block_sparse.call import Call
-from multimodal_gen.kernels.block_sparse.plan import BlockPlan
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, key_tiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,23 +37,14 @@ def make_lists(plan: BlockPlan, keys: int) -> TileLists:
         plan: regular blocks, whose size is a multiple of `keys`.
         keys: keys of a tile.
     """
-    kv, room = plan.kv, plan.indices.shape[3]
-    per_block = kv.size // keys
-    tiles = -(-kv.total // keys)
-    # The last block is listed last, if at all, and may have fewer tiles.
-    last = (plan.counts - 1).clamp_min(0).unsqueeze(-1)
-    ends = plan.indices.gather(3, last.long()).squeeze(-1) == kv.num - 1
-    ends = (ends & (plan.counts > 0)).int()
-    counts = plan.counts * per_block - ends * (kv.num * per_block - tiles)
-    within = torch.arange(per_block, dtype=torch.int32, device=plan.device)
-    indices = (plan.indices.unsqueeze(-1) * per_block + within).flatten(3)
-    masked = ends if kv.total % keys else torch.zeros_like(ends)
+    total = plan.kv.total
+    indices, counts, ends = key_tiles(plan, keys)
+    masked = ends if total % keys else torch.zeros_like(ends)
     return TileLists(
         full_counts=counts - masked,
-        # A row that lists every block has more entries than there are tiles.
-        full_indices=indices[..., : min(room * per_block, tiles)],
+        full_indices=indices,
         mask_counts=masked,
-        mask_indices=masked.new_full((1, 1, plan.q.num, 1), tiles - 1),
+        mask_indices=masked.new_full((1, 1, plan.q.num, 1), -(-total // keys) - 1),
     )
 
 

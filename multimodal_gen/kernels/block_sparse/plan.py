@@ -459,6 +459,31 @@ class BlockPlan:
         return self
 
 
+def key_tiles(plan: BlockPlan, keys: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the lists of a plan in tiles of so many keys; does not wait for the device.
+
+    Args:
+        plan: regular key blocks, whose size is a multiple of `keys`.
+        keys: keys of a tile.
+
+    Returns:
+        indices int32 [B|1, H|1, Nq, n], stride 1 along n, past the count anything; counts int32
+        [B|1, H|1, Nq]; and int32 [B|1, H|1, Nq], 1 where a row has the tile that the keys end in.
+    """
+    kv, room = plan.kv, plan.indices.shape[3]
+    per_block = kv.size // keys
+    tiles = -(-kv.total // keys)
+    # The last block is listed last, if at all, and may have fewer tiles.
+    last = (plan.counts - 1).clamp_min(0).unsqueeze(-1)
+    ends = plan.indices.gather(3, last.long()).squeeze(-1) == kv.num - 1
+    ends = (ends & (plan.counts > 0)).int()
+    counts = plan.counts * per_block - ends * (kv.num * per_block - tiles)
+    within = torch.arange(per_block, dtype=torch.int32, device=plan.device)
+    indices = (plan.indices.unsqueeze(-1) * per_block + within).flatten(3)
+    # A row that lists every block has more entries than there are tiles.
+    return indices[..., : min(room * per_block, tiles)], counts, ends
+
+
 def bounds_of(
     blocks: Blocks, batch: int, heads: int, absent: torch.Tensor
 ) -> tuple[list[torch.Tensor], list[int]]:

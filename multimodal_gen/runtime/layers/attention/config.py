@@ -502,7 +502,7 @@ def _named(value: IndexSelector | SigmaSelector | float) -> StepSet:
 Tail = Literal["none", "pooled"]
 """What becomes of keys that a query does not keep: they are dropped, or count by their means."""
 
-EngineKernel: TypeAlias = Literal["auto", "gluon", "fa4", "triton", "reference"]
+EngineKernel: TypeAlias = Literal["auto", "gluon", "fa4", "cudnn", "triton", "reference"]
 """The parameter `kernel` of a method that every kernel of the block-sparse engine serves."""
 
 

@@ -15,7 +15,8 @@ from tests.helpers.inputs import QKV, make_qkv
 from tests.helpers.reference import reference_attention
 from tests.helpers.tolerance import assert_within_error_budget
 
-KERNELS = ["triton", "gluon", "fa4"]
+KERNELS = ["triton", "gluon", "fa4", "cudnn"]
+OF_REGULAR_BLOCKS = {"fa4": "tiles of 384", "cudnn": "regular 128, batch 3"}
 PLANS = {
     "regular 64": PlanShape(heads=4, num_q=5, num_kv=9, q_size=64, kv_size=64),
     "regular 128, batch 3": PlanShape(
@@ -40,7 +41,7 @@ PLANS = {
 @pytest.fixture(params=KERNELS)
 def kernel(request: pytest.FixtureRequest) -> str:
     """Each provider that this machine can run."""
-    q = torch.zeros(1, 64, 1, 64, device="cuda", dtype=torch.bfloat16)
+    q = torch.zeros(1, 64, 1, 128, device="cuda", dtype=torch.bfloat16)
     plan = BlockPlan.dense(Blocks.regular(64, 64), Blocks.regular(64, 64), "cuda")
     try:
         return kernel_for(q, q, q, plan, request.param)
@@ -49,8 +50,8 @@ def kernel(request: pytest.FixtureRequest) -> str:
 
 
 def skip_if_refused(kernel: str, plan: BlockPlan, inputs: QKV) -> None:
-    """Skip plans outside what `fa4` is for; the other kernels must serve all of them."""
-    if kernel != "fa4":
+    """Skip plans outside what `fa4` and `cudnn` are for; the others must serve all of them."""
+    if kernel not in OF_REGULAR_BLOCKS:
         return
     try:
         kernel_for(*inputs, plan, kernel)
@@ -199,7 +200,8 @@ def test_one_plan_serves_tensors_of_any_form(kernel: str, name: str) -> None:
 def test_a_deterministic_run_repeats_bit_by_bit(kernel: str) -> None:
     shape = PlanShape(heads=4, num_q=40, num_kv=40, q_size=64, kv_size=64, keep=0.3)
     plan = random_plan(shape, seed=6, device="cuda")
-    q, k, v = inputs_for(plan, dtype=torch.bfloat16)
+    q, k, v = inputs = inputs_for(plan, dtype=torch.bfloat16)
+    skip_if_refused(kernel, plan, inputs)
     runs = [
         block_sparse_attention(q, k, v, plan, kernel=kernel, deterministic=True) for _ in range(5)
     ]
@@ -235,6 +237,7 @@ def test_more_than_two_to_the_31_elements(kernel: str) -> None:
         torch.randn(1, tokens, heads, 128, device="cuda", dtype=torch.bfloat16, generator=generator)
         for _ in range(3)
     )
+    skip_if_refused(kernel, plan, QKV(q, k, v))
     out = block_sparse_attention(q, k, v, plan, kernel=kernel)
     last = slice(tokens - size, tokens)
     part = BlockPlan(
@@ -251,7 +254,8 @@ def test_more_than_two_to_the_31_elements(kernel: str) -> None:
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_it_compiles_without_a_graph_break(kernel: str, return_lse: bool) -> None:
     plan = random_plan(PLANS["128x64"], seed=7, device="cuda").longest_first()
-    q, k, v = inputs_for(plan, dtype=torch.bfloat16)
+    q, k, v = inputs = inputs_for(plan, dtype=torch.bfloat16)
+    skip_if_refused(kernel, plan, inputs)
 
     def run(q: torch.Tensor) -> tuple[torch.Tensor, ...]:
         result = block_sparse_attention(
@@ -265,8 +269,7 @@ def test_it_compiles_without_a_graph_break(kernel: str, return_lse: bool) -> Non
 
 
 def test_the_plan_is_used_without_waiting_for_the_device(kernel: str) -> None:
-    name = "tiles of 384" if kernel == "fa4" else "padded 64"
-    plan = random_plan(PLANS[name], seed=8, device="cuda")
+    plan = random_plan(PLANS[OF_REGULAR_BLOCKS.get(kernel, "padded 64")], seed=8, device="cuda")
     q, k, v = inputs_for(plan, dtype=torch.bfloat16)
     block_sparse_attention(q, k, v, plan, kernel=kernel)  # compiles
     plan.density()  # makes what every plan of these sizes shares, and waits for that
@@ -283,7 +286,8 @@ def test_the_plan_is_used_without_waiting_for_the_device(kernel: str) -> None:
 
 def test_auto_is_the_fastest_that_can_serve(kernel: str) -> None:
     plan = random_plan(PLANS["regular 64"], seed=9, device="cuda")
-    q, k, v = inputs_for(plan, dtype=torch.bfloat16)
+    q, k, v = inputs = inputs_for(plan, dtype=torch.bfloat16)
+    skip_if_refused(kernel, plan, inputs)
     chosen = kernel_for(q, k, v, plan)
     names = BLOCK_SPARSE.names
     assert names.index(chosen) <= names.index(kernel), f"{kernel} can run here, but {chosen} does"

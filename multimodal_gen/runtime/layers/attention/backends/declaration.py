@@ -145,4 +145,5 @@ def kernel_request(request: AttentionRequest, blocks: tuple[int, int] = (0, 0)) 
         head_size=request.head_size,
         q_size=blocks[0],
         kv_size=blocks[1],
+        grouped=request.num_kv_heads != request.num_heads,
     )

@@ -3,7 +3,7 @@
 This table alone is read to look for them: the files of the backends are not.
 """
 
-from multimodal_gen.kernels.engine import FLASH_ATTN_4, FLASH_KMEANS, TRITON
+from multimodal_gen.kernels.engine import CUDNN_FRONTEND, FLASH_ATTN_4, FLASH_KMEANS, TRITON
 from multimodal_gen.kernels.requirements import PackageProbe
 
 _AITER = "install github.com/ROCm/aiter"
@@ -14,9 +14,6 @@ _SPARGE = "pip install git+https://github.com/thu-ml/SpargeAttn.git --no-build-i
 
 AITER = PackageProbe("aiter", "amd-aiter", _AITER)
 AITER_SAGE = PackageProbe("aiter.ops.triton.attention.fav3_sage", "amd-aiter", _AITER)
-CUDNN_FRONTEND = PackageProbe(
-    "cudnn", "nvidia-cudnn-frontend", "pip install nvidia-cudnn-frontend", minimum="1.32"
-)
 FASTVIDEO_KERNEL = PackageProbe(
     "fastvideo_kernel", "fastvideo-kernel", "pip install fastvideo-kernel einops"
 )
@@ -55,6 +52,6 @@ TORCH_NPU = PackageProbe("torch_npu", "torch-npu", "pip install torch-npu")
 VSA = PackageProbe("vsa", "vsa", "pip install vsa")  # importing it needs a GPU
 XFORMERS = PackageProbe("xformers.ops", "xformers", "pip install xformers", minimum="0.0.28")
 
-ALL_PACKAGES = frozenset({FLASH_ATTN_4, FLASH_KMEANS, TRITON}).union(
+ALL_PACKAGES = frozenset({CUDNN_FRONTEND, FLASH_ATTN_4, FLASH_KMEANS, TRITON}).union(
     value for value in globals().values() if isinstance(value, PackageProbe)
 )

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from typing_extensions import override
 
-from multimodal_gen.kernels.engine import records_gradient
+from multimodal_gen.kernels.engine import CUDNN_FRONTEND, records_gradient
 from multimodal_gen.kernels.requirements import Capability, HeadSizes
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionImpl,
@@ -44,7 +44,6 @@ from multimodal_gen.runtime.layers.attention.backends.declaration import (
     MERGEABLE,
     Variant,
 )
-from multimodal_gen.runtime.layers.attention.backends.packages import CUDNN_FRONTEND
 from multimodal_gen.runtime.layers.attention.config import BackendConfig, option
 from multimodal_gen.runtime.layers.attention.masks import bottom_right_causal_mask, with_causal
 from multimodal_gen.runtime.layers.attention.request import Feature

@@ -27,6 +27,7 @@ from multimodal_gen.runtime.layers.attention.config import (
     Axis,
     BackendConfig,
     DensePart,
+    EngineKernel,
     SparseConfig,
     Tail,
     option,
@@ -124,9 +125,9 @@ class SlidingTileConfig(SparseConfig):
         None, "share of the attention matrix tuning aims at", ge=0, le=1
     )
     tail: Tail = tail_option()  # noqa: RUF009 - it returns a field
-    kernel: Literal[
-        "auto", "gluon", "fa4", "triton", "reference", "st_attn", "fastvideo_kernel"
-    ] = option("auto", "kernel that runs")
+    kernel: Literal[EngineKernel, "st_attn", "fastvideo_kernel"] = option(
+        "auto", "kernel that runs"
+    )
 
     def check(self) -> None:
         """Each mode has exactly the sources it reads; only tuning has a target."""
