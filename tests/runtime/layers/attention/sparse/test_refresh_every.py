@@ -124,6 +124,37 @@ def test_the_first_step_of_a_run_and_another_kind_of_call_choose_anew() -> None:
     BEST.check(qkv=new, layer=layer, step=2, known=known())
 
 
+@pytest.mark.parametrize("name", KEEP)
+def test_another_mask_chooses_anew(name: str) -> None:
+    defined = DEFINED[name]
+    qkv, layer = defined.inputs(), defined.method.layer(kv_heads=1, refresh_every=9)
+    num = qkv.key.shape[1]
+    first = torch.arange(num)[None] < num // 2
+    given = {"qkv": qkv, "layer": layer, "known": known()}
+    for step, token_mask in ((1, first), (2, ~first)):
+        defined.check(token_mask=token_mask, step=step, **given)
+
+
+def test_a_mask_that_was_written_to_chooses_anew() -> None:
+    old, new = pair(BEST)
+    layer = BEST.method.layer(kv_heads=1, refresh_every=9)
+    mask = torch.arange(old.key.shape[1])[None] % 7 != 3
+    given = {"token_mask": mask, "layer": layer, "known": known()}
+    BEST.check(qkv=old, step=1, **given)
+    by(BEST, old).check(qkv=new, step=2, **given)
+    mask[:, : mask.shape[1] // 2] = False
+    BEST.check(qkv=new, step=3, **given)
+
+
+def test_masks_whose_writes_are_not_counted_choose_anew() -> None:
+    old, new = pair(BEST)
+    layer = BEST.method.layer(kv_heads=1, refresh_every=9)
+    with torch.inference_mode():
+        mask = torch.arange(old.key.shape[1])[None] % 7 != 3
+        for step, qkv in ((1, old), (2, new)):
+            BEST.check(qkv=qkv, token_mask=mask, layer=layer, step=step, known=known())
+
+
 def test_a_share_that_changes_chooses_anew() -> None:
     old, new = pair(BEST)
     layer = BEST.method.layer(kv_heads=1, refresh_every=9, topk_ratio={0: 0.5, 0.5: 0.25})

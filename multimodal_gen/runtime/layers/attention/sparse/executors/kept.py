@@ -4,7 +4,8 @@ What a router chose for a layer in one step of a request serves the steps after 
 branch of guidance and the same kind of call, until it is `refresh_every` steps old. Statistics of
 later steps are then made for tails, gates and linear branches alone. What is kept is bounded: bits
 of maps, and lists of 16 bits where they can be, of 8 branches at most; it goes with the last step
-and with the request. A call without a request's name keeps nothing, and chooses anew.
+and with the request. A call without a request's name keeps nothing, and chooses anew; so does one
+whose mask is another tensor, or was written to, for what it leaves of a block may be another.
 
 Shapes: B batch, H heads, R and N blocks of queries and of keys, K kept blocks.
 """
@@ -78,10 +79,12 @@ class Chosen:
     Attributes:
         step: denoising step that it was chosen in.
         kind: what calls must have in common.
+        mask: theirs, which is held, so that no other one takes its place in memory; or None.
     """
 
     step: int
     kind: Hashable
+    mask: torch.Tensor | None = None
     _parts: dict[tuple[Any, Any], _Packed] = field(default_factory=dict)
 
     def get(self, heads: slice) -> torch.Tensor | None:
@@ -94,6 +97,15 @@ class Chosen:
         small = chosen.dtype != torch.bool and num_blocks <= torch.iinfo(torch.int16).max
         packed = _Packed.of(chosen.to(torch.int16) if small else chosen)
         self._parts[heads.start, heads.stop] = packed
+
+
+def _identity(mask: torch.Tensor | None) -> Hashable:
+    """Return what two masks have in common that are the same tensor, as it was."""
+    if mask is None:
+        return None
+    if mask.is_inference():  # whose writes PyTorch does not count
+        return object()
+    return mask.data_ptr(), mask.stride(), mask._version
 
 
 class KeptChoices(KeptSteps[Chosen]):
@@ -129,11 +141,11 @@ class KeptChoices(KeptSteps[Chosen]):
                 f'graph, as torch.compile(mode="reduce-overhead") does'
             )
         shapes = tuple(call.query.shape), tuple(call.key.shape)
-        device, masked = call.query.device, call.mask is not None
-        kind = (settings, call.layout, shapes, masked, call.first_head, device)
+        device, mask = call.query.device, _identity(call.mask)
+        kind = (settings, call.layout, shapes, mask, call.first_head, device)
         found = self.find(branch, step)
         if found is None or found.kind != kind or step - found.step >= self._every:
-            found = Chosen(step, kind)
+            found = Chosen(step, kind, call.mask)
         if context.is_last_step:
             self.drop(branch)
         else:
