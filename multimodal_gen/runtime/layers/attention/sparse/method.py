@@ -205,7 +205,7 @@ class SparseMethodImpl(AttentionImpl):
             raise ConfigError(
                 f"`refresh_every` of {self.label} must be 1, got {every}: {reason}; remove it"
             )
-        return KeptChoices(every, self.label)
+        return KeptChoices(every, self.layer)
 
     def uncapturable(self) -> str | None:
         """Return why a CUDA graph of a call would not do for another step, or None."""

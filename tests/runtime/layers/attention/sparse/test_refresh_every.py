@@ -10,6 +10,7 @@ from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageErr
 from multimodal_gen.kernels.engine import SelectedKernel
 from multimodal_gen.runtime.layers.attention.sparse.executors import kept, local
 from multimodal_gen.runtime.layers.attention.sparse.executors.kept import Chosen
+from multimodal_gen.runtime.layers.attention.warn_once import WarnOnce
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from tests.helpers.inputs import QKV
 from tests.helpers.methods import DEFINED, Defined, method
@@ -155,6 +156,29 @@ def test_masks_whose_writes_are_not_counted_choose_anew() -> None:
             BEST.check(qkv=qkv, token_mask=mask, layer=layer, step=step, known=known())
 
 
+def told_by(calls: list[dict[str, Any]], **given: Any) -> tuple[str, ...]:
+    """Return what the user of a layer is told of calls, step by step."""
+    layer, qkv = BEST.method.layer(kv_heads=1, refresh_every=4), BEST.inputs()
+    layer.attn_impl.layer = layer.attn_impl._kept._layer = replace(
+        layer.attn_impl.layer, warnings=WarnOnce()
+    )
+    for step, call in enumerate(calls):
+        run_sparse(layer, qkv, BEST.grid, step=step, known=known(**given), **call)
+    return layer.attn_impl.layer.warnings.given
+
+
+def test_calls_that_it_serves_nothing_are_told_of_once() -> None:
+    mask = torch.arange(BEST.inputs().key.shape[1])[None] % 7 != 3
+    assert told_by([{}] * 3, request_id=None) == (
+        "`refresh_every` of cube_sparse_attn of a layer is 4, and calls choose blocks anew that "
+        "have no `request_id`; give `set_forward_context` one",
+    )
+    (told,) = told_by([{"attn_mask": mask.clone()} for _ in range(3)])
+    assert "that have another mask than the step before" in told
+    for calls in ([{}] * 3, [{"attn_mask": mask}] * 3):
+        assert told_by(calls) == ()
+
+
 def test_a_share_that_changes_chooses_anew() -> None:
     old, new = pair(BEST)
     layer = BEST.method.layer(kv_heads=1, refresh_every=9, topk_ratio={0: 0.5, 0.5: 0.25})
@@ -222,7 +246,7 @@ def test_gradients_and_graphs_are_refused(monkeypatch) -> None:
 def test_what_is_packed_is_what_was_chosen(num: int) -> None:
     generator = torch.Generator().manual_seed(num)
     chosen = torch.rand(2, 3, 5, num, generator=generator) < 0.4
-    found, heads = Chosen(3, None), slice(0, 3)
+    found, heads = Chosen(3, ()), slice(0, 3)
     found.set(heads, chosen, num)
     assert torch.equal(found.get(heads), chosen)
     assert found.get(slice(1, 3)) is None

@@ -21,7 +21,7 @@ from multimodal_gen.errors import UnsupportedBackendError, UsageError
 from multimodal_gen.kernels.engine import records_gradient
 from multimodal_gen.kernels.static_cache import being_captured
 from multimodal_gen.runtime.layers.attention.sparse.kept_steps import KeptSteps
-from multimodal_gen.runtime.layers.attention.sparse.router import ANY_GRID, Router
+from multimodal_gen.runtime.layers.attention.sparse.router import ANY_GRID, Router, SparseLayer
 from multimodal_gen.runtime.layers.attention.sparse.tiles import ENGINE, SparseCall
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 
@@ -78,12 +78,12 @@ class Chosen:
 
     Attributes:
         step: denoising step that it was chosen in.
-        kind: what calls must have in common.
+        kind: what calls must have in common, the identity of their mask last.
         mask: theirs, which is held, so that no other one takes its place in memory; or None.
     """
 
     step: int
-    kind: Hashable
+    kind: tuple[Hashable, ...]
     mask: torch.Tensor | None = None
     _parts: dict[tuple[Any, Any], _Packed] = field(default_factory=dict)
 
@@ -113,12 +113,12 @@ class KeptChoices(KeptSteps[Chosen]):
 
     Args:
         every: for how many steps a choice serves.
-        label: the backend's name, for messages.
+        layer: the layer, whose user is told of calls that it serves nothing.
     """
 
-    def __init__(self, every: int, label: str) -> None:
+    def __init__(self, every: int, layer: SparseLayer) -> None:
         super().__init__()
-        self._every, self._label = every, label
+        self._every, self._layer, self._label = every, layer, layer.label
 
     def of_call(self, settings: Hashable, call: SparseCall, context: ForwardContext) -> Chosen:
         """Return what serves a call, to which is added what it has to choose; asked once a call.
@@ -142,8 +142,15 @@ class KeptChoices(KeptSteps[Chosen]):
             )
         shapes = tuple(call.query.shape), tuple(call.key.shape)
         device, mask = call.query.device, _identity(call.mask)
-        kind = (settings, call.layout, shapes, mask, call.first_head, device)
+        kind = (settings, call.layout, shapes, call.first_head, device, mask)
         found = self.find(branch, step)
+        if branch is None:
+            self._tell_of("no `request_id`; give `set_forward_context` one")
+        elif found is not None and found.kind[:-1] == kind[:-1] and found.kind != kind:
+            self._tell_of(
+                "another mask than the step before, by its memory and version; give all steps one "
+                "bool tensor that is not written to, nor made in torch.inference_mode"
+            )
         if found is None or found.kind != kind or step - found.step >= self._every:
             found = Chosen(step, kind, call.mask)
         if context.is_last_step:
@@ -151,3 +158,10 @@ class KeptChoices(KeptSteps[Chosen]):
         else:
             self.store(branch, found, context.num_steps)
         return found
+
+    def _tell_of(self, what: str) -> None:
+        """Warn, once, of calls that choose anew whatever was chosen before."""
+        self._layer.warnings.warn(
+            f"`refresh_every` of {self._label} of {self._layer.component or 'a layer'} is "
+            f"{self._every}, and calls choose blocks anew that have {what}"
+        )
