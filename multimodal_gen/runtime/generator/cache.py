@@ -17,7 +17,11 @@ from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 from multimodal_gen.errors import ConfigError, UsageError, nearest, short
 from multimodal_gen.files import MalformedError
 from multimodal_gen.runtime.distributed.groups import parallel_groups
-from multimodal_gen.runtime.generator.cross_attention_cache import layers_of_text, remember
+from multimodal_gen.runtime.generator.cross_attention_cache import (
+    join_once,
+    layers_of_text,
+    remember,
+)
 from multimodal_gen.runtime.generator.library_errors import told
 from multimodal_gen.settings import MismatchError, Parameter, text_as_mapping
 
@@ -264,6 +268,7 @@ def _remember_text(name: str, model: Any, skipped: Skipped, undo: ExitStack) -> 
         )
     for layer in layers:
         remember(layer, undo, skipped.count)
+    join_once(model, undo)
 
 
 def _misfit(pipeline: str, cache: Cache, error: Exception) -> str:

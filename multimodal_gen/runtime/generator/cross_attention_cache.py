@@ -6,6 +6,9 @@ is kept and given again, bit for bit. A tensor is known again by its place in me
 and by its version, which PyTorch counts up with every write. So are the layer's weights, and of
 adapters which are on, merged and how strong: what changes any of them is computed. A write through
 `.data`, which PyTorch does not count, is not seen.
+
+Models of Wan's kind put an image and the text into a new tensor in every call. They get one that is
+put together once.
 """
 
 import functools
@@ -21,7 +24,18 @@ from multimodal_gen.runtime.generator.overridden import overridden
 
 _KEPT = 4
 """Inputs whose results a layer holds: more than guidance has branches."""
-_TEXT = frozenset({"text_embedder", "caption_projection", "caption_norm"})
+_TEXT = frozenset({"text_embedder", "image_embedder", "caption_projection", "caption_norm"})
+# Their `condition_embedder` returns text and image last, and all that they do with the image
+# is to put it in front of the text, along the tokens, where it is not None.
+_IMAGE_IN_FRONT = frozenset(
+    {
+        "ChronoEditTransformer3DModel",
+        "SkyReelsV2Transformer3DModel",
+        "WanAnimateTransformer3DModel",
+        "WanTransformer3DModel",
+        "WanVACETransformer3DModel",
+    }
+)
 _KEYS_AND_VALUES = (
     "to_k",
     "to_v",
@@ -46,11 +60,13 @@ class _Kept(NamedTuple):
     version: int
 
 
-def _made_of(layer: nn.Module, x: Tensor, weights: Sequence[Tensor]) -> tuple[object, ...]:
+def _made_of(
+    layer: nn.Module, given: Sequence[Tensor], weights: Sequence[Tensor]
+) -> tuple[object, ...]:
     """Return what the result of a layer depends on, so that equal ones have equal results."""
-    kind = x.device.type
+    kind = given[0].device.type
     return (
-        (x.data_ptr(), x.shape, x.stride(), x.dtype, x.device, x._version),
+        *((x.data_ptr(), x.shape, x.stride(), x.dtype, x.device, x._version) for x in given),
         (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
         *((id(weight), weight._version) for weight in weights),
         *(
@@ -83,14 +99,14 @@ def layers_of_text(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def remember(layer: nn.Module, undo: ExitStack, count: Callable[[bool], None]) -> None:
-    """Have a layer give again what it gave for the same tensor, until `undo` ends.
+    """Have a layer give again what it gave for the same tensors, until `undo` ends.
 
-    Nothing is kept of calls with gradients, with more than one tensor, or of tensors that have no
-    version, as those of `torch.inference_mode`; and no more of a layer whose first inputs never
-    came again.
+    Nothing is kept of calls with gradients, with arguments by name or that are no tensors, or of
+    tensors that have no version, as those of `torch.inference_mode`; and no more of a layer whose
+    first inputs never came again.
 
     Args:
-        layer: a layer of one tensor.
+        layer: a layer of tensors.
         undo: puts the layer back and lets go of what it held.
         count: is told of every call, and whether it was computed.
     """
@@ -101,12 +117,12 @@ def remember(layer: nn.Module, undo: ExitStack, count: Callable[[bool], None]) -
     @functools.wraps(compute)
     def forward(*args: Any, **kwargs: Any) -> Any:
         nonlocal came_again
-        x = args[0] if len(args) == 1 and not kwargs else None
-        held = (x, *layer.parameters()) if isinstance(x, Tensor) else ()
+        known = args and not kwargs and all(isinstance(x, Tensor) for x in args)
+        held = (*args, *layer.parameters()) if known else ()
         if not held or torch.is_grad_enabled() or any(each.is_inference() for each in held):
             count(True)
             return compute(*args, **kwargs)
-        made_of = _made_of(layer, held[0], held[1:])
+        made_of = _made_of(layer, args, held[len(args) :])
         for each in kept:
             if each.made_of == made_of and each.result._version == each.version:
                 came_again = True
@@ -123,3 +139,32 @@ def remember(layer: nn.Module, undo: ExitStack, count: Callable[[bool], None]) -
 
     undo.callback(kept.clear)
     undo.enter_context(overridden(layer, forward=forward))
+
+
+class _Joined(nn.Module):
+    """An image and a text, [B, S, D], in one sequence."""
+
+    def forward(self, image: Tensor, text: Tensor) -> Tensor:
+        return torch.concat((image, text), dim=1)
+
+
+def join_once(model: nn.Module, undo: ExitStack) -> None:
+    """Have a model that puts an image in front of its text get both as one, until `undo` ends.
+
+    It is the same tensor as long as both are, so that layers know it again. Other models are left
+    as they are.
+
+    Args:
+        model: the denoiser.
+        undo: puts it back, and lets go of what is held.
+    """
+    if type(model).__name__ not in _IMAGE_IN_FRONT:
+        return
+    joined, embedder = _Joined(), model.get_submodule("condition_embedder")
+    remember(joined, undo, lambda computed: None)
+
+    def put_together(module: object, given: object, found: tuple[Any, ...]) -> tuple[Any, ...]:
+        *rest, text, image = found
+        return found if image is None else (*rest, joined(image, text), None)
+
+    undo.enter_context(embedder.register_forward_hook(put_together))

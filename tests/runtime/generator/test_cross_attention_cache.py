@@ -3,6 +3,7 @@
 import weakref
 from contextlib import ExitStack
 
+import diffusers
 import pytest
 import torch
 
@@ -38,6 +39,71 @@ def test_the_output_is_the_same_bit_for_bit_and_the_layers_are_left_as_they_were
             f"the cache cross_attention skipped 67% of {skipped.calls} calls that it watched"
         )
     assert not any("forward" in vars(module) for module in pipe.transformer.modules())
+
+
+# Models that put an image in front of their text, and what makes each of them small.
+WITH_IMAGE = {
+    "WanTransformer3DModel": {"in_channels": 8},
+    "SkyReelsV2Transformer3DModel": {"in_channels": 8},
+    "ChronoEditTransformer3DModel": {"in_channels": 8},
+    "WanVACETransformer3DModel": {"in_channels": 8, "vace_layers": [0], "vace_in_channels": 8},
+    "WanAnimateTransformer3DModel": {
+        "in_channels": 20,
+        "latent_channels": 8,
+        "motion_encoder_channel_sizes": {"4": 8, "8": 8, "16": 8},
+        "motion_encoder_size": 16,
+        "motion_style_dim": 8,
+        "motion_dim": 4,
+        "motion_encoder_dim": 8,
+        "face_encoder_hidden_dim": 8,
+        "face_encoder_num_heads": 2,
+        "inject_face_latents_blocks": 2,
+    },
+}
+
+
+def with_image(name):
+    """Return a denoiser that starts from an image, and its arguments but for text and image."""
+    more = WITH_IMAGE[name]
+    torch.manual_seed(0)
+    model = getattr(diffusers, name)(
+        num_attention_heads=2, attention_head_dim=16, out_channels=8, text_dim=16, freq_dim=16,
+        ffn_dim=32, num_layers=2, image_dim=16, added_kv_proj_dim=32, **more,
+    ).eval()  # fmt: skip
+    given = {"hidden_states": torch.randn(1, more["in_channels"], 2, 8, 8), "return_dict": False}
+    if "VACE" in name:
+        given["control_hidden_states"] = torch.randn(1, 8, 2, 8, 8)
+    if "Animate" in name:
+        given["pose_hidden_states"] = torch.randn(1, 8, 1, 8, 8)
+        given["face_pixel_values"] = torch.randn(1, 3, 4, 16, 16)
+    return model, given
+
+
+@pytest.mark.parametrize("name", WITH_IMAGE)
+def test_an_image_in_front_of_the_text_is_known_again(name):
+    model, given = with_image(name)
+    image, *texts = torch.randn(3, 1, 512, 16).split(1)
+    image, layers = image[0, :, :257], len(list(layers_of_text(model)))
+    faces = len(list(layers_of_text(getattr(model, "face_adapter", torch.nn.Module()))))
+
+    def run(step, text):
+        known = {"encoder_hidden_states": text[0], "encoder_hidden_states_image": image}
+        return model(**given, timestep=torch.tensor([step]), **known)[0]
+
+    with torch.no_grad():
+        calls = [(step, text) for step in range(3) for text in texts]
+        expected = [run(*call) for call in calls]
+        with cached(None, {"transformer": model}, CACHE, 3) as skipped:
+            assert all(map(torch.equal, [run(*call) for call in calls], expected))
+            # Both branches of guidance have the image; faces are encoded anew in every call.
+            computed = 2 * (layers - faces) - 1 + 6 * faces
+            assert (skipped.calls, skipped.computed) == (6 * layers, computed)
+            image.add_(1)
+            found = run(0, texts[0])
+        assert torch.equal(found, run(0, texts[0]))
+        assert not torch.equal(found, expected[0])
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert not model.condition_embedder._forward_hooks
 
 
 def _half_a_weight(pipe, step):
