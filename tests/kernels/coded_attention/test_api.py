@@ -54,6 +54,19 @@ KEYS, VALUES, SEEN = SLOTS[:3]
         ({"lengths": SEEN.long()}, r"`lengths` int32 \[N\], got .* torch.int64 \[4\]"),
         ({"lengths": SEEN[:3]}, r"whole rows in 3 slots and a divisor of 4 heads, got \[2, 280"),
         ({"q": Q[..., :9]}, r"codes of 2 or 4 bits for 9 channels"),
+        (
+            {"keys": changed(KEYS, codes=KEYS.codes[0])},
+            r"`keys` must have codes of 2 or 4 bits .* got \[280, 2, 8\]",
+        ),
+        ({"keys": changed(KEYS, codes=KEYS.codes[:, :, :0])}, r"`keys` must .* got \[2, 280, 0, 8"),
+        (
+            {"values": changed(VALUES, codes=VALUES.codes[0])},
+            r"`values` must have codes \[2, 280, 2, 8\] .* got \[280, 2, 8\]",
+        ),
+        ({"q": Q[..., :0]}, r"`q` must be \[B, S, H, D\] .* got \[2, 33, 4, 0\]"),
+        ({"scale": -0.3}, "`scale` must be positive and finite, got -0.3"),
+        ({"scale": 0.0}, "`scale` must be positive and finite, got 0"),
+        ({"scale": float("nan")}, "`scale` must be positive and finite, got nan"),
         ({"q": Q[:, :, :3]}, r"a divisor of 3 heads, got \[2, 280, 2, 8\]"),
         (
             {"values": changed(VALUES, codes=VALUES.codes[..., :4])},
