@@ -1,8 +1,10 @@
 """Static patterns through the layer, against their definitions, one pair of tokens at a time."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -34,30 +36,61 @@ CHUNKS = DEFINED["static, chunks"]
 
 
 def naive_radial(frames, tokens, block, decay, sink, following):
-    """Return what Radial Attention keeps, from its mask of tokens, pair of frames by pair."""
-    total = frames * tokens
-    num = -(-total // block)
+    """Return what Radial Attention keeps, bool [N, N], as its authors' code makes it.
+
+    That is `radial_attn/attn_mask.py` of mit-han-lab/radial-attention at 72788d4: of every pair of
+    frames a mask of tokens, a band (`get_window_width`) and whole pairs that are left out
+    (`get_diagonal_split_mask`), which is laid into blocks and shrunk (`shrinkMaskStrict`). What is
+    compared there is compared here in float64 or in whole numbers. Beyond that code, the diagonal
+    is kept, and so are the blocks that it cuts off: the last one of the sequence, and that of a
+    frame that begins inside a block.
+    """
+    num = -(-frames * tokens // block)
+    place = torch.arange(tokens)
+    apart = (place[:, None] - place).abs().double()
     kept = torch.eye(num, dtype=torch.bool)
-    for i in range(frames):
-        for j in range(frames):
-            d = abs(i - j)
-            length = 2 ** tokens.bit_length() / 2 ** d.bit_length()
-            pair = torch.zeros(num * block, num * block, dtype=torch.bool)
-            for r in range(tokens):
-                for c in range(tokens):
-                    if d == 0 or (sink and j == 0):
-                        inside = True
-                    elif length < block and d % int(block / length):
-                        inside = False
-                    elif d == 1:
-                        inside = abs(r - c) <= following
-                    else:
-                        inside = abs(r - c) <= max(length * decay, block)
-                    pair[i * tokens + r, j * tokens + c] = inside
-            rows = pair.view(num, block, num, block).sum(1)  # [N, N, columns]
-            high, held = (rows > block / 3).sum(-1), (rows > 0).sum(-1)
-            kept |= (held > 0) & (high > 0.6 * held)
+    for i, j in product(range(frames), repeat=2):
+        away = abs(i - j)
+        length = 2.0 ** (tokens.bit_length() - away.bit_length())
+        if sink and j == 0:
+            pair = torch.ones(tokens, tokens)
+        elif length < block and away % math.floor(block / length):
+            continue
+        else:
+            far = length * decay if length * decay >= block else float(block)
+            far = (float(tokens), float(following), far)[min(away, 2)]
+            pair = (apart <= far).double()
+        rows, columns = (divmod(n * tokens, block) for n in (i, j))  # first block, tokens before
+        n, m = (-(-(before + tokens) // block) for _, before in (rows, columns))
+        laid = torch.zeros(n * block, m * block, dtype=torch.float64)
+        laid[rows[1] : rows[1] + tokens, columns[1] : columns[1] + tokens] = pair
+        of_column = laid.unflatten(0, (n, block)).sum(1).unflatten(1, (m, block))
+        high, held = (x.sum(2) for x in (3 * of_column > block, of_column > 0))
+        kept[rows[0] : rows[0] + n, columns[0] : columns[0] + m] |= 5 * high > 3 * held
     return kept
+
+
+@pytest.mark.parametrize(
+    ("frames", "tokens", "decay", "sink", "kept", "products"),
+    [
+        (9, 512, 1.0, True, 1098, 344_002),
+        (9, 512, 0.2, False, 960, 307_860),
+        (12, 256, 0.4, True, 452, 63_881),
+        (17, 128, 1.0, False, 125, 9_574),
+        (6, 1280, 0.25, True, 2448, 2_186_100),
+        (5, 1664, 0.1, False, 2641, 3_111_472),
+    ],
+)
+def test_radial_keeps_as_many_blocks_as_the_authors_code(
+    frames, tokens, decay, sink, kept, products
+):
+    # What their functions gave at 72788d4, on a CPU: how many blocks, and the sum of row x column.
+    # Frames are whole blocks there, so that nothing is cut off.
+    given = {"block": 128, "decay": decay, "sink": sink, "following": tokens}
+    found = radial_map(frames, tokens, **given)
+    places = torch.arange(len(found))
+    assert (int(found.sum()), int((found * places[:, None] * places).sum())) == (kept, products)
+    assert torch.equal(found, naive_radial(frames, tokens, **given))
 
 
 @pytest.mark.parametrize("sink", [True, False])
@@ -193,6 +226,42 @@ def drawn(seed: int) -> tuple[Defined, Mapping[str, Any]]:
         grid=(pick(2, 12), pick(2, 5), pick(2, 6)),
     )
     return case, drawn_call(case, pick, without=slice(None))
+
+
+def drawn_radial(seed: int) -> tuple[Defined, Mapping[str, Any]]:
+    """Return a case of Radial Attention in blocks of 8 tokens, as `drawn` does."""
+    pick = picks(seed)
+    is_wan, is_older, decay = pick(0, 1), pick(0, 1), (0.0, 0.3, 0.5, 1.0)[pick(0, 3)]
+    grid = (pick(2, 9), pick(1, 5), pick(2, 7))
+    tokens = grid[1] * grid[2]
+    rule = {"sink": bool(is_wan or is_older), "following": tokens}
+    if is_wan and is_older:
+        rule["following"] = tokens // 2
+    kept = naive_radial(grid[0], tokens, 8, decay, **rule)[None, None]
+    given = {
+        "decay_factor": decay,
+        "model_type": ("hunyuan", "wan")[is_wan],
+        "radial_rule": ("2025-11", "2025-07")[is_older],
+    }
+    case = Defined(
+        method=method("static_sparse_attn", **given),
+        cut=pieces(8),
+        choose=lambda *_, token_mask: kept,
+        grid=grid,
+    )
+    return case, drawn_call(case, pick, without=slice(None))
+
+
+@pytest.mark.usefixtures("radial")
+@pytest.mark.parametrize("some", range(10))
+def test_drawn_cases_of_radial_are_those_of_its_definition(some):
+    shares = []
+    for seed in range(10 * some, 10 * some + 10):
+        case, given = drawn_radial(seed)
+        tail = "none" if seed % 3 else "pooled"
+        shares.append(float(case.check(**given, tail=tail).mask.double().mean()))
+        case.check_gradients(given["text"], tail=tail)
+    assert min(shares) < 0.8
 
 
 def test_windows_of_chunks_that_see_all_frames_are_dense_with_the_reason():
