@@ -241,6 +241,61 @@ def test_past_chunks_in_codes_err_as_half_a_step_lets_them(layer, bits):
         cache.commit()
 
 
+# Of docs/pages/guides/streaming.md: the relative error of the output, by window and bits.
+ERRORS = {
+    (4, 8): 0.008, (4, 4): 0.084, (4, 2): 0.48,
+    (20, 8): 0.009, (20, 4): 0.12, (20, 2): 0.66,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("window", "bits"), ERRORS)
+def test_the_output_errs_as_steps_that_round_at_random_let_it(window, bits):
+    """To first order keys and values add sqrt(step^2 / 12) each, in the share that is in codes."""
+    tokens, coded = 64, window if bits == 8 else window - 2
+    sizes = [
+        size_of(
+            batch=1,
+            num_kv_heads=4,
+            head_size=128,
+            chunk_tokens=tokens,
+            window=window,
+            sink=1,
+            dtype=torch.float32,
+            bits=each,
+        )
+        for each in (16, bits)
+    ]
+    caches, layer = [CausalCache(size) for size in sizes], LocalAttention(4, 128)
+    generator = torch.Generator().manual_seed(0)
+    for number in range(window + 3):
+        q, k, v = torch.randn(3, 1, tokens, 4, 128, generator=generator)
+        made = []
+        for cache in caches:
+            cache.begin(start=number * tokens, tokens=tokens)
+            made.append(layer(q, k, v, cache=cache.layers[0]))
+            cache.commit()
+    error = float((made[1] - made[0]).norm() / made[0].norm())
+    sides = zip((k, v), (OF_KEYS, OF_VALUES), strict=True)
+    steps = [
+        x.abs().amax(-1) / 127 if bits == 8 else quantise(x, bits, grouping).scales[..., 1].float()
+        for x, grouping in sides
+    ]
+    noise = sum(float(step.square().mean()) / 12 for step in steps)
+    expected = math.sqrt(noise * coded / (window + 1))
+    assert 0.9 * expected < error < 1.25 * expected
+    assert error == pytest.approx(ERRORS[window, bits], rel=0.07)
+
+
+def test_at_short_windows_4_bits_take_more_than_8():
+    fields = {"num_kv_heads": 12, "head_size": 128, "chunk_tokens": 4680, "num_layers": 30}
+    for window in range(3, 13):
+        four, eight = (
+            size_of(bits=b, window=window, batch=1, dtype=torch.bfloat16, **fields).num_bytes
+            for b in (4, 8)
+        )
+        assert (four < eight) == (window >= 9)
+
+
 def test_a_view_sees_fewer_codes_or_none(layer):
     cache = CausalCache(size_of(bits=4, window=5, sink=1))
     past = []
