@@ -7,7 +7,12 @@ from typing import TypeVar
 
 from torch import nn
 
-from multimodal_gen.errors import ComponentAttentionBackendNotAppliedError, nearest
+from multimodal_gen.errors import (
+    ComponentAttentionBackendNotAppliedError,
+    ConfigError,
+    nearest,
+    short,
+)
 from multimodal_gen.runtime.layers.attention.request import LayerSite
 from multimodal_gen.runtime.layers.attention.scope import (
     BackendPreference,
@@ -16,6 +21,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
     component_names,
 )
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
+from multimodal_gen.settings import MismatchError
 
 _Asked = TypeVar("_Asked", BackendPreference, Rule)
 
@@ -46,7 +52,8 @@ def calibrated(scope: SelectionScope, model: nn.Module) -> SelectionScope:
     """Return `scope` with the checkpoint's curve where skip-softmax was asked for without one.
 
     Raises:
-        ConfigError: the checkpoint's `sparse_attention_config` cannot be read.
+        ConfigError: the checkpoint's `sparse_attention_config` cannot be read, and nothing else
+            says how much to leave out.
     """
     asked = [scope.default, *scope.components.values(), *scope.rules]
     config = getattr(model, "config", None)
@@ -59,11 +66,25 @@ def calibrated(scope: SelectionScope, model: nn.Module) -> SelectionScope:
         SkipSoftmaxConfig,
     )
 
-    curve = SkipCurve.parse(found, name=f"sparse_attention_config of {type(model).__name__}")
+    name = f"sparse_attention_config of {type(model).__name__}"
 
     def filled(asked: _Asked) -> _Asked:
         own = asked.config
         if not isinstance(own, SkipSoftmaxConfig) or own.sparse_attention_config is not None:
+            return asked
+        try:
+            curve = SkipCurve.parse(found, name=name)
+        except (ConfigError, MismatchError) as error:
+            reason = str(error) or f"{name} must be {SkipCurve.expected}, got {short(found)}"
+            given = own.skips()
+            if given is None or given[0] == "target_sparsity":
+                raise ConfigError(
+                    f"{reason}; give a `threshold`, or a curve as `sparse_attention_config`"
+                ) from None
+            scope.warnings.warn(
+                f"{reason}; it goes by `{given[0]}` alone, and nothing that the calibration leaves "
+                f"dense is left dense"
+            )
             return asked
         return replace(asked, config=replace(own, sparse_attention_config=curve))
 

@@ -55,6 +55,26 @@ def test_without_a_curve_a_threshold_must_be_given(fresh):
         assert handle.report()
 
 
+@pytest.mark.parametrize("curve", [{"config_groups": {}}, [1], {"raw_threshold": 0.1}])
+def test_a_threshold_gets_past_a_curve_that_cannot_be_read(fresh, caplog, curve):
+    pipe = fresh("wan")
+    pipe.transformer.register_to_config(sparse_attention_config=curve)
+    name = "sparse_attention_config of WanTransformer3DModel must"
+    for given in (None, {"target_sparsity": 0.5}):
+        with pytest.raises(ConfigError, match=f"{name}.*; give a `threshold`, or a curve as `spar"):
+            apply(pipe, attention_backend="skip_softmax", attention_backend_config=given)
+    own = {"target_sparsity": 0.5, "sparse_attention_config": CURVE}
+    with apply(pipe, attention_backend="skip_softmax", attention_backend_config=own) as handle:
+        assert handle.report()
+    given = {"threshold": 0.1}
+    with apply(pipe, attention_backend="skip_softmax", attention_backend_config=given) as handle:
+        generate(pipe, "wan")
+        entries = [entry for layer in handle.report().layers for entry in layer.entries]
+    assert name in caplog.text
+    assert "; it goes by `threshold` alone, and nothing that the calibration leaves" in caplog.text
+    assert any(entry.skipped is not None for entry in entries)
+
+
 def test_components_and_rules_get_the_curve_too(fresh):
     pipe = fresh("wan")
     pipe.transformer.register_to_config(sparse_attention_config=CURVE)

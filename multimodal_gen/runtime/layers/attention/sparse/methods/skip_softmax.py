@@ -19,6 +19,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -32,6 +33,7 @@ from multimodal_gen.runtime.layers.attention.backends.engine import engine_varia
 from multimodal_gen.runtime.layers.attention.config import (
     Axis,
     DensePart,
+    IndexSelector,
     SigmaSelector,
     SparseConfig,
     StepSet,
@@ -48,6 +50,25 @@ from multimodal_gen.settings import MismatchError, converted, read_json
 
 BLOCK = 128  # rows that must agree, and keys that are left out together, as the authors have it
 FORMULA = "a * exp(b * target_sparsity)"
+# Formulas that are written, and the coefficient that each has beside b.
+_FORMULAS = MappingProxyType(
+    {
+        FORMULA: "a",
+        "exp(log_a + b * target_sparsity)": "log_a",
+        "log_a + b * target_sparsity": "log_a",  # the same, as its logarithm
+    }
+)
+_ALGORITHMS = ("skip_softmax", "softmax_skip")
+_KEYS = (
+    "algorithm",
+    "targets",  # classes of the modules, which their names say better
+    "threshold_scale_factor",
+    "ignore",
+    "target_sparsity",
+    "disabled_until_timestep",
+    "initial_disabled_steps",
+)
+_OTHER_NAMES = MappingProxyType({"sparse_algo": "algorithm", "disabled_layers": "ignore"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +82,7 @@ class SkipCurve:
             component or with its name in front.
         target_sparsity: what is asked for where nothing else is; None for nothing.
         disabled_until_timestep: the same of that parameter.
+        initial_disabled_steps: how many of the first steps stay dense; None for none.
     """
 
     a: float
@@ -68,16 +90,17 @@ class SkipCurve:
     ignore: tuple[str, ...] = ()
     target_sparsity: float | None = None
     disabled_until_timestep: float | None = None
+    initial_disabled_steps: int | None = None
 
     expected: ClassVar[str] = "a mapping as ModelOpt's sparse_attention_config"
 
     @classmethod
     def parse(cls, value: object, *, name: str = "sparse_attention_config") -> "SkipCurve":
-        """Read a curve from ModelOpt's mapping, of its releases 0.44 and 0.45, or its JSON text.
+        """Read a curve from ModelOpt's mapping, or its JSON text.
 
         Raises:
             MismatchError: `value` is no mapping.
-            ConfigError: it has no curve, several, or one of another formula.
+            ConfigError: it has no curve, several, one of another formula, or more than is known.
         """
         if isinstance(value, SkipCurve):
             return value
@@ -88,27 +111,22 @@ class SkipCurve:
         if not isinstance(mapping, Mapping):
             raise MismatchError
         group = _group_of(mapping, name)
-        factor = group.get("threshold_scale_factor")
-        found = factor if isinstance(factor, Mapping) else {}
-        formula = found.get("formula", FORMULA)
-        if str(formula).replace(" ", "") != FORMULA.replace(" ", ""):
-            raise ConfigError(f"{name} must have the formula {FORMULA}, got {short(formula)}")
-        numbers = found.get("coefficients", found.get("prefill", found))
-        a, b = (_number(numbers, key, name) for key in "ab")
+        a, b = _coefficients(group.get("threshold_scale_factor"), name)
         ignore = group.get("ignore") or ()
-        if a is None or b is None or a <= 0:
-            raise ConfigError(
-                f"{name} must have the coefficients a, above 0, and b of {FORMULA} under "
-                f"threshold_scale_factor, got {short(factor)}"
-            )
         if isinstance(ignore, str) or not all(isinstance(each, str) for each in ignore):
             raise ConfigError(f"{name} must have names of modules in `ignore`, got {short(ignore)}")
+        steps = group.get("initial_disabled_steps")
+        if steps is not None and (type(steps) is not int or steps < 0):
+            raise ConfigError(
+                f"{name}: initial_disabled_steps must be an integer >= 0, got {short(steps)}"
+            )
         return cls(
             a=a,
             b=b,
             ignore=tuple(ignore),
             target_sparsity=_number(group, "target_sparsity", name, most=1),
             disabled_until_timestep=_number(group, "disabled_until_timestep", name, most=1),
+            initial_disabled_steps=steps or None,
         )
 
     def __str__(self) -> str:
@@ -127,6 +145,7 @@ class SkipCurve:
             "ignore": list(self.ignore) or None,
             "target_sparsity": self.target_sparsity,
             "disabled_until_timestep": self.disabled_until_timestep,
+            "initial_disabled_steps": self.initial_disabled_steps,
         }
         group |= {key: value for key, value in given.items() if value is not None}
         return {"config_groups": {"group_0": group}}
@@ -141,19 +160,75 @@ class SkipCurve:
         return any(fnmatch(each, pattern) for pattern in self.ignore for each in names)
 
 
-def _group_of(mapping: Mapping[Any, Any], name: str) -> Mapping[Any, Any]:
-    """Return the part that is about skip-softmax."""
+def _group_of(mapping: Mapping[Any, Any], name: str) -> Mapping[str, Any]:
+    """Return what is about skip-softmax, in its group or beside the groups, by `_KEYS`."""
+    parts: list[Mapping[Any, Any]] = [
+        {key: mapping[key] for key in mapping if key not in ("config_groups", "producer")}
+    ]
     groups = mapping.get("config_groups")
-    if groups is None:
-        return mapping
-    every = list(groups.values()) if isinstance(groups, Mapping) else []
-    held = [g for g in every if isinstance(g, Mapping) and g.get("algorithm") == "skip_softmax"]
-    if len(held) != 1:
+    if groups is not None:
+        every = list(groups.values()) if isinstance(groups, Mapping) else []
+        held = [group for group in every if isinstance(group, Mapping) and _is_skipping(group)]
+        if len(held) != 1:
+            raise ConfigError(
+                f"{name} must have one group whose `algorithm` is skip_softmax, or `sparse_algo` "
+                f"softmax_skip, got {len(held)} of {len(every)} groups"
+            )
+        parts += held
+    found: dict[str, Any] = {}
+    for given, value in (pair for part in parts for pair in part.items()):
+        key = _OTHER_NAMES.get(given, given)
+        if key not in _KEYS:
+            raise ConfigError(
+                f"{name} must have no keys but {', '.join(_KEYS)}, got {short(given)}"
+            )
+        if found.setdefault(key, value) != value:
+            raise ConfigError(
+                f"{name} must have one value of {key}, got {short(found[key])} and {short(value)}"
+            )
+    if not _is_skipping({"algorithm": _ALGORITHMS[0], **found}):
         raise ConfigError(
-            f"{name} must have one group whose `algorithm` is skip_softmax, got {len(held)} of "
-            f"{len(every)} groups"
+            f"{name} must have the algorithm skip_softmax, got {short(found['algorithm'])}"
         )
-    return held[0]
+    return found
+
+
+def _is_skipping(group: Mapping[Any, Any]) -> bool:
+    return group.get("algorithm", group.get("sparse_algo")) in _ALGORITHMS
+
+
+def _coefficients(factor: object, name: str) -> tuple[float, float]:
+    """Return a and b of `FORMULA`, whichever of `_FORMULAS` they are written for."""
+    given = dict(factor) if isinstance(factor, Mapping) else {}
+    formulas = {text.replace(" ", ""): first for text, first in _FORMULAS.items()}
+    formula = given.pop("formula", None)
+    if formula is not None and str(formula).replace(" ", "") not in formulas:
+        raise ConfigError(
+            f"{name} must have the formula {' or '.join(_FORMULAS)}, got {short(formula)}"
+        )
+    given.pop("decode", None)  # a phase that denoisers do not have
+    for key in ("coefficients", "prefill"):
+        if list(given) == [key] and isinstance(given[key], Mapping):
+            given = given[key]
+    first = "log_a" if "log_a" in given else "a"
+    a, b = (_number(given, key, name) for key in (first, "b"))
+    if a is not None and first == "log_a":
+        a = _exp(a)
+    fits = formula is None or formulas[str(formula).replace(" ", "")] == first
+    if a is None or b is None or not fits or set(given) != {first, "b"} or not 0 < a < math.inf:
+        raise ConfigError(
+            f"{name} must have the coefficients a, above 0, and b of {FORMULA} under "
+            f"threshold_scale_factor, or log_a and b of its other forms, got {short(factor)}"
+        )
+    return a, b
+
+
+def _exp(value: float) -> float:
+    """Return exp(value), infinity where it is too large for a float."""
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf
 
 
 def _number(
@@ -286,11 +361,18 @@ class SkipSoftmaxConfig(SparseConfig):
         return None if share is None else -10 * math.log10(share)
 
     def dense_parts(self, axis: Axis) -> tuple[DensePart, ...]:
-        """Add the noise levels that stay dense."""
+        """Add the first steps of a curve, and the noise levels that stay dense."""
         parts, until = SparseConfig.dense_parts(self, axis), self.disabled_until_timestep
-        if until is None and self.sparse_attention_config is not None:
-            until = self.sparse_attention_config.disabled_until_timestep
-        if axis != "steps" or until is None:
+        curve = self.sparse_attention_config
+        if axis != "steps":
+            return parts
+        if curve is not None and curve.initial_disabled_steps is not None:
+            first = StepSet(indices=IndexSelector(((0, curve.initial_disabled_steps - 1),)))
+            given = f"initial_disabled_steps={curve.initial_disabled_steps}"
+            parts = (*parts, DensePart(given, first))
+        if until is None and curve is not None:
+            until = curve.disabled_until_timestep
+        if until is None:
             return parts
         noise = StepSet(sigma=SigmaSelector.parse(f">{until:.10g}"))
         return (*parts, DensePart(f"disabled_until_timestep={until:g}", noise))

@@ -133,6 +133,101 @@ def test_a_curve_is_read_as_modelopt_writes_it():
 
 
 GROUP = MODELOPT["config_groups"]["group_0"]
+LOGARITHMS = {"log_a": math.log(7.9), "b": 8.6}
+NUMBERS = {"a": 7.9, "b": 8.6}
+
+
+@pytest.mark.parametrize(
+    ("group", "beside"),
+    [
+        # ModelOpt 0.43 and 0.44: the curve beside the groups, and a phase that denoisers lack.
+        (
+            {"sparse_algo": "softmax_skip", "targets": ["WanAttention"]},
+            {
+                "threshold_scale_factor": {
+                    "formula": FORMULA,
+                    "prefill": NUMBERS,
+                    "decode": {"a": 1.0, "b": 1.0},
+                },
+                "producer": {"name": "modelopt", "version": "0.44.0"},
+            },
+        ),
+        # ModelOpt 0.45 and 0.46.
+        (
+            {
+                "algorithm": "skip_softmax",
+                "threshold_scale_factor": {"formula": FORMULA, "prefill": NUMBERS},
+            },
+            {},
+        ),
+        # ModelOpt's sparse.yaml of denoisers, which TensorRT-LLM reads.
+        (
+            {
+                "sparse_algo": "softmax_skip",
+                "threshold_scale_factor": {
+                    "formula": "log_a + b * target_sparsity",
+                    "prefill": LOGARITHMS,
+                },
+            },
+            {},
+        ),
+        # TensorRT-LLM.
+        (
+            {
+                "algorithm": "skip_softmax",
+                "threshold_scale_factor": {
+                    "formula": "exp(log_a + b * target_sparsity)",
+                    "coefficients": LOGARITHMS,
+                },
+            },
+            {},
+        ),
+        (
+            {"algorithm": "skip_softmax"},
+            {"threshold_scale_factor": {"formula": "exp(log_a+b*target_sparsity)", **LOGARITHMS}},
+        ),
+        ({"algorithm": "skip_softmax", "threshold_scale_factor": LOGARITHMS}, {}),
+    ],
+)
+def test_every_form_of_a_curve_is_the_same_one(group, beside):
+    other = {"algorithm": "sparse_softmax", "sparsity_n": 2}
+    curve = SkipCurve.parse({"config_groups": {"group_0": group, "group_1": other}, **beside})
+    assert curve.a == pytest.approx(7.9, rel=1e-15)
+    assert curve.b == 8.6
+    assert curve.factor(0.5) == pytest.approx(7.9 * math.exp(4.3))
+
+
+def test_what_a_curve_leaves_dense_is_read_from_the_group_and_beside_the_groups():
+    more = {
+        "ignore": ["blocks.0.attn1"],
+        "target_sparsity": 0.4,
+        "disabled_until_timestep": 0.9,
+        "initial_disabled_steps": 2,
+    }
+    factor = {"threshold_scale_factor": NUMBERS}
+    group = {"algorithm": "skip_softmax", **factor}
+    beside = SkipCurve.parse({"config_groups": {"group_0": group}, **more})
+    assert beside == SkipCurve.parse({"config_groups": {"group_0": {**group, **more}}})
+    assert beside == SkipCurve.parse({**factor, **more}) == SkipCurve.parse(beside.as_mapping())
+    assert beside.target_sparsity == 0.4
+    more["disabled_layers"] = more.pop("ignore")
+    assert beside == SkipCurve.parse({"config_groups": {"group_0": group}, **more})
+    assert beside.ignores("transformer", "blocks.0.attn1")
+    config = SkipSoftmaxConfig(sparse_attention_config=beside, dense_steps="5")
+    parts = config.dense_parts("steps")
+    held = [[step for step in range(8) if part.indices.holds(step, 8)] for part in parts]
+    assert held == [[5], [0, 1], []]  # the noise levels of these steps are unknown
+
+
+def test_the_first_steps_of_a_curve_run_dense():
+    qkv = peaked_inputs(math.prod(GRID), 2, 32, 64)
+    curve = {"threshold_scale_factor": NUMBERS, "initial_disabled_steps": 3}
+    layer = SKIP.layer(threshold=0.1, sparse_attention_config=curve)
+    for step in range(4):
+        run_sparse(layer, qkv, GRID, step=step, known={"num_steps": 4})
+    dense, sparse = layer.report().entries
+    assert (dense.calls, sparse.calls) == (3, 1)
+    assert "(`initial_disabled_steps=3`)" in dense.selection.reason
 
 
 @pytest.mark.parametrize(
@@ -154,6 +249,43 @@ GROUP = MODELOPT["config_groups"]["group_0"]
         ),
         ({"sparse_attention_config": {**GROUP, "ignore": "blocks.0"}}, "names of modules in `igno"),
         ({"sparse_attention_config": {**GROUP, "target_sparsity": 2}}, "target_sparsity must be a"),
+        (
+            {"sparse_attention_config": {**GROUP, "initial_steps": 3}},
+            "must have no keys but algorithm, targets, .*, got 'initial_steps'",
+        ),
+        (
+            {
+                "sparse_attention_config": {
+                    "config_groups": {"group_0": GROUP},
+                    "target_sparsity": 0.7,
+                }
+            },
+            r"must have one value of target_sparsity, got 0\.7 and 0\.5",
+        ),
+        (
+            {"sparse_attention_config": {**GROUP, "algorithm": "sparse_softmax"}},
+            "must have the algorithm skip_softmax, got 'sparse_softmax'",
+        ),
+        (
+            {"sparse_attention_config": {**GROUP, "initial_disabled_steps": 1.5}},
+            r"initial_disabled_steps must be an integer >= 0, got 1\.5",
+        ),
+        (
+            {
+                "sparse_attention_config": {
+                    "threshold_scale_factor": {"formula": FORMULA, "log_a": 1.0, "b": 2.0}
+                }
+            },
+            "or log_a and b of its other forms, got",
+        ),
+        (
+            {"sparse_attention_config": {"threshold_scale_factor": {**NUMBERS, "c": 1.0}}},
+            "must have the coefficients a, above 0, and b of a",
+        ),
+        (
+            {"sparse_attention_config": {"threshold_scale_factor": {"log_a": 1000, "b": 1.0}}},
+            "must have the coefficients a, above 0, and b of a",
+        ),
         ({"sparse_attention_config": 3}, "must be a mapping as ModelOpt's sparse_attention_config"),
     ],
 )
