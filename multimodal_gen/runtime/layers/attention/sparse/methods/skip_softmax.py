@@ -151,8 +151,11 @@ class SkipCurve:
         return {"config_groups": {"group_0": group}}
 
     def factor(self, target_sparsity: float) -> float:
-        """Return the `threshold_scale_factor` of a share of steps to leave out."""
-        return self.a * math.exp(self.b * target_sparsity)
+        """Return the `threshold_scale_factor` of a share of steps to leave out.
+
+        It is 0 or infinity where it is out of what a float holds.
+        """
+        return self.a * _exp(self.b * target_sparsity)
 
     def ignores(self, component: str | None, name: str) -> bool:
         """Whether a module of a component stays dense."""
@@ -341,7 +344,7 @@ class SkipSoftmaxConfig(SparseConfig):
         """Return -10 log10(lambda) for so many keys.
 
         Raises:
-            UsageError: lambda would be 1 or more.
+            UsageError: lambda would be 0, or 1 or more.
         """
         if self.skip_below is not None:
             return self.skip_below
@@ -352,11 +355,11 @@ class SkipSoftmaxConfig(SparseConfig):
             factor = self.sparse_attention_config.factor(given[1])
         if factor is not None:
             share = factor / num_keys
-            if share >= 1:
+            if not 0 < share < 1:
                 raise UsageError(
-                    f"`threshold_scale_factor` of skip_softmax, given or of a curve, must be less "
-                    f"than the number of keys, which it is divided by, got {factor:g} for "
-                    f"{num_keys} keys; give a `threshold`"
+                    f"`threshold_scale_factor` of skip_softmax, given or of a curve, must be above "
+                    f"0 and less than the number of keys, which it is divided by, got {factor:g} "
+                    f"for {num_keys} keys; give a `threshold`"
                 )
         return None if share is None else -10 * math.log10(share)
 

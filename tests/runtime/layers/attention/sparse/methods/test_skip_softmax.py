@@ -310,10 +310,23 @@ def test_a_layer_must_be_told_how_much_to_leave_out(given, got):
         SKIP.layer(**given)
 
 
-def test_a_factor_of_more_keys_is_refused():
+@pytest.mark.parametrize(
+    ("given", "got"),
+    [
+        ({"sparse_attention_config": MODELOPT}, "18236.* for 351 keys"),
+        ({"target_sparsity": 0.5, "b": 2000.0}, "inf for 351 keys"),
+        ({"target_sparsity": 0.5, "b": -1e5}, "0 for 351 keys"),
+        ({"threshold_scale_factor": 1e-323}, "9.* for 351 keys"),
+    ],
+)
+def test_factors_that_give_no_lambda_between_0_and_1_are_refused(given, got):
+    given = dict(given)
+    if "b" in given:
+        curve = {"coefficients": {"a": 1.0, "b": given.pop("b")}}
+        given["sparse_attention_config"] = {"threshold_scale_factor": curve}
     qkv = peaked_inputs(math.prod(GRID), 2, 32, 64)
-    layer = SKIP.layer(index=1, sparse_attention_config=MODELOPT)
-    with pytest.raises(UsageError, match="must be less than the number of keys, which it is div"):
+    layer = SKIP.layer(index=1, **given)
+    with pytest.raises(UsageError, match=f"must be above 0 and less than the number.*got {got}"):
         run_sparse(layer, qkv, GRID)
 
 
