@@ -83,7 +83,7 @@ class SkipRecorder:
 
     Attributes:
         component: its name; None for any, of which there must be one.
-        shares: by (component, step, layer), the shares of its calls, fp64 [L].
+        shares: by (component, step, layer), the shares of the samples of its calls, fp64 [L].
         keys: by component, the keys of its calls.
     """
 
@@ -102,23 +102,24 @@ class SkipRecorder:
         wanted = site.role is AttentionRole.SELF and self.component in (None, name)
         plain = call.mask is None and not call.is_extended() and call.query.shape[0] > 0
         if wanted and plain and context is not None and context.latent_grid is not None:
-            key, num_keys = call.key[0], call.key.shape[1]
+            num_keys = call.key.shape[1]
             layout = layout_of(call.query.shape[1], num_keys, context, "calibration")
             video = layout.video
-            text = torch.cat((key[: video.start], key[video.stop :]))
-            keys = [key[video], text] if len(text) else [key[video]]
             heads, blocks = call.query.shape[2], -(-layout.num_video // BLOCK)
             starts = [BLOCK * i for i in _spread(blocks, _ROWS)]
-            with torch.no_grad():
-                found = skipped_shares(
-                    call.query[0, video],
-                    keys,
-                    scale=layer.geometry.softmax_scale,
-                    lambdas=_LAMBDAS,
-                    heads=_spread(heads, _HEADS),
-                    rows=[slice(i, i + BLOCK) for i in starts],
-                )
-            self.shares[name, context.current_timestep, site.name].append(found)
+            # Branches of guidance may be in one call.
+            for query, key in zip(call.query, call.key, strict=True):
+                text = torch.cat((key[: video.start], key[video.stop :]))
+                with torch.no_grad():
+                    found = skipped_shares(
+                        query[video],
+                        [key[video], text] if len(text) else [key[video]],
+                        scale=layer.geometry.softmax_scale,
+                        lambdas=_LAMBDAS,
+                        heads=_spread(heads, _HEADS),
+                        rows=[slice(i, i + BLOCK) for i in starts],
+                    )
+                self.shares[name, context.current_timestep, site.name].append(found)
             self.keys[name] = num_keys
         return serve(call)
 

@@ -3,9 +3,16 @@
 import math
 
 import pytest
+import torch
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.runtime.generator.skip_calibration import fit_curve, skipped_shares
+from multimodal_gen.runtime.generator.skip_calibration import (
+    SkipRecorder,
+    fit_curve,
+    skipped_shares,
+)
+from multimodal_gen.runtime.layers.attention.call import watching
+from multimodal_gen.runtime.layers.attention.request import LayerSite
 from tests.helpers.methods import method
 from tests.helpers.skipping import peaked_inputs
 from tests.helpers.sparse import run_sparse, text_places
@@ -36,6 +43,29 @@ def test_what_is_measured_is_what_the_method_leaves_out(place):
         (entry,) = layer.report().entries
         assert entry.skipped == pytest.approx(share, abs=1e-12)
     assert shares[0] > shares[-1]
+
+
+def test_every_sample_of_a_call_is_looked_at():
+    q, k, v = (
+        torch.cat(pair)
+        for pair in zip(
+            peaked_inputs(math.prod(GRID), 2, 32, BLOCK),
+            peaked_inputs(math.prod(GRID), 2, 32, BLOCK, seed=1),
+            strict=True,
+        )
+    )
+    k[0] = 0  # a branch of guidance whose attention is flat
+    means = []
+    for some in (slice(0, 1), slice(1, 2), slice(0, 2)):
+        recorder = SkipRecorder("transformer")
+        site = LayerSite(name="blocks.0.attn1", component="transformer", layer=0, num_layers=1)
+        layer = method("skip_softmax", dense_above=...).layer(site=site, threshold=0.1)
+        with watching(recorder):
+            run_sparse(layer, (q[some], k[some], v[some]), GRID)
+        means.append(recorder.mean())
+    flat, peaked, both = means
+    assert peaked.max() > flat.max() == 0
+    torch.testing.assert_close(both, (flat + peaked) / 2)
 
 
 def test_a_curve_that_is_one_is_found():
