@@ -70,7 +70,7 @@ def test_a_curve_is_written_that_a_generation_takes(sglang, peaked, tmp_path):
     [
         (("--target-sparsity", "0.5,2"), "--target-sparsity must be shares between 0 and 1 such"),
         (("--output", "skip.txt"), "--output must end in .json, .yaml, .yml, got 'skip.txt'"),
-        ((), "a curve must be fitted to two shares from 0.1 to 0.9 at least, got 0.00 to 0.00"),
+        ((), "a curve must be fitted to two shares from 0.1 to 0.9 at least, which rise, got 0"),
         (("--component", "vae"), "a calibration must see the self-attention of one denoiser, got"),
         (("--prompt",), "a calibration must have at least one prompt, got none"),
     ],

@@ -139,10 +139,14 @@ def _spread(count: int, most: int) -> list[int]:
     return [i * count // min(count, most) for i in range(min(count, most))]
 
 
-def fit_curve(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+def fit_curve(points: Sequence[tuple[float, float]], keys: int) -> tuple[float, float]:
     """Return a and b of the curve through (threshold_scale_factor, share), by least squares.
 
     As ModelOpt's `fit_logspace`: log(factor) = log(a) + b * share, over shares of 0.1 to 0.9.
+
+    Args:
+        points: what was seen.
+        keys: of a call.
 
     Raises:
         UsageError: too few shares lie there, or they do not rise.
@@ -151,14 +155,21 @@ def fit_curve(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     held = [(math.log(factor), share) for factor, share in points if low <= share <= high]
     shares = [share for _, share in held]
     every = [share for _, share in points]
-    if len(set(shares)) < 2:
-        raise UsageError(
-            f"a curve must be fitted to two shares from {low} to {high} at least, got "
-            f"{min(every):.2f} to {max(every):.2f} for lambda from {min(_LAMBDAS):g} to "
-            f"{max(_LAMBDAS):g}; calibrate on larger or longer videos, of blocks of {BLOCK} tokens"
+    if len(set(shares)) > 1:
+        line = linear_regression(shares, [log for log, _ in held])
+        if line.slope > 0:
+            return math.exp(line.intercept), line.slope
+    remedy = f"calibrate on larger or longer videos, of blocks of {BLOCK} tokens, or more prompts"
+    if max(every) < low and keys > 2 * BLOCK:
+        remedy = (
+            f"attention is flat over these {keys} keys, as that of random weights is, and "
+            f"skip_softmax would leave next to nothing out: take another method"
         )
-    line = linear_regression(shares, [log for log, _ in held])
-    return math.exp(line.intercept), line.slope
+    raise UsageError(
+        f"a curve must be fitted to two shares from {low} to {high} at least, which rise, got "
+        f"{min(every):.2f} to {max(every):.2f} for lambda from {min(_LAMBDAS):g} to "
+        f"{max(_LAMBDAS):g}; {remedy}"
+    )
 
 
 def share_at(shares: torch.Tensor, threshold: float) -> float:
@@ -272,6 +283,6 @@ def calibrate(
         for recorder in recorders
         for threshold, share in zip(_LAMBDAS, recorder.mean().tolist(), strict=True)
     ]
-    a, b = fit_curve(points)
+    a, b = fit_curve(points, keys)
     curve = SkipCurve(a=a, b=b)
     return Calibrated(component=names[0], curve=curve, keys=keys, recorders=tuple(recorders))

@@ -71,12 +71,27 @@ def test_every_sample_of_a_call_is_looked_at():
 def test_a_curve_that_is_one_is_found():
     points = [(3.0 * math.exp(4.0 * share), share) for share in (0.0, 0.2, 0.5, 0.8)]
     points.append((1e9, 0.95))  # what lies outside does not count
-    a, b = fit_curve(points[1:])
+    a, b = fit_curve(points[1:], 1280)
     assert (a, b) == (pytest.approx(3.0), pytest.approx(4.0))
 
 
-@pytest.mark.parametrize("shares", [(0.0, 0.0), (0.05, 0.5, 0.95), (0.5, 0.5)])
-def test_shares_that_tell_of_no_curve_are_refused(shares):
+FLAT = "attention is flat over these 1280 keys"
+SHORT = "calibrate on larger or longer videos, of blocks of 128 tokens, or more prompts"
+
+
+@pytest.mark.parametrize(
+    ("shares", "keys", "remedy"),
+    [
+        ((0.0, 0.0), 1280, FLAT),
+        ((0.0, 0.02), 1280, FLAT),
+        ((0.0, 0.0), 72, SHORT),  # one block, the first, which is never left out
+        ((0.05, 0.5, 0.95), 1280, SHORT),
+        ((0.5, 0.5), 1280, SHORT),
+        ((0.6, 0.5), 1280, SHORT),
+    ],
+)
+def test_shares_that_tell_of_no_curve_are_refused(shares, keys, remedy):
     points = [(10.0 ** (i + 1), share) for i, share in enumerate(shares)]
-    with pytest.raises(UsageError, match=r"a curve must be fitted to two shares from 0\.1 to 0\.9"):
-        fit_curve(points)
+    message = rf"a curve must be fitted to two shares from 0\.1 to 0\.9 .*; {remedy}"
+    with pytest.raises(UsageError, match=message):
+        fit_curve(points, keys)
