@@ -10,7 +10,7 @@ import typer
 from multimodal_gen.cli.options import Settings, takes
 from multimodal_gen.cli.prompts import OBSERVED, PromptFile, Prompts, read_prompts
 from multimodal_gen.cli.table import Row, echo, table
-from multimodal_gen.errors import ConfigError, short
+from multimodal_gen.errors import ConfigError, UsageError, short
 from multimodal_gen.files import require_writable, save_text
 from multimodal_gen.runtime.server_args import ServerArgs
 from multimodal_gen.settings import Setting
@@ -69,18 +69,25 @@ def calibrate(
         component=component,
         told=lambda number, seconds: typer.echo(f"[{number}/{len(given)}] {seconds:.1f} s"),
     )
-    save_text(output, json.dumps(found.as_config(targets), indent=2) + "\n", what="--output")
+    reached = found.reached(targets) or [found.most()]
+    save_text(output, json.dumps(found.as_config(reached), indent=2) + "\n", what="--output")
     curve = found.curve
     typer.echo(
         f"{found.component}: threshold_scale_factor = {curve.a:.6g} * exp({curve.b:.6g} * "
         f"target_sparsity), {found.keys} keys"
     )
     rows = []
-    for target in targets:
+    for target in reached:
         factor = curve.factor(target)
         cells = (f"{target:g}", f"{factor:.6g}", f"{factor / found.keys:.3g}")
         rows.append(Row((*cells, f"{found.share(target):.1%}")))
     echo(table(("target", "threshold_scale_factor", "lambda", "left out"), rows))
+    beyond = [target for target in targets if target not in reached]
+    if beyond:
+        raise UsageError(
+            f"--target-sparsity must be reached by a lambda below 1, got {beyond[0]:g}; "
+            f"{short(str(output))} has the curve, and asks for {reached[0]:g}"
+        )
     typer.echo(
         f"next: sglang generate ... --attention-backend skip_softmax --attention-backend-config "
         f"{shlex.quote(str(output))}"

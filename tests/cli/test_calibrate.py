@@ -1,11 +1,14 @@
 """`sglang attention calibrate`, and a generation by what it wrote."""
 
 import json
+import math
 import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
+from multimodal_gen.runtime.layers.attention.sparse.methods.skip_softmax import SkipSoftmaxConfig
 
 SIZE = ("--height", 128, "--width", 192, "--num-frames", 17, "--num-inference-steps", 2)
 
@@ -46,12 +49,18 @@ def test_a_curve_is_written_that_a_generation_takes(sglang, peaked, tmp_path):
     assert set(at_least["by_layer"]) == {"blocks.0.attn1", "blocks.1.attn1"}
     assert 0 < at_least["share"] <= more["share"] < 1
     assert at_least["threshold_scale_factor"] < more["threshold_scale_factor"]
+    other = tmp_path / "other.json"
     beyond = sglang(
         *("attention", "calibrate", *run, "--prompt", "a fox", "--seed", 0),
-        *("--target-sparsity", 0.9, "--output", tmp_path / "other.json"),
+        *("--target-sparsity", 0.9, "--output", other),
     )
     assert beyond.code == 2
-    assert "--target-sparsity must be reached by a lambda below 1, got 0.9, and 0.3" in beyond.err
+    asks = json.loads(other.read_text())["target_sparsity"]
+    assert 0.2 < asks < 0.9
+    assert "--target-sparsity must be reached by a lambda below 1, got 0.9; " in beyond.err
+    assert f"other.json' has the curve, and asks for {asks:g}" in beyond.err
+    given = SkipSoftmaxConfig(**json.loads(other.read_text()))
+    assert 10 * math.log10(1 / 0.95) <= given.decibels(480) < 1
     out = tmp_path / "out"
     made = sglang(
         *("generate", *run, "--prompt", "a fox", "--seed", 0, "--output-path", out),
@@ -71,7 +80,10 @@ def test_a_curve_is_written_that_a_generation_takes(sglang, peaked, tmp_path):
         (("--target-sparsity", "0.5,2"), "--target-sparsity must be shares between 0 and 1 such"),
         (("--output", "skip.txt"), "--output must end in .json, .yaml, .yml, got 'skip.txt'"),
         ((), "a curve must be fitted to two shares from 0.1 to 0.9 at least, which rise, got 0"),
-        (("--component", "vae"), "a calibration must see the self-attention of one denoiser, got"),
+        (
+            ("--component", "vae"),
+            "--component must name one of the denoisers of WanPipeline (transformer), got 'vae'",
+        ),
         (("--prompt",), "a calibration must have at least one prompt, got none"),
     ],
 )
@@ -88,3 +100,16 @@ def test_what_cannot_be_calibrated_is_refused(sglang, tiny_pipeline, tmp_path, a
     assert found.code == 2
     assert message in found.err
     assert not (tmp_path / "skip.json").exists()
+    if "--component" in arguments:
+        assert "[1/1]" not in found.out  # nothing was generated
+
+
+def test_of_two_denoisers_one_is_named_before_anything_is_generated(
+    sglang, tiny_pipeline, tmp_path
+):
+    model = ("--model-path", tiny_pipeline("wan22"), "--height", 64, "--width", 96)
+    size = ("--num-frames", 9, "--num-inference-steps", 2, "--prompt", "a fox")
+    found = sglang("attention", "calibrate", *model, *size, "--output", tmp_path / "skip.json")
+    assert found.code == 2
+    assert "denoisers of WanPipeline (transformer, transformer_2), got none" in found.err
+    assert "[1/1]" not in found.out

@@ -22,8 +22,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from multimodal_gen.errors import UsageError
+from multimodal_gen.errors import UsageError, short
 from multimodal_gen.runtime.generator.library_errors import out_of_memory_explained
+from multimodal_gen.runtime.generator.load import denoisers
 from multimodal_gen.runtime.generator.run import Handle, observe
 from multimodal_gen.runtime.layers.attention.call import AttentionCall, watching
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
@@ -82,28 +83,27 @@ class SkipRecorder:
     """Looks at the self-attention of one component through a generation.
 
     Attributes:
-        component: its name; None for any, of which there must be one.
-        shares: by (component, step, layer), the shares of the samples of its calls, fp64 [L].
-        keys: by component, the keys of its calls.
+        component: its name.
+        shares: by (step, layer), the shares of the samples of its calls, fp64 [L].
+        keys: of a call; 0 before one was seen.
     """
 
-    component: str | None = None
-    shares: dict[tuple[str, int, str], list[torch.Tensor]] = field(
+    component: str
+    shares: dict[tuple[int, str], list[torch.Tensor]] = field(
         default_factory=lambda: defaultdict(list)
     )
-    keys: dict[str, int] = field(default_factory=dict)
+    keys: int = 0
 
     def __call__(
         self, layer: Any, call: AttentionCall, serve: Callable[[AttentionCall], torch.Tensor]
     ) -> torch.Tensor:
         """Serve a call, and look at it."""
         site, context = layer.site, current_forward_context()
-        name = site.component or ""
-        wanted = site.role is AttentionRole.SELF and self.component in (None, name)
+        wanted = site.role is AttentionRole.SELF and site.component == self.component
         plain = call.mask is None and not call.is_extended() and call.query.shape[0] > 0
         if wanted and plain and context is not None and context.latent_grid is not None:
-            num_keys = call.key.shape[1]
-            layout = layout_of(call.query.shape[1], num_keys, context, "calibration")
+            self.keys = call.key.shape[1]
+            layout = layout_of(call.query.shape[1], self.keys, context, "calibration")
             video = layout.video
             heads, blocks = call.query.shape[2], -(-layout.num_video // BLOCK)
             starts = [BLOCK * i for i in _spread(blocks, _ROWS)]
@@ -119,15 +119,14 @@ class SkipRecorder:
                         heads=_spread(heads, _HEADS),
                         rows=[slice(i, i + BLOCK) for i in starts],
                     )
-                self.shares[name, context.current_timestep, site.name].append(found)
-            self.keys[name] = num_keys
+                self.shares[context.current_timestep, site.name].append(found)
         return serve(call)
 
     def mean(self, *, step: int | None = None, layer: str | None = None) -> torch.Tensor:
         """Return the mean of the shares, of one step or one layer or of all, fp64 [L]."""
         held = [
             share
-            for (_, at, name), shares in self.shares.items()
+            for (at, name), shares in self.shares.items()
             if step in (None, at) and layer in (None, name)
             for share in shares
         ]
@@ -204,25 +203,24 @@ class Calibrated:
         shares = torch.stack([recorder.mean(**of) for recorder in self.recorders]).mean(0)
         return share_at(shares, threshold)
 
+    def most(self) -> float:
+        """Return the largest share that the curve has for a lambda that was tried."""
+        factor = max(_LAMBDAS) * self.keys
+        return math.floor(100 * math.log(factor / self.curve.a) / self.curve.b) / 100
+
+    def reached(self, targets: Sequence[float]) -> list[float]:
+        """Return the shares that a lambda below 1 leaves out by the curve."""
+        return [each for each in targets if self.curve.factor(each) < self.keys]
+
     def as_config(self, targets: Sequence[float]) -> dict[str, Any]:
         """Return parameters of `skip_softmax`, with what was seen at the targets beside the curve.
 
         Args:
-            targets: shares of steps to leave out; the first one is asked for.
-
-        Raises:
-            UsageError: one of them takes a lambda of 1 or more, by which all would be left out.
+            targets: shares of steps to leave out, which are `reached`; the first one is asked for.
         """
-        beyond = [each for each in targets if self.curve.factor(each) >= self.keys]
-        if beyond:
-            most = max(float(recorder.mean().max()) for recorder in self.recorders)
-            raise UsageError(
-                f"--target-sparsity must be reached by a lambda below 1, got {beyond[0]:g}, and "
-                f"{most:.2f} at most was seen; ask for less"
-            )
         seen = self.recorders[0].shares
-        steps = sorted({step for _, step, _ in seen})
-        layers = list(dict.fromkeys(layer for _, _, layer in seen))
+        steps = sorted({step for step, _ in seen})
+        layers = list(dict.fromkeys(layer for _, layer in seen))
         measured = [
             {
                 "target_sparsity": target,
@@ -257,27 +255,32 @@ def calibrate(
         args: what to load and how to run it; its `prompt` is not used.
         prompts: what to generate.
         attach: attaches dense attention to the loaded pipeline.
-        component: which denoiser it is about, where there are several.
+        component: which denoiser it is about; None where there is one.
         told: gets the number of a prompt, from 1, and the seconds it took.
 
     Raises:
-        UsageError: an option does not fit the pipeline or the device, no self-attention was seen,
-            or that of several denoisers; or no curve can be fitted.
+        UsageError: an option does not fit the pipeline or the device, `component` is none of its
+            denoisers, no self-attention was seen, or no curve can be fitted.
     """
     recorders: list[SkipRecorder] = []
-    runs = observe(args, prompts, attach, lambda: SkipRecorder(component), watching)
+    chosen = ""
+
+    def attach_to(pipe: Any) -> Handle:
+        nonlocal chosen
+        chosen = _component_of(pipe, component)
+        return attach(pipe)
+
+    runs = observe(args, prompts, attach_to, lambda: SkipRecorder(chosen), watching)
     with out_of_memory_explained(), closing(runs):
         for number, (recorder, seconds, _) in enumerate(runs, 1):
             recorders.append(recorder)
             told(number, seconds)
-    names = sorted({name for recorder in recorders for name in recorder.keys})
-    if len(names) != 1:
-        seen = ", ".join(names) or "none"
+    keys = max(recorder.keys for recorder in recorders)
+    if not keys:
         raise UsageError(
-            f"a calibration must see the self-attention of one denoiser, got {seen}; name one with "
-            f"--component"
+            f"a calibration must see self-attention of {chosen}, got none: its calls have "
+            f"masks, which are not looked at, or none of the steps was its own"
         )
-    keys = recorders[0].keys[names[0]]
     points = [
         (threshold * keys, share)
         for recorder in recorders
@@ -285,4 +288,17 @@ def calibrate(
     ]
     a, b = fit_curve(points, keys)
     curve = SkipCurve(a=a, b=b)
-    return Calibrated(component=names[0], curve=curve, keys=keys, recorders=tuple(recorders))
+    return Calibrated(component=chosen, curve=curve, keys=keys, recorders=tuple(recorders))
+
+
+def _component_of(pipe: Any, component: str | None) -> str:
+    """Return the denoiser that is looked at: the one named, or the only one."""
+    names = list(denoisers(pipe))
+    if component is None and len(names) == 1:
+        return names[0]
+    if component not in names:
+        raise UsageError(
+            f"--component must name one of the denoisers of {type(pipe).__name__} "
+            f"({', '.join(names)}), got {short(component) if component else 'none'}"
+        )
+    return component
