@@ -3,7 +3,7 @@
 import json
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +14,9 @@ from multimodal_gen.errors import ConfigError, UsageError, short
 from multimodal_gen.files import require_writable, save_text
 from multimodal_gen.runtime.server_args import ServerArgs
 from multimodal_gen.settings import Setting
+
+if TYPE_CHECKING:
+    from multimodal_gen.runtime.generator.skip_calibration import Calibrated
 
 _SUFFIXES = (".json", ".yaml", ".yml")
 
@@ -88,10 +91,17 @@ def calibrate(
             f"--target-sparsity must be reached by a lambda below 1, got {beyond[0]:g}; "
             f"{short(str(output))} has the curve, and asks for {reached[0]:g}"
         )
-    typer.echo(
-        f"next: sglang generate ... --attention-backend skip_softmax --attention-backend-config "
-        f"{shlex.quote(str(output))}"
-    )
+    typer.echo(f"next: sglang generate ... {_options(found, output)}")
+
+
+def _options(found: "Calibrated", output: Path) -> str:
+    """Return the options of a generation that goes by the file."""
+    if found.is_only:
+        named = shlex.quote(str(output))
+        return f"--attention-backend skip_softmax --attention-backend-config {named}"
+    rule = {"component": found.component, "role": "self", "backend": "skip_softmax"}
+    rules = {"rules": [{**rule, "config": str(output)}]}
+    return f"--attention-config {shlex.quote(json.dumps(rules))}"
 
 
 def _shares(text: str) -> list[float]:

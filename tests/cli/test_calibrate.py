@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import shutil
 
 import pytest
@@ -13,12 +14,10 @@ from multimodal_gen.runtime.layers.attention.sparse.methods.skip_softmax import 
 SIZE = ("--height", 128, "--width", 192, "--num-frames", 17, "--num-inference-steps", 2)
 
 
-@pytest.fixture
-def peaked(tiny_pipeline, tmp_path):
-    """A tiny Wan of 480 tokens in a grid of 5x8x12, whose scores fall with the distance."""
-    folder = tmp_path / "model"
-    shutil.copytree(tiny_pipeline("wan"), folder)
-    (file,) = (folder / "transformer").glob("*.safetensors")
+def peaked_in(source, folder, component):
+    """Copy a tiny Wan of 480 tokens in a grid of 5x8x12; scores of one fall with the distance."""
+    shutil.copytree(source, folder)
+    (file,) = (folder / component).glob("*.safetensors")
     weights = load_file(file)
     for name, weight in weights.items():
         if name.endswith(("attn1.to_q.bias", "attn1.to_k.bias")):
@@ -27,6 +26,11 @@ def peaked(tiny_pipeline, tmp_path):
             weights[name] = 4.0 * weight
     save_file(weights, file)
     return folder
+
+
+@pytest.fixture
+def peaked(tiny_pipeline, tmp_path):
+    return peaked_in(tiny_pipeline("wan"), tmp_path / "model", "transformer")
 
 
 def test_a_curve_is_written_that_a_generation_takes(sglang, peaked, tmp_path):
@@ -113,3 +117,27 @@ def test_of_two_denoisers_one_is_named_before_anything_is_generated(
     assert found.code == 2
     assert "denoisers of WanPipeline (transformer, transformer_2), got none" in found.err
     assert "[1/1]" not in found.out
+
+
+def test_the_curve_of_one_of_two_denoisers_is_for_that_one(sglang, tiny_pipeline, tmp_path):
+    file = tmp_path / "skip.json"
+    model = peaked_in(tiny_pipeline("wan22"), tmp_path / "model", "transformer_2")
+    run = ("--model-path", model, *SIZE, "--prompt", "a fox", "--seed", 0)
+    found = sglang(
+        *("attention", "calibrate", *run, "--component", "transformer_2"),
+        *("--target-sparsity", 0.15, "--output", file),
+    )
+    assert found.code == 0, found.err
+    options = shlex.split(found.out.partition("next: sglang generate ... ")[2])
+    out = tmp_path / "out"
+    made = sglang("generate", *run, "--output-path", out, *options)
+    assert made.code == 0, made.err
+    (record,) = out.glob("*.json")
+    layers = json.loads(record.read_text())["attention"]["layers"]
+    of = {
+        layer["component"]
+        for layer in layers
+        for entry in layer["entries"]
+        if entry.get("skipped") is not None
+    }
+    assert of == {"transformer_2"}

@@ -187,12 +187,14 @@ class Calibrated:
 
     Attributes:
         component: which denoiser it is of.
+        is_only: whether the pipeline has no other.
         curve: the curve.
         keys: of a call.
         recorders: what was seen of every prompt.
     """
 
     component: str
+    is_only: bool
     curve: SkipCurve
     keys: int
     recorders: tuple[SkipRecorder, ...]
@@ -263,11 +265,17 @@ def calibrate(
             denoisers, no self-attention was seen, or no curve can be fitted.
     """
     recorders: list[SkipRecorder] = []
-    chosen = ""
+    names, chosen = list[str](), ""
 
     def attach_to(pipe: Any) -> Handle:
         nonlocal chosen
-        chosen = _component_of(pipe, component)
+        names[:] = denoisers(pipe)
+        chosen = names[0] if component is None and len(names) == 1 else component or ""
+        if chosen not in names:
+            raise UsageError(
+                f"--component must name one of the denoisers of {type(pipe).__name__} "
+                f"({', '.join(names)}), got {short(chosen) if chosen else 'none'}"
+            )
         return attach(pipe)
 
     runs = observe(args, prompts, attach_to, lambda: SkipRecorder(chosen), watching)
@@ -288,17 +296,10 @@ def calibrate(
     ]
     a, b = fit_curve(points, keys)
     curve = SkipCurve(a=a, b=b)
-    return Calibrated(component=chosen, curve=curve, keys=keys, recorders=tuple(recorders))
-
-
-def _component_of(pipe: Any, component: str | None) -> str:
-    """Return the denoiser that is looked at: the one named, or the only one."""
-    names = list(denoisers(pipe))
-    if component is None and len(names) == 1:
-        return names[0]
-    if component not in names:
-        raise UsageError(
-            f"--component must name one of the denoisers of {type(pipe).__name__} "
-            f"({', '.join(names)}), got {short(component) if component else 'none'}"
-        )
-    return component
+    return Calibrated(
+        component=chosen,
+        is_only=len(names) == 1,
+        curve=curve,
+        keys=keys,
+        recorders=tuple(recorders),
+    )
