@@ -25,7 +25,7 @@ from multimodal_gen.runtime.generator.quantized import (
     load_gguf,
     quantization_config,
 )
-from multimodal_gen.runtime.generator.quiet import without
+from multimodal_gen.runtime.generator.quiet import quiet_about_curves, without
 from multimodal_gen.runtime.generator.scheduler import scheduler_class, with_scheduler
 from multimodal_gen.runtime.generator.weights_file import (
     TRAINED_LAYERS,
@@ -78,6 +78,7 @@ def load_pipeline(index: PipelineIndex, args: ServerArgs, device: torch.device) 
     with (
         _bars_on_terminals_only(),
         without("diffusers.models.modeling_utils", _is_of_trained_layers),
+        quiet_about_curves(),
         told(lambda error: _failure(index, error)),
     ):
         pipe = _read_weights(index, args, device)

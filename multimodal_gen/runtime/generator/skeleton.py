@@ -20,6 +20,7 @@ from multimodal_gen.runtime.generator.index import (
 from multimodal_gen.runtime.generator.library_errors import told
 from multimodal_gen.runtime.generator.load import pick_dtype
 from multimodal_gen.runtime.generator.model_folder import DENOISERS
+from multimodal_gen.runtime.generator.quiet import quiet_about_curves
 from multimodal_gen.runtime.generator.scheduler import with_scheduler
 from multimodal_gen.runtime.server_args import ServerArgs
 
@@ -177,7 +178,7 @@ def _build(model_path: str, name: str, library: str, class_name: str) -> Any:
         if library == "diffusers":
             config = cls.load_config(model_path, subfolder=name)
             _check_layers(config)
-            with init_empty_weights():
+            with init_empty_weights(), quiet_about_curves():
                 return cls.from_config(config)
         config = _transformers_config(cls, model_path, name)
         _check_layers(config.to_dict())

@@ -19,6 +19,7 @@ from multimodal_gen.runtime.generator.load import (
     pick_device,
     pick_dtype,
 )
+from multimodal_gen.runtime.generator.skeleton import without_weights
 from multimodal_gen.runtime.server_args import ServerArgs
 
 
@@ -356,3 +357,22 @@ def test_layers_that_attaching_reads_are_not_said_to_be_unused(
     monkeypatch.setattr(logging.getLogger("diffusers"), "propagate", True)
     _load(folder)
     assert ("were not used" in caplog.text) is said
+
+
+@pytest.mark.parametrize(
+    ("attributes", "said"),
+    [
+        ({"sparse_attention_config": {"of": ["it's"]}}, False),
+        ({"sparse_attention_config": {}, "of_another": 1}, True),
+        ({"of_another": 1}, True),
+    ],
+)
+def test_a_curve_that_attaching_reads_is_not_said_to_be_ignored(
+    attributes, said, folder, caplog, monkeypatch
+) -> None:
+    file = folder / "transformer" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **attributes}))
+    monkeypatch.setattr(logging.getLogger("diffusers"), "propagate", True)
+    _load(folder)
+    without_weights(PipelineIndex.read(str(folder)))
+    assert ("will be ignored" in caplog.text) is said
