@@ -17,7 +17,6 @@ from multimodal_gen.settings import (
     MismatchError,
     Parameter,
     as_plain,
-    converted,
     parameters_of,
     read_json,
 )
@@ -104,7 +103,7 @@ def _one(field: Parameter, kind: Any, data: Any, where: str) -> object:
     if kind is float and data in ("inf", "-inf", "nan"):
         return float(data)
     try:
-        return converted(data, kind, field.ge, field.le)
+        return field.bounded(data, kind)
     except MismatchError:
         raise wrong(where, replace(field, annotation=kind).expected, data) from None
 

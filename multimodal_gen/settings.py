@@ -501,6 +501,8 @@ class Parameter:
         aliases: other accepted spellings.
         ge: smallest value allowed, for each element of a list too, or None.
         le: largest value allowed, for each element of a list too, or None.
+        gt: what a number must be above, or None.
+        lt: what a number must be below, or None.
         length: exact number of elements of a list, or None.
     """
 
@@ -511,6 +513,8 @@ class Parameter:
     aliases: tuple[str, ...] = ()
     ge: float | None = None
     le: float | None = None
+    gt: float | None = None
+    lt: float | None = None
     length: int | None = None
 
     @property
@@ -556,11 +560,20 @@ class Parameter:
         if hasattr(annotation, "parse"):
             found = annotation.parse(value, name=label)
             for number in getattr(found, "numbers", ()):
-                converted(number, float, self.ge, self.le)
+                self.bounded(number, float)
             return found
         if annotation not in _WORDS_OF:
             raise TypeError(f"{label} has an annotation that is not supported: {annotation!r}")
-        return converted(value, annotation, self.ge, self.le)
+        return self.bounded(value, annotation)
+
+    def bounded(self, value: object, kind: Any) -> object:
+        """Return a value as `converted` does, within the bounds; raises MismatchError."""
+        number: Any = converted(value, kind, self.ge, self.le)
+        if (self.gt is not None and number <= self.gt) or (
+            self.lt is not None and number >= self.lt
+        ):
+            raise MismatchError
+        return number
 
     def _count(self, annotation: Any) -> int | None:
         """Return how many elements a list must have, or None for any number."""
@@ -593,11 +606,14 @@ class Parameter:
 
     @property
     def _range(self) -> str:
-        if self.ge is not None and self.le is not None:
-            return f" in [{self.ge}, {self.le}]"
-        if self.ge is not None:
-            return f" >= {self.ge}"
-        return f" <= {self.le}" if self.le is not None else ""
+        low = self.ge if self.gt is None else self.gt
+        high = self.le if self.lt is None else self.lt
+        if low is not None and high is not None:
+            opened, closed = "[" if self.gt is None else "(", "]" if self.lt is None else ")"
+            return f" in {opened}{low}, {high}{closed}"
+        if low is not None:
+            return f" >= {low}" if self.gt is None else f" > {low}"
+        return "" if high is None else f" <= {high}" if self.lt is None else f" < {high}"
 
 
 _WORDS_OF: Mapping[Any, str] = MappingProxyType(
@@ -642,6 +658,8 @@ def option(
     aliases: tuple[str, ...] = (),
     ge: float | None = None,
     le: float | None = None,
+    gt: float | None = None,
+    lt: float | None = None,
     length: int | None = None,
 ) -> Any:
     """Declare one parameter of a dataclass.
@@ -652,12 +670,15 @@ def option(
         aliases: other spellings that are accepted.
         ge: smallest value allowed, for each element of a list too.
         le: largest value allowed, for each element of a list too.
+        gt: what a number must be above.
+        lt: what a number must be below.
         length: exact number of elements of a list.
 
     Returns:
         A dataclass field.
     """
-    metadata = {"help": help, "aliases": aliases, "ge": ge, "le": le, "length": length}
+    bounds = {"ge": ge, "le": le, "gt": gt, "lt": lt}
+    metadata = {"help": help, "aliases": aliases, "length": length, **bounds}
     return dataclasses.field(default=default, metadata=metadata)
 
 

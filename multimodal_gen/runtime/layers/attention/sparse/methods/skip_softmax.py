@@ -276,14 +276,14 @@ class SkipSoftmaxConfig(SparseConfig):
     example: ClassVar[str] = "threshold=0.01"
 
     threshold: float | None = option(
-        None, "lambda: weights at most this share of the largest so far are left out", ge=0, le=1
+        None, "lambda: weights at most this share of the largest so far are left out", gt=0, lt=1
     )
-    threshold_scale_factor: float | None = option(None, "lambda times the number of keys", ge=0)
+    threshold_scale_factor: float | None = option(None, "lambda times the number of keys", gt=0)
     target_sparsity: float | None = option(
         None, "share of steps to leave out, by the calibrated curve", ge=0, le=1
     )
     disabled_until_timestep: float | None = option(
-        None, "noise levels above this stay dense", ge=0, le=1
+        None, "noise levels above this stay dense", gt=0, le=1
     )
     sparse_attention_config: SkipCurve | None = option(
         None, "the calibrated curve, as ModelOpt writes it; by default the checkpoint's"
@@ -291,21 +291,13 @@ class SkipSoftmaxConfig(SparseConfig):
     kernel: Literal["auto", "gluon", "triton", "reference"] = option("auto", "kernel that runs")
 
     def check(self) -> None:
-        """There is one setting, and it leaves something out, but not everything."""
+        """There is one setting."""
         given = [name for name in _SETTINGS if getattr(self, name) is not None]
         if len(given) > 1:
             raise ConfigError(
                 f"{' and '.join(f'`{name}`' for name in given)} of skip_softmax say the same, one "
                 f"must be given; remove the others"
             )
-        if self.threshold in (0, 1):
-            raise ConfigError(
-                f"`threshold` of skip_softmax must be between 0, which leaves nothing out, and 1, "
-                f"which leaves everything out, got {self.threshold:g}"
-            )
-        for name in ("threshold_scale_factor", "disabled_until_timestep"):
-            if getattr(self, name) == 0:
-                raise ConfigError(f"`{name}` of skip_softmax must be above 0, got 0")
         if self.dense_above is not None:
             raise ConfigError(
                 f"`dense_above` of skip_softmax must be left out, got {self.dense_above:g}: every "

@@ -234,9 +234,13 @@ def test_the_first_steps_of_a_curve_run_dense():
     ("given", "message"),
     [
         ({"threshold": 0.1, "skip_below": 10}, "`threshold` and `skip_below` of skip_softmax say"),
-        ({"threshold": 1.0}, "`threshold` of skip_softmax must be between 0, which leaves nothin"),
-        ({"threshold_scale_factor": 0}, "`threshold_scale_factor` of skip_softmax must be above 0"),
-        ({"threshold": 0.1, "disabled_until_timestep": 0}, "`disabled_until_timestep` of skip_sof"),
+        ({"threshold": 1.0}, r"`threshold` of .* must be a number in \(0, 1\) or null"),
+        ({"threshold": 0}, r"`threshold` of .* must be a number in \(0, 1\) or null"),
+        ({"threshold_scale_factor": 0}, "`threshold_scale_factor` of .* must be a number > 0 or"),
+        (
+            {"threshold": 0.1, "disabled_until_timestep": 0},
+            r"`disabled_until_timestep` of .* must be a number in \(0, 1\] or null",
+        ),
         ({"threshold": 0.1, "dense_above": 0.9}, "`dense_above` of skip_softmax must be left out"),
         ({"sparse_attention_config": {"config_groups": {}}}, "must have one group whose `algorith"),
         (
