@@ -268,8 +268,8 @@ def _told(setting: Setting, study: Study) -> str:
     """Return a setting, its score and its speed in words."""
     return (
         f"{setting.shown} (score {_interval(setting.apart)} from dense attention's on "
-        f"{setting.apart.count} clips, {study.auto / setting.seconds:.2f} times as fast as exact "
-        f"attention)"
+        f"{setting.apart.count} captions, {study.auto / setting.seconds:.2f} times as fast as "
+        f"exact attention)"
     )
 
 

@@ -136,7 +136,9 @@ def test_settings_that_hold_are_named_with_their_speed(page, results) -> None:
     assert "the fastest of 2 such settings: `a x=1` with its tail (score -0.003" in plain
     assert plain.endswith("1.67 times as fast as exact attention), 6.0 s in place of 10.0 s.")
     assert "and that is faster than the 6.0 s of the best without: " in trained
-    assert "(score -0.005 [-0.021, +0.011] from dense attention's on 4 clips, 2.00 times" in trained
+    assert (
+        "(score -0.005 [-0.021, +0.011] from dense attention's on 4 captions, 2.00 times" in trained
+    )
 
 
 def test_training_that_gains_no_time_is_no_gain(page, results) -> None:

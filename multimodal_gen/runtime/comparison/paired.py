@@ -9,7 +9,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from multimodal_gen.runtime.comparison.record import LARGEST, Estimate, Run
 
@@ -17,17 +17,29 @@ MOST_DB = 100.0
 """What infinite decibels count as in an average with finite ones."""
 
 _SHARE = 0.95
-_ClipT = TypeVar("_ClipT")
+_PromptT = TypeVar("_PromptT")
 
 
-def difference(figures: Mapping[_ClipT, float], others: Mapping[_ClipT, float]) -> Estimate | None:
+def difference(
+    figures: Mapping[tuple[_PromptT, Any], float], others: Mapping[tuple[_PromptT, Any], float]
+) -> Estimate | None:
     """Return how much higher figures are than others on the same clips; None without such clips.
 
-    Infinite figures count as `MOST_DB`; what is NaN is left out.
+    Clips of one prompt are like each other, so where there are several prompts, they count as one,
+    their mean. Infinite figures count as `MOST_DB`; what is NaN is left out.
+
+    Args:
+        figures: by prompt and seed.
+        others: the same.
     """
-    pairs = [(figures[clip], others[clip]) for clip in figures if clip in others]
-    apart = [min(figure, MOST_DB) - min(other, MOST_DB) for figure, other in pairs]
-    return estimate([each for each in apart if abs(each) <= LARGEST])
+    apart: dict[_PromptT, list[float]] = {}
+    for clip in figures:
+        each = min(figures[clip], MOST_DB) - min(others.get(clip, math.nan), MOST_DB)
+        if abs(each) <= LARGEST:
+            apart.setdefault(clip[0], []).append(each)
+    if len(apart) == 1:
+        return estimate(*apart.values())
+    return estimate([statistics.fmean(each) for each in apart.values()])
 
 
 def ratio_of_times(run: Run, other: Run) -> Estimate | None:

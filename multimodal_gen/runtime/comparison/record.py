@@ -158,9 +158,9 @@ class Estimate:
     """A mean over clips, with the interval that holds it with a probability of 95 %.
 
     Attributes:
-        count: clips.
+        count: clips, or prompts whose clips count as one.
         mean: over them.
-        low: lower bound of the interval; None for one clip.
+        low: lower bound of the interval; None for one of them.
         high: upper bound.
     """
 

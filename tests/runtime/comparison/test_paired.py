@@ -49,17 +49,26 @@ def test_an_interval_is_that_of_the_mean() -> None:
 
 def test_pairs_tell_apart_what_means_cannot() -> None:
     """The clips differ by tens, the two methods on each clip by one."""
-    figures = {0: 20.0, 1: 30.0, 2: 40.0, 3: 50.0}
-    lower = {clip: figure - 1 - 0.1 * (clip % 2) for clip, figure in figures.items()}
-    found = difference(lower, {**figures, 9: 0.0})
+    figures = {(0, 0): 20.0, (1, 0): 30.0, (2, 0): 40.0, (3, 0): 50.0}
+    lower = {clip: figure - 1 - 0.1 * (clip[0] % 2) for clip, figure in figures.items()}
+    found = difference(lower, {**figures, (9, 0): 0.0})
     assert found is not None
     assert (found.count, found.mean) == (4, pytest.approx(-1.05))
     assert not holds(found, 0)
-    assert difference({0: 1.0}, {1: 1.0}) is None
+    assert difference({(0, 0): 1.0}, {(0, 1): 1.0}) is None
+
+
+def test_clips_of_a_prompt_count_as_one_where_there_are_several_prompts() -> None:
+    figures = {(0, 0): 1.0, (0, 1): 3.0, (1, 0): 4.0}
+    several = difference(figures, dict.fromkeys(figures, 0.0))
+    assert several == estimate([2.0, 4.0])
+    one = difference(figures, {(0, 0): 0.0, (0, 1): 0.0})
+    assert one == estimate([1.0, 3.0])
 
 
 def test_equal_clips_count_as_a_hundred_decibels_and_nan_does_not() -> None:
-    found = difference({0: 40.0, 1: math.inf, 2: math.nan}, dict.fromkeys(range(3), math.inf))
+    figures = {(0, 0): 40.0, (1, 0): math.inf, (2, 0): math.nan}
+    found = difference(figures, dict.fromkeys(figures, math.inf))
     assert found is not None
     assert (found.count, found.mean) == (2, -30.0)
 
