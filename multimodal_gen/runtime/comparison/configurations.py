@@ -121,6 +121,11 @@ class Plan:
                 f"leaves pairs out; try torch_sdpa"
             )
         for each in self.floor or ():
+            if each.asked == self.reference.asked:
+                raise UsageError(
+                    f"--floor must be other kernels than the reference, got {short(each.text)} for "
+                    f"both, whose difference is none; try another, or leave it out"
+                )
             exact = (read_configuration(text).asked for text in EXACT_KERNELS)
             if _is_sparse(each) and each.asked not in exact:
                 raise UsageError(
