@@ -8,7 +8,7 @@ import pytest
 import multimodal_gen
 from multimodal_gen.errors import UsageError
 from multimodal_gen.runtime import benchmark
-from multimodal_gen.runtime.generator import load, run, window_search
+from multimodal_gen.runtime.generator import load, run
 from multimodal_gen.runtime.generator.output import GrowingVideo, OutputTarget
 
 GENERATE = ("generate", "--prompt", "a fox", "--device", "cpu", "--seed", "0")
@@ -54,7 +54,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def loads(*_: object, **__: object) -> None:
         pytest.fail("weights were read")
 
-    for module in (load, run, window_search):
+    for module in (load, run):
         monkeypatch.setattr(module, "load_pipeline", loads)
     monkeypatch.setattr(benchmark, "measure", loads)
     monkeypatch.chdir(tmp_path)
