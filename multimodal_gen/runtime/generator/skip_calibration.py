@@ -265,25 +265,23 @@ def calibrate(
             denoisers, no self-attention was seen, or no curve can be fitted.
     """
     recorders: list[SkipRecorder] = []
-    names, chosen = list[str](), ""
+    names: list[str] = []
 
     def attach_to(pipe: Any) -> Handle:
-        nonlocal chosen
-        names[:] = denoisers(pipe)
-        chosen = names[0] if component is None and len(names) == 1 else component or ""
-        if chosen not in names:
+        names.extend(denoisers(pipe))
+        if component not in names and (component is not None or len(names) != 1):
             raise UsageError(
                 f"--component must name one of the denoisers of {type(pipe).__name__} "
-                f"({', '.join(names)}), got {short(chosen) if chosen else 'none'}"
+                f"({', '.join(names)}), got {short(component) if component else 'none'}"
             )
         return attach(pipe)
 
-    runs = observe(args, prompts, attach_to, lambda: SkipRecorder(chosen), watching)
+    runs = observe(args, prompts, attach_to, lambda: SkipRecorder(component or names[0]), watching)
     with out_of_memory_explained(), closing(runs):
         for number, (recorder, seconds, _) in enumerate(runs, 1):
             recorders.append(recorder)
             told(number, seconds)
-    keys = max(recorder.keys for recorder in recorders)
+    chosen, keys = recorders[0].component, max(recorder.keys for recorder in recorders)
     if not keys:
         raise UsageError(
             f"a calibration must see self-attention of {chosen}, got none: its calls have "
