@@ -16,9 +16,10 @@
 `screen`, `front` and `trained` are comparisons (`sglang attention compare`) in folders of their
 own. Rows are in FOLDER/PART.csv, the scores of clips in FOLDER/PART_clips.csv. They are written as
 soon as they are known, a few configurations at a time, and not measured again: the same command
-goes on where it was stopped. With `--gpus` the configurations are shared out, and until all are
-done, rows are in FOLDER/PART-NUMBER.csv. The captions are those of clips that training did not see;
-the score of these clips and that of captions swapped among them are rows, too.
+goes on where it was stopped. `--processes` shares the configurations out, and until all are done,
+rows are in FOLDER/PART-NUMBER.csv. Several may share a GPU, as the shapes model mostly waits for
+the host; `times` refuses that. The captions are those of clips that training did not see; the score
+of these clips and that of captions swapped among them are rows, too.
 """
 
 import argparse
@@ -132,7 +133,7 @@ def generations(given: argparse.Namespace, part: str, names: Mapping[str, str]) 
         names: those of the configurations.
     """
     done = _done(part, given)
-    texts = [x for x in [*names][given.shard :: given.gpus] if names[x] not in done]
+    texts = [x for x in [*names][given.shard :: given.processes] if names[x] not in done]
     if not texts:
         return
     size = SIZES[given.size]
@@ -261,7 +262,7 @@ def rows_of(report: Any, names: Mapping[str, str], commit: str) -> Iterator[dict
         if found is not None:
             row |= {"difference": found.mean, "low": found.low, "high": found.high}
         if run.cost is not None:
-            row |= {"density": run.cost.density, "seconds": run.cost.generation_seconds}
+            row["density"] = run.cost.density
         if run.frames_mean is not None:
             row |= {metric: getattr(run.frames_mean, metric) for metric in METRICS}
         device, versions = report.environment.device, report.environment.versions
@@ -294,14 +295,19 @@ def times(given: argparse.Namespace, names: Mapping[str, str]) -> None:
     The weights are random. Steps are those of the study, with one branch of guidance, which is
     counted twice. What a method keeps by a share of the scores is what it keeps of such weights;
     it is in the rows.
+
+    Raises:
+        SystemExit: several processes would share a GPU.
     """
+    if DEVICE == "cuda" and given.processes > torch.cuda.device_count():
+        raise SystemExit(f"times needs a GPU for each of {given.processes} processes")
     from multimodal_gen.runtime.comparison.configurations import read_configuration
 
     size = SIZES[given.size]
     model, inputs = _wan(size.stages[-1], smoke=given.size == "smoke")
     pipe = make_pipeline(None, None, None, model, shift=size.stages[-1].shift)
     done = _done("times", given)
-    for text in ["torch_sdpa", "auto", *names][given.shard :: given.gpus]:
+    for text in ["torch_sdpa", "auto", *names][given.shard :: given.processes]:
         name = names.get(text, text)
         if name in done:
             continue
@@ -462,7 +468,7 @@ def trained(given: argparse.Namespace) -> None:
     captions = [scene.caption for scene in scenes]
     done = _done("trained", given)
     entries = [(name, x) for name, x in STUDY["trained"].items() if re.search(given.only, name)]
-    for name, entry in entries[given.shard :: given.gpus]:
+    for name, entry in entries[given.shard :: given.processes]:
         if name in done:
             continue
         folder = given.out / re.sub(r"\W+", "-", name)
@@ -530,7 +536,7 @@ def pictures(given: argparse.Namespace) -> None:
 
 
 def _shard(part: str, given: argparse.Namespace) -> str:
-    return part if given.gpus == 1 else f"{part}-{given.shard}"
+    return part if given.processes == 1 else f"{part}-{given.shard}"
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -594,16 +600,16 @@ def _gather(part: str, given: argparse.Namespace) -> None:
             write(rows, given.out / f"{part}{ending}.csv")
 
 
-def _run_shards(argv: Sequence[str], gpus: int) -> None:
-    """Run this command once a GPU, each with its share of the cores.
+def _run_shards(argv: Sequence[str], count: int) -> None:
+    """Run this command in several processes, each with its share of the cores.
 
     Raises:
         RuntimeError: one of them failed.
     """
     words = [sys.executable, __file__, *argv]
-    share = f"OMP_NUM_THREADS={max(1, (os.cpu_count() or 1) // gpus)}"
+    share = f"OMP_NUM_THREADS={max(1, (os.cpu_count() or 1) // count)}"
     shards = [
-        subprocess.Popen(["env", share, *words, "--shard", str(shard)]) for shard in range(gpus)
+        subprocess.Popen(["env", share, *words, "--shard", str(shard)]) for shard in range(count)
     ]
     codes = [shard.wait() for shard in shards]
     if any(codes):
@@ -621,19 +627,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--commit", default="", help="of this code, for the rows")
     parser.add_argument("--captions", type=int, help="how many (those of the part)")
     parser.add_argument("--steps", type=int, help="of fine-tuning (those of the study)")
-    parser.add_argument("--gpus", type=int, default=1, help="how many share the work (1)")
+    parser.add_argument("--processes", type=int, default=1, help="how many share the GPUs (1)")
     parser.add_argument("--shard", type=int, help=argparse.SUPPRESS)
     argv = sys.argv[1:] if argv is None else argv
     given = parser.parse_args(argv)
     whole = given.shard is None
     for part in PARTS if given.part == "all" else (given.part,):
         try:
-            if given.gpus > 1 and whole and part in SHARED:
-                _run_shards([part, *argv[1:]], given.gpus)
+            if given.processes > 1 and whole and part in SHARED:
+                _run_shards([part, *argv[1:]], given.processes)
             else:
                 given.shard = given.shard or 0
-                if given.gpus > 1 and DEVICE == "cuda":
-                    torch.cuda.set_device(given.shard)
+                if given.processes > 1 and DEVICE == "cuda":
+                    torch.cuda.set_device(given.shard % torch.cuda.device_count())
                 PARTS[part](given)
         finally:
             if whole and part in SHARED:
@@ -655,7 +661,7 @@ PARTS: Mapping[str, Callable[[argparse.Namespace], None]] = {
     "pictures": pictures,
 }
 SHARED = ("times", "screen", "front", "trained")
-"""Parts that several GPUs share."""
+"""Parts that several processes share."""
 
 
 if __name__ == "__main__":

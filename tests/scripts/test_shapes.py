@@ -295,7 +295,7 @@ def test_times_are_rows_at_once_and_the_same_command_goes_on(study, tmp_path, mo
         ("auto", "failed: no memory", ""),
     ]
     # One of two processes, which share out what is left otherwise, and then one that does it all.
-    study.main([*words, "--gpus", "2", "--shard", "1"])
+    study.main([*words, "--processes", "2", "--shard", "1"])
     assert study.main(words) == 0
     assert scopes[3:] == ["None", "sage_attn"]
     rows = study.read(tmp_path / "times.csv")
@@ -374,7 +374,8 @@ def test_the_study_goes_from_a_model_to_rows(study, tmp_path, monkeypatch) -> No
     only = ["--only", only]
     # Two processes share one of the parts; the same command finds what is there.
     for part in ("times", "screen", "front", "trained", "pictures"):
-        assert study.main([part, *words, *only, *(["--gpus", "2"] if part == "times" else [])]) == 0
+        shared = ["--processes", "2"] if part == "times" else []
+        assert study.main([part, *words, *only, *shared]) == 0
     timed, screened, trained = (
         study.read(out / f"{part}.csv") for part in ("times", "screen", "trained")
     )
