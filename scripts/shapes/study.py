@@ -295,12 +295,7 @@ def times(given: argparse.Namespace, names: Mapping[str, str]) -> None:
     The weights are random. Steps are those of the study, with one branch of guidance, which is
     counted twice. What a method keeps by a share of the scores is what it keeps of such weights;
     it is in the rows.
-
-    Raises:
-        SystemExit: several processes would share a GPU.
     """
-    if DEVICE == "cuda" and given.processes > torch.cuda.device_count():
-        raise SystemExit(f"times needs a GPU for each of {given.processes} processes")
     from multimodal_gen.runtime.comparison.configurations import read_configuration
 
     size = SIZES[given.size]
@@ -601,16 +596,22 @@ def _gather(part: str, given: argparse.Namespace) -> None:
 
 
 def _run_shards(argv: Sequence[str], count: int) -> None:
-    """Run this command in several processes, each with its share of the cores.
+    """Run this command in several processes, each with one GPU and its share of the cores.
 
     Raises:
+        SystemExit: processes would share a GPU that is to be timed.
         RuntimeError: one of them failed.
     """
-    words = [sys.executable, __file__, *argv]
+    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    if argv[0] == "times" and 0 < len(found) < count:
+        raise SystemExit(f"times needs a GPU for each of {count} processes, found {len(found)}")
     share = f"OMP_NUM_THREADS={max(1, (os.cpu_count() or 1) // count)}"
-    shards = [
-        subprocess.Popen(["env", share, *words, "--shard", str(shard)]) for shard in range(count)
-    ]
+    shards = []
+    for shard in range(count):
+        # For all that the process starts, too.
+        gpu = [f"CUDA_VISIBLE_DEVICES=GPU-{found[shard % len(found)].uuid}"] if found else []
+        words = [sys.executable, __file__, *argv, "--shard", str(shard)]
+        shards.append(subprocess.Popen(["env", share, *gpu, *words]))
     codes = [shard.wait() for shard in shards]
     if any(codes):
         raise RuntimeError("a part of the study failed, see above; the same command goes on")
@@ -638,8 +639,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 _run_shards([part, *argv[1:]], given.processes)
             else:
                 given.shard = given.shard or 0
-                if given.processes > 1 and DEVICE == "cuda":
-                    torch.cuda.set_device(given.shard % torch.cuda.device_count())
                 PARTS[part](given)
         finally:
             if whole and part in SHARED:
