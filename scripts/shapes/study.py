@@ -5,8 +5,8 @@
 
 `study.yaml` lists methods, budgets and what else is varied, one factor at a time. PART is one of
 
-- `times`: how long a generation of Wan 1.3B's dimensions takes with each configuration. The shapes
-  model is so small that attention is nearly all it does.
+- `times`: how long a generation of Wan 1.3B's dimensions takes with each configuration, as the
+  shapes model is so small that attention is nearly all it does; but its are the maps of attention.
 - `screen`: clips of a few captions with each configuration, scored.
 - `front`: clips of many captions with those that no other one beats in both score and time.
 - `trained`: the same clips after `train_sparse.py` has fine-tuned the model for a method.
@@ -35,7 +35,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import yaml
@@ -59,7 +59,9 @@ ENDS = ("real clips", "captions swapped")
 TOGETHER = 4
 """Configurations of a comparison: what is lost where it is stopped."""
 TIMED = 4
-"""Steps that are timed of those that the same things serve."""
+"""The most steps that are timed of those that the same things serve."""
+LEARNT_EVERY = 6
+"""Steps between those whose self-attention is timed."""
 
 
 def configurations(only: str = "") -> Iterator[tuple[str, str]]:
@@ -292,25 +294,27 @@ def _mean(figures: Sequence[float]) -> float | None:
 def times(given: argparse.Namespace, names: Mapping[str, str]) -> None:
     """Time the denoising of one video of Wan 1.3B's dimensions with every configuration.
 
-    The weights are random. Steps are those of the study, with one branch of guidance, which is
-    counted twice. What a method keeps by a share of the scores is what it keeps of such weights;
-    it is in the rows.
+    The weights are random, but self-attention gets what it gets in the shapes model, of whose maps
+    a method then keeps what it keeps there. Steps are those of the study, with one branch of
+    guidance, which is counted twice.
     """
     from multimodal_gen.runtime.comparison.configurations import read_configuration
 
     size = SIZES[given.size]
-    model, inputs = _wan(size.stages[-1], smoke=given.size == "smoke")
+    model, inputs = _wan(size, heads=size.heads if given.size == "smoke" else 12)
     pipe = make_pipeline(None, None, None, model, shift=size.stages[-1].shift)
+    learnt: Learnt | None = None
     done = _done("times", given)
     for text in ["torch_sdpa", "auto", *names][given.shard :: given.processes]:
         name = names.get(text, text)
         if name in done:
             continue
+        learnt = learnt or learnt_by(given.model, size, model.config.num_attention_heads)
         row: dict[str, Any] = {"name": name, "configuration": text}
         asked = text.replace("auto", "")
         scope = read_configuration(asked, name="times", taken=[]).scope if asked else None
         try:
-            seconds, density = _timed(pipe, inputs, scope)
+            seconds, density = _timed(pipe, inputs, scope, learnt)
             row |= {"status": "done", "seconds": round(2 * seconds, 4), "density": density}
         except Exception as error:  # one configuration is one row
             row |= {"status": f"failed: {str(error).splitlines()[0]}"}
@@ -319,15 +323,26 @@ def times(given: argparse.Namespace, names: Mapping[str, str]) -> None:
         _add([row], given.out / f"{_shard('times', given)}.csv")
 
 
-def _wan(stage: Stage, *, smoke: bool) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return a transformer of Wan 1.3B's dimensions, and the arguments of a call."""
+def _wan(size: Size, *, heads: int) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return a transformer of Wan 1.3B's dimensions, and the arguments of a call.
+
+    Args:
+        size: of the shapes model, which has the same tokens and size of heads.
+        heads: fewer than 12 make it small.
+    """
     from diffusers import WanTransformer3DModel
 
-    heads, layers, ffn = (1, 1, 32) if smoke else (12, 30, 8960)
-    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    layers, ffn = (30, 8960) if heads == 12 else (1, 32)
+    stage, dtype = size.stages[-1], torch.bfloat16 if DEVICE == "cuda" else torch.float32
     torch.manual_seed(0)
     with torch.device(DEVICE):
-        model = WanTransformer3DModel(num_attention_heads=heads, num_layers=layers, ffn_dim=ffn)
+        model = WanTransformer3DModel(
+            size.patch,
+            num_attention_heads=heads,
+            attention_head_dim=size.head_size,
+            num_layers=layers,
+            ffn_dim=ffn,
+        )
         frames, height, width = (stage.frames + 3) // 4, stage.height // 8, stage.width // 8
         inputs = {
             "hidden_states": torch.randn(1, 16, frames, height, width, dtype=dtype),
@@ -336,11 +351,83 @@ def _wan(stage: Stage, *, smoke: bool) -> tuple[Any, dict[str, torch.Tensor]]:
     return model.to(dtype).eval(), inputs
 
 
+Learnt: TypeAlias = Mapping[int, Sequence[tuple[torch.Tensor, ...]]]
+"""Query, key and value, [1, S, H, D] each, of every layer at some steps."""
+
+
+def learnt_by(folder: Path, size: Size, heads: int) -> Learnt:
+    """Return what self-attention of the shapes model gets while it generates a clip.
+
+    Args:
+        folder: of its pipeline.
+        size: of it.
+        heads: how many to return, which repeat its own.
+    """
+    import multimodal_gen
+    from multimodal_gen.runtime.layers.attention.call import watching
+
+    found: dict[int, list[tuple[torch.Tensor, ...]]] = {
+        step: [] for step in range(0, STUDY["steps"], LEARNT_EVERY)
+    }
+
+    def look(layer: Any, call: Any, serve: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+        kept = found.get(_context().current_timestep) if _is_self(layer) else None
+        # The first branch of guidance alone.
+        if kept is not None and len(kept) == layer.site.layer:
+            kept.append(tuple(x.repeat(1, 1, heads // x.shape[2], 1) for x in call[:3]))
+        return serve(call)
+
+    pipe, stage = _pipeline(folder), size.stages[-1]
+    with torch.inference_mode(), multimodal_gen.apply(pipe), watching(look):
+        pipe(
+            scenes_of(size, 1)[0].caption,
+            height=stage.height,
+            width=stage.width,
+            num_frames=stage.frames,
+            num_inference_steps=STUDY["steps"],
+            guidance_scale=STUDY["guidance_scale"],
+            generator=torch.Generator().manual_seed(0),
+            output_type="latent",
+        )
+    return found
+
+
+def _feed(learnt: Learnt) -> Callable[[Any, Any, Callable[[Any], torch.Tensor]], torch.Tensor]:
+    """Return what looks at calls and gives self-attention what it gets in the shapes model.
+
+    Layers take turns with those of the shapes model, steps have what the last one before them had.
+    """
+
+    def look(layer: Any, call: Any, serve: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+        if not _is_self(layer):
+            return serve(call)
+        layers = learnt[_context().current_timestep // LEARNT_EVERY * LEARNT_EVERY]
+        query, key, value = layers[layer.site.layer % len(layers)]
+        return serve(call._replace(query=query, key=key, value=value))
+
+    return look
+
+
+def _is_self(layer: Any) -> bool:
+    from multimodal_gen.runtime.layers.attention.request import AttentionRole
+
+    return layer.site.role is AttentionRole.SELF
+
+
+def _context() -> Any:
+    from multimodal_gen.runtime.managers.forward_context import current_forward_context
+
+    context = current_forward_context()
+    assert context is not None, "a denoiser that is attached has a context"
+    return context
+
+
 @torch.inference_mode()
-def _timed(pipe: Any, inputs: Mapping[str, Any], scope: Any) -> tuple[float, float]:
+def _timed(pipe: Any, inputs: Mapping[str, Any], scope: Any, learnt: Learnt) -> tuple[float, float]:
     """Return the seconds of all steps, and the mean density of self-attention."""
     import multimodal_gen
     from multimodal_gen.runtime.generator.attention_check import layer_density
+    from multimodal_gen.runtime.layers.attention.call import watching
     from multimodal_gen.runtime.layers.attention.request import AttentionRole
 
     pipe.scheduler.set_timesteps(STUDY["steps"], DEVICE)
@@ -356,10 +443,11 @@ def _timed(pipe: Any, inputs: Mapping[str, Any], scope: Any) -> tuple[float, flo
 
     with multimodal_gen.apply(pipe, scope=scope):
         kinds = kinds_of_steps(lambda: run([0]), STUDY["steps"])
-        run([steps[-1] for steps in kinds])  # whatever is compiled
+        with watching(_feed(learnt)):
+            run([steps[-1] for steps in kinds])  # whatever is compiled
     seconds = density = 0.0
     for steps in kinds:
-        with multimodal_gen.apply(pipe, scope=scope) as handle:
+        with multimodal_gen.apply(pipe, scope=scope) as handle, watching(_feed(learnt)):
             seconds += seconds_of(run, steps)
             layers = [x for x in handle.report().layers if x.role is AttentionRole.SELF]
         share = sum(map(layer_density, layers)) / len(layers)
@@ -375,15 +463,12 @@ def kinds_of_steps(call: Callable[[], object], count: int) -> list[list[int]]:
         count: how many steps there are.
     """
     from multimodal_gen.runtime.layers.attention.call import watching
-    from multimodal_gen.runtime.managers.forward_context import current_forward_context
 
     served: list[list[Any]] = [[] for _ in range(count)]
 
     def look(layer: Any, given: Any, serve: Callable[[Any], torch.Tensor]) -> torch.Tensor:
-        context = current_forward_context()
-        assert context is not None, "a denoiser that is attached has a context"
         for step, found in enumerate(served):
-            found.append(layer.step_kind(dataclasses.replace(context, current_timestep=step)))
+            found.append(layer.step_kind(dataclasses.replace(_context(), current_timestep=step)))
         return serve(given)
 
     with watching(look):
@@ -397,12 +482,11 @@ def kinds_of_steps(call: Callable[[], object], count: int) -> list[list[int]]:
 def seconds_of(run: Callable[[Sequence[int]], float], steps: Sequence[int]) -> float:
     """Return the seconds of steps of one kind, of which a few are run.
 
-    The first one, which makes what others go on from, stands for itself, the next for the rest.
+    The first one, which makes what others go on from, stands for itself, a few for all others.
     """
-    seconds, others = run(steps[:1]), steps[1:TIMED]
-    if others:
-        seconds += run(others) / len(others) * (len(steps) - 1)
-    return seconds
+    rest = steps[1:]
+    seconds, few = run(steps[:1]), rest[:: -(-len(rest) // (TIMED - 1)) or 1]
+    return seconds + (run(few) / len(few) * len(rest) if few else 0.0)
 
 
 def _wait() -> None:

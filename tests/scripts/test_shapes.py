@@ -249,7 +249,7 @@ def test_every_configuration_of_the_study_is_one_that_a_comparison_takes(study) 
 def test_steps_that_the_same_serves_are_of_one_kind(study, name: str, dense: int) -> None:
     import multimodal_gen
 
-    model, inputs = study._wan(study.SIZES["smoke"].stages[-1], smoke=True)
+    model, inputs = study._wan(study.SIZES["smoke"], heads=1)
     pipe = study.make_pipeline(None, None, None, model, shift=3.0)
     pipe.scheduler.set_timesteps(20)
     now = pipe.scheduler.timesteps[:1]
@@ -270,13 +270,43 @@ def test_a_few_steps_of_a_kind_stand_for_all_of_them(study) -> None:
 
     assert study.seconds_of(run, [*range(5, 20)]) == 10 + 14
     assert study.seconds_of(run, [3]) == 1
-    assert ran == [[5], [6, 7, 8], [3]]
+    assert study.seconds_of(run, [3, 4]) == 2
+    assert ran == [[5], [6, 11, 16], [3], [3], [4]]
+
+
+def test_self_attention_is_timed_on_what_the_shapes_model_gives_it(study) -> None:
+    import multimodal_gen
+    from multimodal_gen.runtime.layers.attention.call import watching
+
+    size = study.SIZES["smoke"]
+    model, inputs = study._wan(size, heads=2)
+    pipe = study.make_pipeline(None, None, None, model, shift=3.0)
+    pipe.scheduler.set_timesteps(20)
+    shape = (1, 3 * 4 * 6, 2, size.head_size)
+    learnt = {step: [tuple(torch.randn(shape) for _ in range(3))] for step in (0, 6, 12, 18)}
+    outs: dict[int, list[torch.Tensor]] = {}
+
+    def look(layer, call, serve) -> torch.Tensor:
+        out = study._feed(learnt)(layer, call, serve)
+        outs.setdefault(step, []).append(out)
+        return out
+
+    for step in (5, 18, 19):
+        now = pipe.scheduler.timesteps[step : step + 1]
+        with torch.inference_mode(), multimodal_gen.apply(pipe), watching(look):
+            model(**inputs, timestep=now)
+    for step, of in ((5, 0), (18, 18), (19, 18)):
+        self_attention, cross_attention = outs[step]
+        query, key, value = (x.transpose(1, 2) for x in learnt[of][0])
+        wanted = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+        assert torch.allclose(self_attention, wanted.transpose(1, 2), atol=1e-5)
+        assert not torch.allclose(cross_attention, self_attention, atol=1e-2)
 
 
 def test_times_are_rows_at_once_and_the_same_command_goes_on(study, tmp_path, monkeypatch) -> None:
     scopes: list[str] = []
 
-    def timed(pipe, inputs, scope) -> tuple[float, float]:
+    def timed(pipe, inputs, scope, learnt) -> tuple[float, float]:
         scopes.append(str(scope and scope.default.backend))
         if len(scopes) == 3:
             raise KeyboardInterrupt
@@ -285,6 +315,7 @@ def test_times_are_rows_at_once_and_the_same_command_goes_on(study, tmp_path, mo
         return 1.0, 0.5
 
     monkeypatch.setattr(study, "_timed", timed)
+    monkeypatch.setattr(study, "learnt_by", lambda *_: {0: []})
     words = ["times", "--size", "smoke", "--model", "none", "--out", str(tmp_path)]
     words += ["--only", "^sage_attn", "--commit", "abc"]
     with pytest.raises(KeyboardInterrupt):
