@@ -575,8 +575,8 @@ class ServerArgs:
         bool,
         Setting(
             loading=True,
-            help="Compile the kernels of the generation in other processes while the weights load "
-            "and the text is encoded. On one NVIDIA GPU.",
+            help="Compile the kernels of the first generation in other processes while the weights "
+            "load and the text is encoded. On one NVIDIA GPU.",
         ),
     ] = False
 
@@ -672,6 +672,7 @@ class ServerArgs:
             "attention_auto_table",
             "attention_guard",
             "cuda_graph",
+            "compile_ahead",
             "latent_grid",
         )
         for name in ours:

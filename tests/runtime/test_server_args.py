@@ -130,6 +130,10 @@ def test_a_wrong_component_override_is_quoted(value, message):
             "--attention-config must not be given with --backend diffusers",
         ),
         (
+            {"backend": "diffusers", "compile_ahead": True},
+            "--compile-ahead must not be given with --backend diffusers",
+        ),
+        (
             {"attention_backend": "fa", "attention_config": "backend=fa"},
             "--attention-config must not be given with --attention-backend; ",
         ),

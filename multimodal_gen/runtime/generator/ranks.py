@@ -141,6 +141,11 @@ def _refuse_check(args: ServerArgs) -> None:
             "--cuda-graph must be left out on several GPUs, which exchange with the host's help, "
             "got both; leave it out, or run on one GPU"
         )
+    if args.compile_ahead:
+        raise UsageError(
+            "--compile-ahead must be left out on several GPUs, each of which launches another "
+            "share, got both; leave it out, or run on one GPU"
+        )
 
 
 def _device_type(args: ServerArgs) -> str:

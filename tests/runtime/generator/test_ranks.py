@@ -19,6 +19,7 @@ from multimodal_gen.runtime.generator.ranks import (
     rank_device,
 )
 from multimodal_gen.runtime.server_args import ServerArgs
+from multimodal_gen.settings import as_flag
 
 
 @pytest.fixture
@@ -108,6 +109,8 @@ def test_a_process_on_its_own_keeps_its_signals() -> None:
         assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_graphs_of_whole_calls_are_of_one_gpu(asked, two_gpus) -> None:
-    with pytest.raises(UsageError, match="--cuda-graph must be left out on several GPUs"):
-        plan_ranks(asked(num_gpus=2, cuda_graph=True))
+@pytest.mark.parametrize("name", ["cuda_graph", "compile_ahead"])
+def test_graphs_of_whole_calls_and_compiling_ahead_are_of_one_gpu(name, asked, two_gpus) -> None:
+    message = f"{as_flag(name)} must be left out on several GPUs"
+    with pytest.raises(UsageError, match=message):
+        plan_ranks(asked(num_gpus=2, **{name: True}))
