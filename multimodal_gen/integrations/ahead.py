@@ -27,6 +27,7 @@ from multimodal_gen.integrations.components import is_of_transformers, unwrap
 from multimodal_gen.kernels.launch.ahead import place_of_gpu
 from multimodal_gen.runtime.attention_report import CompiledAhead
 from multimodal_gen.runtime.described_tokens import DescribedTokens
+from multimodal_gen.runtime.distributed.groups import parallel_groups
 from multimodal_gen.runtime.layers.attention.scope import SelectionScope
 from multimodal_gen.runtime.server_args import EXAMPLE_PROMPT, ServerArgs
 
@@ -112,6 +113,23 @@ def generation_of(
     )
 
 
+def require_one_gpu(device: torch.device) -> None:
+    """Refuse to compile ahead where that cannot be done.
+
+    Raises:
+        UsageError: there are several ranks, the GPU is none of NVIDIA, or there is no Triton.
+    """
+    if parallel_groups() is not None:
+        raise UsageError(
+            f"{_NAME} must be left out on several ranks, each of which launches another share; "
+            f"leave it out here"
+        )
+    try:
+        place_of_gpu(device)
+    except UsageError as error:
+        raise UsageError(f"{_NAME}: {error}") from error
+
+
 class Ahead:
     """Processes that compile what a generation will launch, and what they have come to.
 
@@ -122,15 +140,11 @@ class Ahead:
         device: the GPU that it will run on.
 
     Raises:
-        UsageError: its GPU is none of NVIDIA, there is no Triton, or the pipeline cannot be copied
-            to another process.
+        UsageError: as `require_one_gpu`, or the pipeline cannot be copied to another process.
     """
 
     def __init__(self, given: Generation | ServerArgs, device: torch.device) -> None:
-        try:
-            place_of_gpu(device)
-        except UsageError as error:
-            raise UsageError(f"{_NAME}: {error}") from error
+        require_one_gpu(device)
         self._final: CompiledAhead | None = None
         with ExitStack() as files:
             self._said = files.enter_context(tempfile.TemporaryFile())
@@ -164,7 +178,7 @@ class Ahead:
             self._process.wait()
             found = replace(found, failed="it was ended before it was done")
         elif found.failed is not None:
-            logger.info("%s", *found.lines())
+            logger.warning("%s", *found.lines())
         self._final = found
         self._files.close()
 

@@ -66,7 +66,10 @@ class AttentionHandle:
         pipeline: the pipeline, or None for a bare model.
         guard: checks the self-attention of the denoisers, or None.
         graphs: the denoisers' calls as CUDA graphs, or None.
-        ahead: what compiles their kernels, or None.
+        ahead: what compiles their kernels, and ends with it, or None.
+
+    Attributes:
+        ahead: what compiles their kernels, for the report, or None.
     """
 
     def __init__(
@@ -80,7 +83,7 @@ class AttentionHandle:
         graphs: CudaGraphs | None = None,
         ahead: Ahead | None = None,
     ) -> None:
-        self._ahead = ahead
+        self.ahead = ahead
         self._plans = plans
         self._guard = guard
         self._graphs = graphs
@@ -113,7 +116,7 @@ class AttentionHandle:
             ),
             guard=None if self._guard is None else self._guard.report(),
             graphs=None if self._graphs is None else self._graphs.report(),
-            ahead=None if self._ahead is None else self._ahead.report(),
+            ahead=None if self.ahead is None else self.ahead.report(),
         )
 
     def sizes(self) -> tuple[tuple[LayerSite, int, int, int], ...]:
@@ -353,7 +356,6 @@ def _ahead(
 ) -> Ahead:
     """Begin to compile what a pipeline will launch; refuse where that cannot be known."""
     for rule, is_so in (
-        ("left out on several ranks, each of which launches another share", parallel_groups()),
         ("left out where train is True: what gradients launch is not known before", train),
         ("given for a pipeline, whose call tells what a model will meet", pipeline is None),
     ):

@@ -23,7 +23,7 @@ from multimodal_gen.errors import (
     nearest,
     short,
 )
-from multimodal_gen.integrations.ahead import Ahead
+from multimodal_gen.integrations.ahead import Ahead, require_one_gpu
 from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.runtime.distributed.groups import parallel_groups
 from multimodal_gen.runtime.generator import (
@@ -205,11 +205,13 @@ class DiffGenerator:
         self._lock = threading.RLock()
         self._loaded = {name: getattr(args, name) for name in LOADING_SETTINGS}
         self._explicit = False
+        self._ahead: Ahead | None = None
         with ExitStack() as failed:
-            self._ahead = None
-            if args.compile_ahead and parallel_groups() is None:
-                self._ahead = Ahead(args, pick_device(args.device))
-                failed.callback(self._ahead.stop)
+            if args.compile_ahead:
+                require_one_gpu(pick_device(args.device))
+            if args.prompt is not None:  # else it is not known yet what will be made
+                self._compile_ahead(args)
+                failed.callback(self._stop_ahead)
             self._session: Session | None = Session(args, self._attach)
             failed.pop_all()
 
@@ -316,6 +318,7 @@ class DiffGenerator:
                 raise UsageError(
                     "a DiffGenerator must not be used once it is closed; load it again"
                 )
+            self._compile_ahead(job.args)
             self._explicit = job.explicit
             return self._session.generate(
                 job.args, facts=facts, mark=mark, save=save, on_chunk=on_chunk, on_step=on_step
@@ -329,8 +332,7 @@ class DiffGenerator:
     def close(self) -> None:
         """Let go of the model; a second call does nothing."""
         with self._lock:
-            if self._ahead is not None:
-                self._ahead.stop()
+            self._stop_ahead()
             if self._session is not None:
                 self._session.close()
             self._session = None
@@ -341,6 +343,15 @@ class DiffGenerator:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def _compile_ahead(self, args: ServerArgs) -> None:
+        """Begin to compile what the first generation will launch, where that is asked for."""
+        if args.compile_ahead and self._ahead is None:
+            self._ahead = Ahead(args, pick_device(args.device))
+
+    def _stop_ahead(self) -> None:
+        if self._ahead is not None:
+            self._ahead.stop()
+
     def _attach(self, args: ServerArgs, pipe: Any) -> Handle:
         """Attach what a generation asks for to the loaded pipeline."""
         if args.backend == "diffusers":
@@ -349,9 +360,10 @@ class DiffGenerator:
         scope = scope_from_args(args)
         # On several ranks, all of them would compute all of what diffusers ships.
         named = scope.default or scope.components or scope.rules
-        nothing_asked = not (self._explicit or named or args.attention_guard or args.cuda_graph)
+        others = args.attention_guard or args.cuda_graph or args.compile_ahead
+        nothing_asked = not (self._explicit or named or others)
         try:
-            return apply(
+            handle = apply(
                 pipe,
                 scope=scope,
                 latent_grid=args.latent_grid,
@@ -363,6 +375,8 @@ class DiffGenerator:
             if not nothing_asked or parallel_groups() is not None:
                 raise
             return DiffusersAttention(pipe, notes=(f"runs as diffusers ships it: {error}",))
+        handle.ahead = self._ahead
+        return handle
 
 
 @_naming_arguments()

@@ -112,7 +112,7 @@ def test_a_loaded_pipeline_is_handed_over_without_its_weights(
     pipe.transformer.blocks[0].compile(backend="eager")
     pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
     with multimodal_gen.apply(pipe, attention_backend="torch_sdpa", compile_ahead=SIZE) as handle:
-        until(lambda: handle._ahead.wait() == 0)
+        until(lambda: handle.ahead.wait() == 0)
         # Transformers notes which outputs its models can give where they are made.
         made, make = [], PreTrainedModel.__init__
         monkeypatch.setattr(
@@ -148,7 +148,7 @@ def test_what_offloading_puts_into_models_stays_here(stand_in, fresh) -> None:
         add_hook_to_module(model, CpuOffload(execution_device=CPU))
     pipe._all_hooks = [SimpleNamespace(unpicklable=lambda: None)]
     with multimodal_gen.apply(pipe, compile_ahead=SIZE) as handle:
-        until(lambda: handle._ahead.wait() == 0)
+        until(lambda: handle.ahead.wait() == 0)
     again = given()[1].pipe
     assert type(again.transformer).forward == again.transformer.forward.__func__
     assert hasattr(pipe.transformer, "_hf_hook")
@@ -164,7 +164,7 @@ def test_the_report_says_what_is_compiled_and_what_was(stand_in, fresh, tmp_path
         named = "3 kernels (attention_kernel x2, pool_kernel)"
         assert f"compiled ahead: {named} are being compiled" in handle.report().summary()
         go.touch()
-        handle._ahead.wait()
+        handle.ahead.wait()
         for _ in range(2):
             assert f"compiled ahead: {named}, in 7.2 s" in handle.report().summary()
             document = handle.report().as_dict()["compile_ahead"]
@@ -175,7 +175,7 @@ def test_the_report_says_what_is_compiled_and_what_was(stand_in, fresh, tmp_path
 def test_removing_ends_it_and_the_report_says_so(stand_in, fresh) -> None:
     stand_in("sleep 100")
     handle = multimodal_gen.apply(fresh("wan"), compile_ahead=True)
-    process = handle._ahead._process
+    process = handle.ahead._process
     assert "what the pipeline needs is being found" in handle.report().summary()
     handle.remove()
     assert process.poll() is not None
@@ -195,10 +195,42 @@ def test_what_failed_is_in_the_report_and_stops_nothing(
 ) -> None:
     stand_in(script)
     with multimodal_gen.apply(fresh("wan"), compile_ahead=True) as handle:
-        handle._ahead.wait()
+        handle.ahead.wait()
         assert f"compiled ahead: not all of what the pipeline needs: {why}" in (
             handle.report().summary()
         )
+
+
+def test_a_generator_compiles_for_its_first_generation_and_says_so(stand_in, tiny_pipeline) -> None:
+    """From its loading on nothing is known of what will be made."""
+    given = stand_in('say \'{"kernels": ["pool_kernel"], "seconds": 7.25}\'')
+    settings: dict[str, Any] = {"attention_backend": "torch_sdpa", "device": "cpu"}
+    folder = tiny_pipeline("wan")
+    with DiffGenerator.from_pretrained(folder, compile_ahead=True, **settings) as generator:
+        assert generator._ahead is None
+        for prompt in ("a fox", "a cat"):
+            made = generator.generate(prompt=prompt, num_inference_steps=1, seed=0, **SIZE)
+            assert made is not None
+            if prompt == "a fox":
+                generator._ahead.wait()
+        _, args = given()
+    assert (args.prompt, args.height, str(args.attention_backend)) == ("a fox", 32, "torch_sdpa")
+    assert "compiled ahead: 1 kernels (pool_kernel), in 7.2 s" in made.report.summary()
+    attention: Any = made.record["attention"]
+    assert attention["compile_ahead"]["kernels"] == ["pool_kernel"]
+
+
+def test_a_generator_that_knows_what_it_will_make_compiles_beside_its_loading(
+    stand_in, tiny_pipeline, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the command line does; what failed is warned of at the end."""
+    given = stand_in('say \'{"failed": "no such thing"}\'; exit 1')
+    path = str(tiny_pipeline("wan"))
+    args = ServerArgs(model_path=path, prompt="a fox", compile_ahead=True, device="cpu")
+    with DiffGenerator(args) as generator:
+        assert generator._ahead.wait() == 1
+    assert given()[1] == args
+    assert "compiled ahead: not all of what the pipeline needs: no such thing" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -227,10 +259,13 @@ def test_a_bare_model_has_no_call_to_rehearse(fresh) -> None:
 
 
 def test_ranks_are_refused(fresh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attaching, "parallel_groups", object)
+    monkeypatch.setattr(ahead_module, "parallel_groups", object)
     scope = attaching.scope_from()
-    with pytest.raises(UsageError, match="compile_ahead must be left out on several ranks"):
+    message = r"^compile_ahead \(.*compile.ahead\) must be left out on several ranks"
+    with pytest.raises(UsageError, match=message):
         attaching._ahead(fresh("wan"), {}, scope, None, train=False)
+    with pytest.raises(UsageError, match=message):
+        DiffGenerator(ServerArgs(model_path="M", compile_ahead=True, device="cpu"))
 
 
 def test_what_the_call_needs_must_be_there(stand_in, fresh) -> None:

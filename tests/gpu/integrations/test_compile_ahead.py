@@ -40,8 +40,8 @@ def test_what_was_compiled_ahead_is_what_the_pipeline_needs(
         attention_backend_config=config,
         compile_ahead=SIZE,
     ) as handle:
-        assert handle._ahead is not None
-        handle._ahead.wait()
+        assert handle.ahead is not None
+        handle.ahead.wait()
         found = handle.report().ahead
         assert found is not None
         assert (found.failed, bool(found.kernels)) == (None, True)
