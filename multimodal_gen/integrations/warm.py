@@ -23,7 +23,14 @@ from torch import nn
 from multimodal_gen.errors import MultimodalGenError, UsageError, first_line
 from multimodal_gen.integrations.ahead import Generation
 from multimodal_gen.integrations.diffusers import apply
-from multimodal_gen.kernels.launch.ahead import Made, Place, make, place_of_gpu, saved
+from multimodal_gen.kernels.launch.ahead import (
+    Made,
+    Place,
+    make,
+    place_of_gpu,
+    require_new,
+    saved,
+)
 from multimodal_gen.kernels.launch.rehearsal import Noted, Rehearsal
 from multimodal_gen.runtime.described_tokens import describe_tokens
 from multimodal_gen.runtime.generator import PipelineIndex, pick_device
@@ -55,11 +62,13 @@ def warm(args: ServerArgs, output: Path | None = None) -> tuple[Place, tuple[Mad
         What they are for, and what was made.
 
     Raises:
-        UsageError: there is no NVIDIA GPU, the pipeline cannot be called without data, or the
-            folder is there already.
+        UsageError: there is no NVIDIA GPU, the folder is there already or cannot be made, or the
+            pipeline cannot be called without data.
     """
     device = pick_device(args.device)
     place, index = place_of_gpu(device), device.index or 0
+    if output is not None:
+        require_new(output)
     noted = rehearse(generation_of_args(args, device))
     if output is None:
         return place, make(noted, index=index)

@@ -2,12 +2,14 @@
 
     make(noted)             compile what a rehearsal noted
     saved(folder, place)    into a folder, and not into Triton's cache
-    use(folder, place)      put what a folder holds into Triton's cache
+    use(folder, device)     put what a folder holds into Triton's cache
 
 A folder holds what Triton keeps of each kernel that a launch needs, and `kernels.json`: which GPU
-and releases it was made for, and what it holds. Paths in it are those of no machine.
+and releases it was made for, what it holds, and the digest of each file. Paths in it are those of
+no machine.
 """
 
+import hashlib
 import importlib.metadata
 import json
 import multiprocessing
@@ -30,15 +32,15 @@ from multimodal_gen._version import __version__
 from multimodal_gen.errors import UsageError, first_line, short
 from multimodal_gen.files import (
     MalformedError,
-    is_taken,
-    naming_file,
+    nearest_existing,
     read_small_file,
+    require_file,
     write_text,
 )
 from multimodal_gen.kernels.launch.rehearsal import Noted
 
 MANIFEST = "kernels.json"
-_FORMAT = 1
+_FORMAT = 2
 # What Triton keeps of a kernel and no launch reads: the steps between source and binary.
 _NOT_KEPT = (".source", ".ttir", ".glir", ".ttgir", ".llir", ".ptx", ".amdgcn")
 _GROUP = "__grp__"
@@ -66,8 +68,8 @@ class Place:
 
     def __str__(self) -> str:
         return (
-            f"{self.gpu} (compute capability {self.capability}), torch {self.torch}, triton "
-            f"{self.triton}, multimodal_gen {self.multimodal_gen}"
+            f"{self.gpu} (compute capability {self.capability}), {self.machine}, torch "
+            f"{self.torch}, triton {self.triton}, multimodal_gen {self.multimodal_gen}"
         )
 
 
@@ -148,7 +150,7 @@ def make(noted: Sequence[Noted], *, workers: int | None = None, index: int = 0) 
     """
     from triton.runtime import driver
 
-    active = driver.active
+    active, started = driver.active, []
     driver.set_active(_Driver(active, active.get_current_target(), index))
     try:
         context = multiprocessing.get_context("fork")
@@ -162,6 +164,7 @@ def make(noted: Sequence[Noted], *, workers: int | None = None, index: int = 0) 
             warnings.simplefilter("ignore", DeprecationWarning)
             for process in processes:
                 process.start()
+                started.append(process)
         made: dict[int, Made] = {}
         for _ in noted:
             while found.empty() and any(process.is_alive() for process in processes):
@@ -174,8 +177,9 @@ def make(noted: Sequence[Noted], *, workers: int | None = None, index: int = 0) 
             made[number] = kernel
     finally:
         driver.set_active(active)
-    for process in processes:
-        process.join()
+        for process in started:  # what one of them still compiles is for nobody
+            process.terminate()
+            process.join()
     distinct = {made[number].key: made[number] for number in sorted(made, reverse=True)}
     return tuple(reversed(distinct.values()))
 
@@ -212,6 +216,28 @@ def _entry_of(compiled: Any) -> str:
     return Path(path).parent.name
 
 
+def require_new(folder: Path) -> None:
+    """Check that a folder can be made, before minutes are spent on what it is to hold.
+
+    Raises:
+        UsageError: it is there already, or cannot be made.
+    """
+    if require_file(folder, "--output"):
+        raise UsageError(f"--output must be a new folder, {str(folder)!r} exists; remove it")
+
+
+@contextmanager
+def _writing(folder: Path, what: str) -> Iterator[None]:
+    """Say of which folder it is that writing it failed inside the block."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(
+            f"{what} must be a folder that can be written, got {str(folder)!r}: "
+            f"{error.strerror or error}"
+        ) from error
+
+
 @contextmanager
 def saved(folder: Path, place: Place) -> Iterator[None]:
     """Have what is compiled in the `with` block in a folder of its own.
@@ -225,22 +251,29 @@ def saved(folder: Path, place: Place) -> Iterator[None]:
     """
     from triton import knobs
 
-    with naming_file(folder, "--output"):
-        if is_taken(folder):
-            raise UsageError(f"--output must be a new folder, {str(folder)!r} exists; remove it")
-        staging = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
-        staging.mkdir(parents=True)
-        try:
-            with knobs.cache.scope():
-                knobs.cache.dir = str(staging.resolve())
-                yield
+    require_new(folder)
+    folder = folder.expanduser()
+    # Where no folder has to be made for it, which would be left where nothing comes of it.
+    staging = nearest_existing(folder.parent) / f".{folder.name}.{uuid.uuid4().hex}"
+    try:
+        with _writing(folder, "--output"):
+            staging.mkdir()
+        with knobs.cache.scope():
+            knobs.cache.dir = str(staging.resolve())
+            yield
+        with _writing(folder, "--output"):
             names = [_keep_binaries(entry) for entry in sorted(staging.iterdir())]
-            kernels = dict(sorted(Counter(name for name in names if name).items()))
-            manifest = {"format": _FORMAT, "place": asdict(place), "kernels": kernels}
+            manifest = {
+                "format": _FORMAT,
+                "place": asdict(place),
+                "kernels": dict(sorted(Counter(name for name in names if name).items())),
+                "files": _digests(staging),
+            }
             write_text(staging / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+            folder.parent.mkdir(parents=True, exist_ok=True)
             staging.rename(folder)
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 def use(folder: Path, device: torch.device) -> int:
@@ -254,7 +287,8 @@ def use(folder: Path, device: torch.device) -> int:
         How many entries were not there yet.
 
     Raises:
-        UsageError: it is no such folder, or was made for another GPU or other releases.
+        UsageError: it is no such folder, was made for another GPU or other releases, or lacks a
+            file, or has one that was changed.
     """
     name = "compiled_kernels (--compiled-kernels)"
     try:
@@ -264,24 +298,45 @@ def use(folder: Path, device: torch.device) -> int:
     manifest = folder / MANIFEST
     try:
         found = json.loads(read_small_file(manifest))
-        made_for = Place(**found["place"])
-    except (OSError, MalformedError, ValueError, KeyError, TypeError) as error:
+        if found.get("format") != _FORMAT:
+            raise ValueError(f"it has format {short(found.get('format'))}, not {_FORMAT}")
+        made_for, files = Place(**found["place"]), dict(found["files"])
+    except (AttributeError, KeyError, MalformedError, TypeError, ValueError) as error:
         raise UsageError(
             f"{name} must be a folder that `sglang attention warm --output` made, got "
-            f"{short(str(folder))}: {first_line(error)}"
+            f"{short(str(folder))}: {first_line(error)}; make it anew"
         ) from error
-    if replace(made_for, gpu=place.gpu) != place or found.get("format") != _FORMAT:
+    if replace(made_for, gpu=place.gpu) != place:
         raise UsageError(
             f"{name} must hold kernels for {place}, {str(folder)!r} was made for {made_for}; run "
             f"`sglang attention warm` here, or leave it out"
         )
+    try:
+        digests = _digests(folder)
+    except OSError as error:
+        raise UsageError(f"{name} must be readable, {str(folder)!r} is not: {error}") from error
+    for file, digest in files.items():
+        if digests.get(file) != digest:
+            raise UsageError(
+                f"{name} must be as `sglang attention warm --output` made it, in {str(folder)!r} "
+                f"{short(file)} is missing or was changed; copy it again"
+            )
     from triton import knobs
 
     cache = Path(knobs.cache.dir)
-    with naming_file(cache, "Triton's cache"):
+    with _writing(cache, "Triton's cache"):
         cache.mkdir(parents=True, exist_ok=True)
-        entries = [entry for entry in folder.iterdir() if entry.is_dir()]
-        return sum(_put(entry, cache / entry.name) for entry in entries)
+        entries = sorted({file.partition("/")[0] for file in files})
+        return sum(_put(folder / entry, cache / entry) for entry in entries)
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """Return a digest of each file of the entries in a folder, by its path in it."""
+    return {
+        file.relative_to(folder).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in sorted(folder.glob("*/*"))
+        if file.is_file()
+    }
 
 
 def _keep_binaries(entry: Path) -> str | None:
@@ -304,16 +359,17 @@ def _put(entry: Path, final: Path) -> bool:
     if all((final / name).is_file() for name in groups) and final.is_dir():
         return False
     staging = final.with_name(f"tmp.{uuid.uuid4().hex}")
-    shutil.copytree(entry, staging)
-    for name in groups:
-        children = json.loads((staging / name).read_text())["child_paths"]
-        paths = {child: str(final / child) for child in children}
-        (staging / name).write_text(json.dumps({"child_paths": paths}))
     try:
-        staging.rename(final)
-    except OSError:  # of a compilation that was interrupted, or another process was faster
-        for file in sorted(staging.iterdir(), key=lambda each: each.name in groups):
-            os.replace(file, final / file.name)  # groups last, which make the others count
+        shutil.copytree(entry, staging)
+        for name in groups:
+            children = json.loads((staging / name).read_text())["child_paths"]
+            paths = {child: str(final / child) for child in children}
+            (staging / name).write_text(json.dumps({"child_paths": paths}))
+        try:
+            staging.rename(final)
+        except OSError:  # of a compilation that was interrupted, or another process was faster
+            for file in sorted(staging.iterdir(), key=lambda each: each.name in groups):
+                os.replace(file, final / file.name)  # groups last, which make the others count
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return True

@@ -1,12 +1,17 @@
 """Kernels are found without a GPU, compiled ahead in processes, shipped and taken from a folder."""
 
+import errno
 import io
 import json
 import math
+import multiprocessing
+import os
 import pickle
 import re
+import shutil
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,8 +22,10 @@ import pytest
 import torch
 
 from multimodal_gen.errors import UsageError
+from multimodal_gen.integrations import warm
 from multimodal_gen.integrations.ahead import generation_of, write
 from multimodal_gen.integrations.warm import generation_of_args, rehearse
+from multimodal_gen.kernels.launch import ahead
 from multimodal_gen.kernels.launch.ahead import MANIFEST, make, place_of_gpu, saved, use
 from multimodal_gen.kernels.launch.launcher import compile_together
 from multimodal_gen.kernels.launch.rehearsal import Noted, Rehearsal
@@ -212,6 +219,30 @@ def test_a_kernel_that_does_not_compile_is_named() -> None:
         make([first._replace(arguments=())], workers=1)
 
 
+def test_what_fails_leaves_no_process_and_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (first, second, *_) = quick(rehearsed("video_sparse_attn", {"sparsity": 0.9}))
+    compile_one = ahead._compile
+
+    def slowly(noted: Noted) -> ahead.Made:
+        if noted.arguments:
+            (tmp_path / "begun").touch()
+            time.sleep(60)
+        while not (tmp_path / "begun").exists():
+            time.sleep(0.01)
+        return compile_one(noted)
+
+    monkeypatch.setattr(ahead, "_compile", slowly)
+    with (
+        pytest.raises(RuntimeError, match="must compile, it did not"),
+        saved(tmp_path / "a" / "b", place_of_gpu(DEVICE)),
+    ):
+        make([first, second._replace(arguments=())], workers=2)
+    assert not multiprocessing.active_children()
+    assert [file.name for file in tmp_path.iterdir()] == ["begun"]
+
+
 @pytest.fixture
 def shipped(tmp_path: Path) -> tuple[Path, list[Noted]]:
     """A folder of kernels that was moved, and what it was made from."""
@@ -248,26 +279,98 @@ def test_a_folder_for_another_gpu_or_release_is_refused(
 ) -> None:
     folder, noted = shipped
     manifest = json.loads((folder / MANIFEST).read_text())
-    for changed in ({"capability": "8.0"}, {"triton": "3.0.0"}, {"multimodal_gen": "0"}):
-        other = {**manifest, "place": {**manifest["place"], **changed}}
+    changed = {"capability": "8.0", "machine": "sparc", "multimodal_gen": "0.0.9"}
+    changed |= {"torch": "1.0", "triton": "3.0.0"}
+    assert {"gpu", *changed} == manifest["place"].keys()
+    for name, value in changed.items():
+        other = {**manifest, "place": {**manifest["place"], name: value}}
         (folder / MANIFEST).write_text(json.dumps(other))
-        with pytest.raises(UsageError, match=r"must hold kernels for .* was made for .*; run"):
+        message = rf"must hold kernels for .* was made for .*{re.escape(value)}.*; run"
+        with pytest.raises(UsageError, match=message):
             use(folder, DEVICE)
     same = {**manifest, "place": {**manifest["place"], "gpu": "NVIDIA H200"}}
     (folder / MANIFEST).write_text(json.dumps(same))
     assert use(folder, DEVICE) == len(noted)
 
 
-def test_a_folder_is_made_anew_or_not_at_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "got '.*': Expecting value"),
+        ("[1]", "got '.*'; make it anew|got '.*': 'list'"),
+        ('{"format": 1}', "got '.*': it has format 1, not 2; make it anew"),
+        ('{"format": 2}', "got '.*': 'place'"),
+        ('{"format": 2, "place": {"x": 1}, "files": {}}', "got '.*': .*unexpected keyword"),
+    ],
+    ids=["empty", "list", "format", "place", "unknown"],
+)
+def test_a_folder_of_another_kind_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / MANIFEST).write_text(text)
+    start = r"^compiled_kernels \(--compiled-kernels\) must be a folder that `sglang attention warm"
+    with pytest.raises(UsageError, match=rf"{start} --output` made, {message}"):
+        use(tmp_path, DEVICE)
+
+
+@pytest.mark.parametrize("damage", ["missing entry", "missing file", "empty file", "other text"])
+def test_a_damaged_folder_is_refused_and_nothing_of_it_is_taken(
+    damage: str, shipped: tuple[Path, list[Noted]], tmp_path: Path
+) -> None:
+    import triton
+
+    folder, _ = shipped
+    (*_, binary), (*_, group) = (sorted(folder.glob(each)) for each in ("*/*.cubin", "*/__grp__*"))
+    if damage == "missing entry":
+        shutil.rmtree(binary.parent)
+    elif damage == "missing file":
+        binary.unlink()
+    elif damage == "empty file":
+        binary.write_bytes(b"")
+    else:
+        group.write_text("{}")
+    cache = tmp_path / "another"
+    triton.knobs.cache.dir = str(cache)
+    with pytest.raises(UsageError, match=r"is missing or was changed; copy it again"):
+        use(folder, DEVICE)
+    assert not cache.exists()
+
+
+def test_a_cache_that_cannot_be_written_is_named_and_stays_clean(
+    shipped: tuple[Path, list[Noted]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import triton
+
+    folder, _ = shipped
+    cache = tmp_path / "another"
+    triton.knobs.cache.dir = str(cache)
+
+    def copy_half(source: Path, target: Path) -> None:
+        target.mkdir()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(shutil, "copytree", copy_half)
+    with pytest.raises(UsageError, match=r"^Triton's cache must be .* '.*another': No space left"):
+        use(folder, DEVICE)
+    assert not [*cache.iterdir()]
+
+
+def test_a_folder_is_made_anew_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "there").mkdir()
     place = place_of_gpu(DEVICE)
-    with (
-        pytest.raises(UsageError, match="--output must be a new folder"),
-        saved(tmp_path / "there", place),
-    ):
+    message = r"^--output must be a new folder, '.*there' exists; remove it$"
+    with pytest.raises(UsageError, match=message), saved(tmp_path / "there", place):
         pass
-    with pytest.raises(RuntimeError, match="fails"), saved(tmp_path / "half", place):
-        raise RuntimeError("fails")
+    monkeypatch.setattr(warm, "pick_device", lambda device: DEVICE)
+    monkeypatch.setattr(warm, "rehearse", lambda given: pytest.fail("it was rehearsed before"))
+    with pytest.raises(UsageError, match=message):
+        warm.warm(ServerArgs(model_path="M"), tmp_path / "there")
+    for error in (RuntimeError("fails"), FileNotFoundError(errno.ENOENT, "gone", "gcc")):
+        with (
+            pytest.raises(type(error), match=f"^{re.escape(str(error))}$"),
+            saved(tmp_path / "no" / "half", place),
+        ):
+            raise error
     assert sorted(file.name for file in tmp_path.iterdir()) == ["there"]
 
 
