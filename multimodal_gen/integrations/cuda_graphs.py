@@ -36,6 +36,7 @@ from multimodal_gen.integrations.graph_kinds import (
     device_of,
     has_other_forward,
     kind_of_call,
+    parts_of,
     reason_of_call,
     reason_of_layers,
     reason_of_model,
@@ -252,8 +253,12 @@ class _Reads(TorchDispatchMode):
         """Return memory that was not known; from now on it is."""
         found = []
         for x in tree_iter(values):
-            if isinstance(x, torch.Tensor) and x.layout is torch.strided:
-                storage = x.untyped_storage()
+            if not isinstance(x, torch.Tensor):
+                continue
+            for part in parts_of(x):
+                if part.layout is not torch.strided:
+                    continue
+                storage = part.untyped_storage()
                 if storage.data_ptr() not in self._known:
                     self._known.add(storage.data_ptr())
                     found.append(storage)

@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass,
+)
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from multimodal_gen.integrations.denoiser_context import DenoiserContext
@@ -21,6 +24,7 @@ from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLay
 from multimodal_gen.runtime.layers.attention.call import current_watch
 from multimodal_gen.runtime.layers.attention.scope import forced_backend
 
+_OWN_DATA = (torch.Tensor, nn.Parameter)
 _PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
@@ -32,7 +36,8 @@ class ModelFacts:
     """What a graph of a model goes by; taken before every call, so that it is flat and short.
 
     The modules, which are held, so that no other one takes the identity of one; where their weights
-    lie; their hooks and processors, what adapters add how strongly, and a step cache.
+    lie, and which of these wrap others, as quantised ones do; their hooks and processors, what
+    adapters add how strongly, and a step cache.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -41,20 +46,26 @@ class ModelFacts:
         self._inner = inner = self._own[1:]  # hooks of the model itself run around every call
         self._adapters = [own for own in inner if "scaling" in own or "merged_adapters" in own]
         self._taken = self._take()
+        self._held = [x for x in self._weights() if type(x) not in _OWN_DATA]  # for their `id`
 
     def hold(self) -> bool:
         """Tell whether the model is what it was."""
         return self._take() == self._taken
 
+    def _weights(self) -> list[torch.Tensor]:
+        of_modules = (each[name] for each in self._own for name in ("_parameters", "_buffers"))
+        return [x for named in of_modules for x in named.values() if x is not None]
+
     def _take(self) -> tuple[list[object], ...]:
         own, inner = self._own, self._inner
-        weights = [x for each in own for x in each["_parameters"].values() if x is not None]
-        weights += [x for each in own for x in each["_buffers"].values() if x is not None]
+        weights = self._weights()
+        parts = [part for x in weights for part in parts_of(x)]
         processors = [each["processor"] for each in inner if "processor" in each]
         return (
             [child for each in own for child in each["_modules"].values()],
-            [_place(x) for x in weights],
-            [x.numel() for x in weights],
+            [id(x) for x in weights if type(x) not in _OWN_DATA],
+            [_place(x) for x in parts],
+            [x.numel() for x in parts],
             [each["training"] for each in own],
             [hook for each in inner for hook in each["_forward_hooks"].values()],
             [hook for each in inner for hook in each["_forward_pre_hooks"].values()],
@@ -73,11 +84,20 @@ def device_of(model: nn.Module) -> torch.device:
     return torch.device("cpu") if parameter is None else parameter.device
 
 
+def parts_of(x: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors that hold what is in one: itself, or those that it wraps."""
+    if type(x) in _OWN_DATA or not is_traceable_wrapper_subclass(x):
+        return [x]
+    names, _ = x.__tensor_flatten__()
+    return [part for name in names for part in parts_of(getattr(x, name))]
+
+
 def _place(x: torch.Tensor) -> int:
+    """Return where a tensor lies; 0 where it does not say."""
     try:
         return x.data_ptr()
-    except RuntimeError:  # a quantised weight, which wraps others
-        return id(x)
+    except RuntimeError:
+        return 0
 
 
 def kind_of_call(
@@ -116,7 +136,7 @@ def taken_apart(given: object) -> tuple[list[Any], TreeSpec]:
 
 def _kind_of_argument(value: object, device: torch.device) -> Hashable:
     if isinstance(value, torch.Tensor):
-        if type(value) not in (torch.Tensor, nn.Parameter) or value.layout is not torch.strided:
+        if type(value) not in _OWN_DATA or value.layout is not torch.strided:
             raise CannotCaptureError(f"an argument is a {type(value).__name__} of its own kind")
         if value.device != device:
             raise CannotCaptureError(f"an argument is on {value.device}, not {device}")
@@ -169,6 +189,11 @@ def reason_of_model(model: nn.Module) -> str | None:
             return f"{name} has hooks, which a replay would not call"
         if has_other_forward(module):
             return f"{name} has a forward of its own, as step caches and offloading set"
+    for name, weight in (*model.named_parameters(), *model.named_buffers()):
+        if type(weight) not in _OWN_DATA and not all(
+            _place(part) for part in parts_of(weight) if part.numel()
+        ):
+            return f"{name} is a {type(weight).__name__}, which does not say where it lies"
     devices = {parameter.device for parameter in model.parameters()}
     return "its weights are on several devices" if len(devices) > 1 else None
 

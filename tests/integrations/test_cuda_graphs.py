@@ -16,7 +16,7 @@ import pytest
 import torch
 from diffusers.hooks import FirstBlockCacheConfig
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_iter, tree_map_only
 
 from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.integrations import cuda_graphs
@@ -279,6 +279,63 @@ def test_an_argument_whose_tensors_are_not_known_leaves_a_call_as_it_is(caplog) 
     assert "OrderedDict" in kinds
 
 
+class Opaque(torch.Tensor):
+    """A tensor that wraps another one, and has no memory of its own."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> "Opaque":
+        like = {"dtype": inner.dtype, "device": inner.device, "strides": inner.stride()}
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, **like)
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        args, kwargs = tree_map_only(cls, lambda x: x.inner, (args, kwargs or {}))
+        found = function(*args, **kwargs)
+        return cls(found) if function is torch.ops.aten.detach.default else found
+
+
+class Wrapped(Opaque):
+    """One that says what it wraps, as quantised weights of torchao do."""
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, context, size, stride):
+        return Wrapped(inner["inner"])
+
+
+def wrap_weight(model: Any, kind: type[Opaque] = Wrapped, scale: float = 1.0) -> None:
+    linear = model.blocks[0].ffn.net[2]
+    weight = linear.weight.inner if isinstance(linear.weight, kind) else linear.weight.data
+    linear.weight = torch.nn.Parameter(kind(weight * scale), requires_grad=False)
+
+
+@pytest.mark.parametrize("change", ["another", "inside", "in place"])
+def test_weights_that_wrap_others_have_graphs_and_their_change_is_seen(change) -> None:
+    (model, inputs), (other, _) = model_of(), model_of()
+    wrap_weight(model), wrap_weight(other)
+    with apply(model, **DENSE, cuda_graph=True) as handle, apply(other, **DENSE):
+        outputs(model, inputs)
+        before = replays(handle.report())
+        for each in (model, other):
+            weight = each.blocks[0].ffn.net[2].weight
+            if change == "another":
+                wrap_weight(each, scale=2.0)
+            elif change == "inside":
+                weight.inner = weight.inner * 2
+            else:
+                weight.inner.mul_(2)
+        found, expected = outputs(model, inputs), outputs(other, inputs)
+        assert replays(handle.report()) > before > 0
+    assert all(map(torch.equal, found, expected))
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "weights in place": lambda model: model.blocks[0].ffn.net[2].weight.data.mul_(2),
     "weights elsewhere": lambda model: setattr(
@@ -454,11 +511,16 @@ def compiled(model: Any) -> None:
     model.compile(backend="eager")
 
 
+def opaque(model: Any) -> None:
+    wrap_weight(model, Opaque)
+
+
 OF_MODELS: dict[Callable[[Any], None], str] = {
     hooked: "has hooks",
     with_a_cache: "a step cache is enabled",
     wrapped: "a forward of its own",
     compiled: "compiled as a whole",
+    opaque: "blocks.0.ffn.net.2.weight is a Opaque, which does not say where it lies",
 }
 
 
