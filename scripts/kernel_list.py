@@ -6,8 +6,8 @@
 Needs triton, and no GPU: layers of Wan 1.3B at 480p (32,760 tokens, 12 heads of 128 channels,
 bfloat16) are rehearsed for an H100 in three steps, in three layers one after another. A compilation
 counts once, however often it is launched. `--compile` compiles them too, one after another, and
-prints the seconds of each; it writes nothing. tests/kernels/launch/test_compile.py checks the table
-with the newest triton.
+prints the seconds of each; it writes nothing. The table is of the newest triton that
+scripts/triton.txt pins; tests/kernels/launch/test_compile.py checks it.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from multimodal_gen.runtime.layers.attention.request import LayerSite
 from multimodal_gen.runtime.layers.attention.scope import scope_from
 from multimodal_gen.runtime.managers.forward_context import ForwardContext, use_forward_context
 from tests.helpers.fakes import simulated_h100
+from tests.kernels.compiling import StandInDriver, installed_release, pinned_release
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "pages" / "guides" / "first-call.md"
 BLOCK = re.compile(r"<!-- kernels -->\n.*?<!-- kernels: end -->", re.DOTALL)
@@ -104,8 +105,6 @@ def compile_all() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    from tests.kernels.compiling import StandInDriver
-
     assert StandInDriver().get_current_target() == GPUTarget("cuda", 90, 32)
     driver.set_active(StandInDriver())
     for backend, config in BACKENDS.items():
@@ -122,6 +121,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
     parser.add_argument("--compile", action="store_true", help="compile them, and print times")
     args = parser.parse_args(argv)
+    newest, found = pinned_release("newest"), installed_release()
+    if found is None or (found != newest and not args.compile):
+        parser.error(f"the table is of triton {newest}, got {found or 'none'}; install that")
     with simulated_h100():
         if args.compile:
             compile_all()

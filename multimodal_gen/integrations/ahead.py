@@ -121,13 +121,13 @@ def require_one_gpu(device: torch.device) -> None:
     """
     if parallel_groups() is not None:
         raise UsageError(
-            f"{_NAME} must be left out on several ranks, each of which launches another share; "
-            f"leave it out here"
+            f"{_NAME} must be given to a single process, got several ranks, each of which launches "
+            f"another share; leave it out here"
         )
     try:
         place_of_gpu(device)
     except UsageError as error:
-        raise UsageError(f"{_NAME}: {error}") from error
+        raise UsageError(f"{_NAME}: {error}; leave it out here") from error
 
 
 class Ahead:

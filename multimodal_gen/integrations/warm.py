@@ -47,6 +47,7 @@ from multimodal_gen.runtime.server_args import ServerArgs
 
 # What a method carries from step to step it has from the second one on.
 _CALLS = 2
+_NICE = 10  # what loads, encodes and runs meanwhile goes first
 
 
 def warm(args: ServerArgs, output: Path | None = None) -> tuple[Place, tuple[Made, ...]]:
@@ -62,8 +63,8 @@ def warm(args: ServerArgs, output: Path | None = None) -> tuple[Place, tuple[Mad
         What they are for, and what was made.
 
     Raises:
-        UsageError: there is no NVIDIA GPU, the folder is there already or cannot be made, or the
-            pipeline cannot be called without data.
+        UsageError: there is no NVIDIA GPU, the folder is there already, cannot be made or would be
+            empty, or the pipeline cannot be called without data.
     """
     device = pick_device(args.device)
     place, index = place_of_gpu(device), device.index or 0
@@ -72,6 +73,11 @@ def warm(args: ServerArgs, output: Path | None = None) -> tuple[Place, tuple[Mad
     noted = rehearse(generation_of_args(args, device))
     if output is None:
         return place, make(noted, index=index)
+    if not noted:
+        raise UsageError(
+            f"--output must be given for a generation that launches kernels of this package, got "
+            f"{str(output)!r} for one that launches none; there is nothing to compile"
+        )
     with saved(output, place):
         return place, make(noted, index=index)
 
@@ -167,6 +173,7 @@ def serve(said: int) -> None:
         said: file to write to what it has come to, a line of JSON each time.
     """
     start = time.perf_counter()
+    os.nice(_NICE)
     with os.fdopen(said, "w", buffering=1) as lines:
 
         def say(**known: object) -> None:

@@ -164,10 +164,11 @@ class DenoiserGraphs:
         if self.learning:
             replayed += f"; {self.learning} ran as the first two of their kind"
         if self.dropped:
-            replayed += f"; graphs were dropped {self.dropped} times, for others or another model"
+            often = "once" if self.dropped == 1 else f"{self.dropped} times"
+            replayed += f"; graphs were dropped {often}, for others or another model"
         return [
             replayed,
-            *(f"{start}{calls} calls ran without one: {reason}" for reason, calls in self.plain),
+            *(f"{start}{num(calls, 'call')} ran without one: {why}" for why, calls in self.plain),
         ]
 
 
@@ -197,6 +198,11 @@ class GraphReport:
         """Return it as text: what is held, and how the calls went."""
         held = f"CUDA graphs: {self.num_graphs}, which hold {self.num_bytes / 2**20:.0f} MiB"
         return [*(line for each in self.denoisers for line in each.lines()), held]
+
+
+def num(count: int, what: str) -> str:
+    """Return how many there are of something."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def counted(names: Iterable[str]) -> str:
@@ -230,12 +236,12 @@ class CompiledAhead:
         what = "what the pipeline needs"
         if self.kernels is not None:
             named = counted(self.kernels)
-            what = f"{len(self.kernels)} kernels" + (f" ({named})" if named else "")
+            what = num(len(self.kernels), "kernel") + (f" ({named})" if named else "")
         if self.failed is not None:
             return [f"compiled ahead: not all of {what}: {self.failed}"]
         if self.seconds is not None:
             return [f"compiled ahead: {what}, in {self.seconds:.1f} s"]
-        state = "is being found" if self.kernels is None else "are being compiled"
+        state = "is being found" if self.kernels is None else "being compiled"
         return [f"compiled ahead: {what} {state}"]
 
 
@@ -301,7 +307,7 @@ class AttentionReport:
             lines.append(
                 f"{group.component}.{group.role}, layers {group.layers_text}{steps}: "
                 f"{detour}{selection.label} [{group.source}], {density}{shapes}{backward}"
-                f"{calls} {'call' if calls == 1 else 'calls'} each; {because}"
+                f"{num(calls, 'call')} each; {because}"
             )
         notes = [f"note: {note}" for note in self.notes]
         guard = [] if self.guard is None else self.guard.lines()

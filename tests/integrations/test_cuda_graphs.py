@@ -758,7 +758,7 @@ def test_the_report_says_what_was_replayed_what_not_and_what_is_held() -> None:
     report = GraphReport(num_graphs=2, num_bytes=3 * 2**20, denoisers=(one,))
     assert report.lines() == [
         "CUDA graphs: transformer, 14 of 20 calls were replayed; 4 ran as the first two of their "
-        "kind; graphs were dropped 1 times, for others or another model",
+        "kind; graphs were dropped once, for others or another model",
         "CUDA graphs: transformer, 2 calls ran without one: a reason",
         "CUDA graphs: 2, which hold 3 MiB",
     ]

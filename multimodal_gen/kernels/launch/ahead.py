@@ -86,7 +86,7 @@ def place_of_gpu(device: torch.device) -> Place:
     if device.type != "cuda" or torch.version.hip is not None or not triton:
         raise UsageError(
             f"kernels must be compiled ahead for an NVIDIA GPU, with triton, got {device} and "
-            f"triton {triton or 'not installed'}; leave it out here"
+            f"triton {triton or 'not installed'}"
         )
     return Place(
         gpu=torch.cuda.get_device_name(device),
@@ -294,7 +294,7 @@ def use(folder: Path, device: torch.device) -> int:
     try:
         place = place_of_gpu(device)
     except UsageError as error:
-        raise UsageError(f"{name}: {error}") from error
+        raise UsageError(f"{name}: {error}; leave it out here") from error
     manifest = folder / MANIFEST
     try:
         found = json.loads(read_small_file(manifest))

@@ -76,7 +76,7 @@ def load_pipeline(index: PipelineIndex, args: ServerArgs, device: torch.device) 
     """
     check_loading(index, args, device)
     with (
-        _bars_on_terminals_only(),
+        bars_on_terminals_only(),
         without("diffusers.models.modeling_utils", _is_of_trained_layers),
         quiet_about_curves(),
         told(lambda error: _failure(index, error)),
@@ -342,7 +342,7 @@ def _dtypes(index: PipelineIndex, asked: str, dtype: torch.dtype) -> Any:
 
 
 @contextmanager
-def _bars_on_terminals_only() -> Iterator[None]:
+def bars_on_terminals_only() -> Iterator[None]:
     """Keep the loading bars of both libraries out of logs."""
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging

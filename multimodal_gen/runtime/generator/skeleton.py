@@ -18,7 +18,7 @@ from multimodal_gen.runtime.generator.index import (
     read_config,
 )
 from multimodal_gen.runtime.generator.library_errors import told
-from multimodal_gen.runtime.generator.load import pick_dtype
+from multimodal_gen.runtime.generator.load import bars_on_terminals_only, pick_dtype
 from multimodal_gen.runtime.generator.model_folder import DENOISERS
 from multimodal_gen.runtime.generator.quiet import quiet_about_curves
 from multimodal_gen.runtime.generator.scheduler import with_scheduler
@@ -122,7 +122,10 @@ def load_rehearsed(index: PipelineIndex, args: ServerArgs, device: torch.device)
     built = _built(index, args.dtype, device)
     models = {name: model for name, model in built if isinstance(model, torch.nn.Module)}
     pipeline_class: Any = index.pipeline_class
-    with told(lambda error: f"{index.name} could not be built: {first_line(error)}"):
+    with (
+        bars_on_terminals_only(),
+        told(lambda error: f"{index.name} could not be built: {first_line(error)}"),
+    ):
         pipe = pipeline_class.from_pretrained(index.model_path, **models)
     if args.scheduler is not None:
         pipe.scheduler = with_scheduler(pipe, args.scheduler)

@@ -114,6 +114,18 @@ def test_the_table_of_kernels_has_a_line_for_every_backend() -> None:
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(kernel_list.BACKENDS)
 
 
+def test_the_table_of_kernels_is_written_with_the_newest_triton_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = kernel_list.PAGE.read_text()
+    for release in (None, "3.5.0"):
+        monkeypatch.setattr(kernel_list, "installed_release", lambda found=release: found)
+        with pytest.raises(SystemExit, match="2"):
+            kernel_list.main([])
+        assert f"got {release or 'none'}; install that" in capsys.readouterr().err
+    assert kernel_list.PAGE.read_text() == before
+
+
 @pytest.mark.parametrize(
     "backend",
     [
@@ -372,6 +384,23 @@ def test_a_folder_is_made_anew_or_not_at_all(
         ):
             raise error
     assert sorted(file.name for file in tmp_path.iterdir()) == ["there"]
+
+
+def test_no_folder_is_made_where_nothing_compiles_and_no_bar_is_shown_in_a_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(warm, "pick_device", lambda device: DEVICE)
+    folder = make_tiny_model("wan", tmp_path / "wan")
+    given: Any = {"height": 32, "width": 48, "num_frames": 5, "num_inference_steps": 2}
+    args = ServerArgs(
+        model_path=str(folder), prompt="A fox", attention_backend="torch_sdpa", **given
+    )
+    capfd.readouterr()
+    with pytest.raises(UsageError, match=r"^--output must be given for .* that launches none;"):
+        warm.warm(args, tmp_path / "kernels")
+    assert not (tmp_path / "kernels").exists()
+    assert warm.warm(args)[1] == ()
+    assert "Loading" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("family", ["wan", "hunyuan_video", "flux", "qwen_image"])
