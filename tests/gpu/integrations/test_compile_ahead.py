@@ -54,3 +54,19 @@ def test_what_was_compiled_ahead_is_what_the_pipeline_needs(
         assert compiled == []
         assert bool(latents.isfinite().all())
         assert handle.report().ahead == found
+
+
+@pytest.mark.timeout(300)
+def test_a_generator_compiles_for_its_first_generation(tmp_path: Path) -> None:
+    folder = make_tiny_model("wan", tmp_path / "wan")
+    with multimodal_gen.DiffGenerator.from_pretrained(
+        folder, attention_backend="triton_attn", compile_ahead=True
+    ) as generator:
+        for _ in range(2):
+            made = generator.generate(prompt="A fox", seed=0, **SIZE)
+            assert generator._ahead is not None
+            assert generator._ahead.wait() == 0
+    assert made is not None
+    attention: Any = made.record["attention"]
+    assert "attention_kernel" in attention["compile_ahead"]["kernels"]
+    assert attention["compile_ahead"]["failed"] is None

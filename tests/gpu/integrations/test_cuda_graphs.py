@@ -11,6 +11,7 @@ from multimodal_gen.integrations import cuda_graphs
 from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.runtime.attention_report import AttentionReport
 from tests.gpu.runtime.layers.attention.test_cuda_graphs import CLOSE, LAYERS, wan
+from tests.integrations.test_cuda_graphs import wrap_weight
 
 STATEFUL = "sparse_video_gen_2_attn"
 # Kernels whose sums are in one order in every run.
@@ -68,6 +69,18 @@ def test_replays_are_as_calls_without(name: str) -> None:
         if name in EXACT:
             assert torch.equal(mine, other)
         torch.testing.assert_close(mine, other, **CLOSE)
+
+
+def test_weights_that_wrap_others_are_replayed_and_their_change_is_seen() -> None:
+    (model, inputs), (other, _) = wan(), wan()
+    for each in (model, other):
+        wrap_weight(each)
+    with apply(model, **DENSE, cuda_graph=True) as handle, apply(other, **DENSE):
+        for scale in (1.0, 2.0):
+            wrap_weight(model, scale=scale), wrap_weight(other, scale=scale)
+            found, expected = outputs(model, inputs), outputs(other, inputs)
+            assert all(map(torch.equal, found, expected))
+        assert replays(handle.report()) == 8
 
 
 def test_densities_that_data_decide_are_those_of_the_calls() -> None:
