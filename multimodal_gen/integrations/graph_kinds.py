@@ -24,7 +24,7 @@ from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLay
 from multimodal_gen.runtime.layers.attention.call import current_watch
 from multimodal_gen.runtime.layers.attention.scope import forced_backend
 
-_OWN_DATA = (torch.Tensor, nn.Parameter)
+_OWN_DATA = (nn.Parameter, torch.Tensor)
 _PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
@@ -46,26 +46,29 @@ class ModelFacts:
         self._inner = inner = self._own[1:]  # hooks of the model itself run around every call
         self._adapters = [own for own in inner if "scaling" in own or "merged_adapters" in own]
         self._taken = self._take()
-        self._held = [x for x in self._weights() if type(x) not in _OWN_DATA]  # for their `id`
+        self._held = [x for x in self._weights() if type(x) not in _OWN_DATA]  # for their `id`s
 
     def hold(self) -> bool:
         """Tell whether the model is what it was."""
         return self._take() == self._taken
 
     def _weights(self) -> list[torch.Tensor]:
-        of_modules = (each[name] for each in self._own for name in ("_parameters", "_buffers"))
-        return [x for named in of_modules for x in named.values() if x is not None]
+        own = self._own
+        found = [x for each in own for x in each["_parameters"].values() if x is not None]
+        return found + [x for each in own for x in each["_buffers"].values() if x is not None]
 
     def _take(self) -> tuple[list[object], ...]:
         own, inner = self._own, self._inner
         weights = self._weights()
-        parts = [part for x in weights for part in parts_of(x)]
+        wrappers = [x for x in weights if type(x) not in _OWN_DATA]
+        parts = [part for x in wrappers for part in parts_of(x)]
         processors = [each["processor"] for each in inner if "processor" in each]
         return (
             [child for each in own for child in each["_modules"].values()],
-            [id(x) for x in weights if type(x) not in _OWN_DATA],
-            [_place(x) for x in parts],
-            [x.numel() for x in parts],
+            [_place(x) for x in weights],
+            [x.numel() for x in weights],
+            [id(x) for x in wrappers],
+            [(_place(x), x.numel()) for x in parts],
             [each["training"] for each in own],
             [hook for each in inner for hook in each["_forward_hooks"].values()],
             [hook for each in inner for hook in each["_forward_pre_hooks"].values()],
