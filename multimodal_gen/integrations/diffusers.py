@@ -184,7 +184,7 @@ def apply(
     strict: bool = False,
     scope: SelectionScope | None = None,
     train: bool = False,
-    attention_guard: Mapping[str, object] | float | str | None = None,
+    attention_guard: Mapping[str, object] | float | str | AttentionGuard | None = None,
     cuda_graph: bool = False,
     compile_ahead: bool | Mapping[str, object] = False,
 ) -> AttentionHandle:
@@ -219,14 +219,15 @@ def apply(
             denoisers: the gates of `video_sparse_attn` (`<attention>.to_gate_compress`) and the
             projections of `sla_attn` (`<attention>.proj_l`). Make the optimiser afterwards, and
             save the model before `remove`, which takes them out; `apply` finds them in the folder.
-        attention_guard: checks an eighth of the self-attention layers of the denoisers in every
-            denoising step, in turn, on 64 rows. A layer whose worst head has a larger relative L2
-            error than this runs in 16 bits from its next call on, until `remove`. A number bounds
-            backends that round to 8 bits or less; a mapping, or `k=v,k=v`, has `quantized` (0.05
-            by default) and `sparse`, the bound of sparse methods (by default none: what they drop
-            is meant), whose layers then run dense. A checked output that is not finite is computed
-            again densely at once, whatever the bounds. Ranks decide together. Not under CUDA
-            graphs.
+        attention_guard: tests the outputs of self-attention in the denoisers to be finite, and
+            compares 64 rows of one of 17 calls of a layer, the layers in turn, with exact
+            attention. A layer whose worst head has a larger relative L2 error than this runs in
+            16 bits from its next call on, until `remove`. A number bounds backends that round to
+            8 bits or less; a mapping, or `k=v,k=v`, has `quantized` (0.05 by default) and
+            `sparse`, the bound of sparse methods (by default none: what they drop is meant),
+            whose layers then run dense. An output that is not finite is computed again densely at
+            once, whatever the bounds. Ranks decide together. Not under CUDA graphs. Or an
+            `AttentionGuard`, whose bounds count and whose findings are gone on with.
         cuda_graph: keep calls of the denoisers as CUDA graphs: the second of a kind is captured,
             and later ones are replayed on copies of their arguments, with copies of the outputs.
             Where a graph could not repeat a call it is refused, or, where that turns out later, a
@@ -274,8 +275,10 @@ def apply(
     # A pipeline is told what it should know, whatever others were told before.
     scope = replace(scope, warnings=WarnOnce())
     described = describe_tokens(latent_grid, text_rows)
-    bounds = parse_guard_bounds(attention_guard)
-    guard = None if bounds is None else AttentionGuard(bounds)
+    guard = attention_guard
+    if not isinstance(guard, AttentionGuard):
+        bounds = parse_guard_bounds(guard)
+        guard = None if bounds is None else AttentionGuard(bounds)
     graphs = _graphs(scope, guard, train=train) if cuda_graph else None
     components = find_components(target)
     pipeline = None if isinstance(unwrap(target), nn.Module) else target

@@ -88,16 +88,24 @@ class GuardReport:
     Attributes:
         quantized: the relative L2 error that backends may have that round to 8 bits or less.
         sparse: the same of sparse methods, or None for any that is finite.
-        calls: how many calls were checked.
-        missed: the layers that missed their bound, in the order in which they did.
-        unchecked: how many approximate calls were not checked on their turn, by the reason.
+        tested: how many approximate calls were tested to be finite.
+        calls: how many of them were compared with exact attention.
+        missed: the layers that run exactly, in the order in which they missed, those of earlier
+            generations first.
+        waiting: component and name of layers none of whose calls was compared, though they could
+            be.
+        only_finite: how many of the calls tested are never compared, by the reason.
+        unchecked: how many approximate calls were not looked at, by the reason.
         senseless: the first call of each layer whose exact attention is not finite either.
     """
 
     quantized: float
     sparse: float | None
+    tested: int
     calls: int
     missed: tuple[GuardMiss, ...]
+    waiting: tuple[tuple[str | None, str], ...] = ()
+    only_finite: tuple[tuple[str, int], ...] = ()
     unchecked: tuple[tuple[str, int], ...] = ()
     senseless: tuple[GuardedCall, ...] = ()
 
@@ -105,19 +113,26 @@ class GuardReport:
         """Return it as JSON data."""
         return {
             "bounds": {"quantized": self.quantized, "sparse": self.sparse},
+            "tested": self.tested,
             "calls": self.calls,
             "missed": [each.as_dict() for each in self.missed],
+            "waiting": [{"component": at, "name": name} for at, name in self.waiting],
+            "only_finite": dict(self.only_finite),
             "unchecked": dict(self.unchecked),
             "senseless": [each.as_dict() for each in self.senseless],
         }
 
     def lines(self) -> list[str]:
         """Return it as text: how much was checked, and a line for each layer that missed."""
-        first = f"guard: {self.calls} calls were checked"
-        if self.calls:
-            first += f", {len(self.missed)} layers missed their bound"
-        elif not self.unchecked:
-            first += ": none was approximate on its turn"
+        first = (
+            f"guard: {self.tested} approximate calls were tested to be finite, {self.calls} of "
+            f"them compared with exact attention; {len(self.missed)} layers missed"
+        )
+        waiting = [
+            f"guard: {len(self.waiting)} layers had no turn yet to be compared, the first of them "
+            f"{at or '-'} ({name})"
+            for at, name in self.waiting[:1]
+        ]
         return [
             first,
             *(f"guard: {each}" for each in self.missed),
@@ -126,8 +141,13 @@ class GuardReport:
                 f"finite either, and runs as it did"
                 for each in self.senseless
             ),
+            *waiting,
             *(
-                f"guard: {calls} approximate calls were not checked, because {reason}"
+                f"guard: {calls} calls only had to be finite: {reason}"
+                for reason, calls in self.only_finite
+            ),
+            *(
+                f"guard: {calls} approximate calls were not looked at, because {reason}"
                 for reason, calls in self.unchecked
             ),
         ]

@@ -452,11 +452,12 @@ class ServerArgs:
         Setting(
             metavar="BOUND",
             check=lambda setting, value: str(parse_guard_bounds(value, name=setting.flag)),
-            help="Recompute 64 rows of an eighth of the self-attention layers exactly in every "
-            "denoising step, in turn: layers whose relative error is above the bound, e.g. 0.05, "
-            "run in 16 bits from their next call on. The bound is that of backends that round to "
-            "8 bits; quantized=0.05,sparse=0.3 gives sparse methods one too, which then run dense. "
-            "Outputs that are not finite are computed again at once. Default: no guard.",
+            help="Compare 64 rows of one in 17 calls of each self-attention layer with exact "
+            "attention: layers whose relative error is above the bound, e.g. 0.05, run in 16 bits "
+            "from their next call on. The bound is that of backends that round to 8 bits; "
+            "quantized=0.05,sparse=0.3 gives sparse methods one too, which have none else, and "
+            "then run dense. Outputs that are not finite are computed again at once. Default: no "
+            "guard.",
         ),
     ] = None
     cuda_graph: Annotated[

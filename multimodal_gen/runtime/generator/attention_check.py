@@ -60,7 +60,7 @@ def exact_rows(
         are zero.
     """
     dtype = _exact_dtype(call.query.device)
-    mask = _mask_of(layer, call)
+    mask = mask_of(layer, call)
     if isinstance(mask, KeyMask):  # what masked keys hold, even NaN, has no influence
         values = [zero_masked_rows(value, mask.tokens) for value in values]
     found: list[list[torch.Tensor]] = [[] for _ in values]
@@ -96,7 +96,7 @@ def exact_weights(
         weights = joined.softmax(-1)[..., :-1]
     # Of rows that see no key, all scores are -inf; NaN stays NaN.
     weights = torch.where((scores == -torch.inf).all(-1, keepdim=True), 0.0, weights)
-    mask = _mask_of(layer, call)
+    mask = mask_of(layer, call)
     if isinstance(mask, KeyMask) and mask.covers_queries:
         weights = torch.where(mask.tokens[:, None, None, rows, None], weights, 0.0)
     return weights
@@ -113,7 +113,7 @@ def _exact_scores(
     k = key[:, :, heads].to(dtype)
     scores = q.permute(0, 2, 3, 1, 4) @ k.permute(0, 2, 3, 1).unsqueeze(2)
     scores = scores * layer.geometry.softmax_scale
-    mask = _mask_of(layer, call)
+    mask = mask_of(layer, call)
     if mask is not None:
         scores = _masked(scores, mask, rows, heads)
     if layer.geometry.causal:
@@ -359,7 +359,8 @@ def _ratio(error: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     return torch.where(error == 0, 0.0, error / whole)
 
 
-def _mask_of(layer: AttentionLayer, call: AttentionCall) -> KeyMask | torch.Tensor | None:
+def mask_of(layer: AttentionLayer, call: AttentionCall) -> KeyMask | torch.Tensor | None:
+    """Return the mask of a call as one of the two kinds, or None."""
     if call.mask is None:
         return None
     self_attention = layer.site.role is not AttentionRole.CROSS

@@ -1,11 +1,11 @@
 """Serves layers exactly that 8 bits, or a sparse method, turn out not to serve.
 
-What ran is held against exact attention of a few rows, as `attention_check.py` does. Nothing waits
-for the device inside of a layer: errors are read before the next call of a denoiser, where its
-timestep is read too, so which layers are served exactly does not depend on timing.
+Whether an output is finite is looked at in every call. In some it is held against exact attention
+of a few rows, as `attention_check.py` does. Nothing waits for the device inside of a layer: what
+was found is read before the next call of a denoiser, where its timestep is read too, so which
+layers are served exactly does not depend on timing.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,27 +22,36 @@ from multimodal_gen.runtime.distributed.groups import gathered, parallel_groups
 from multimodal_gen.runtime.distributed.ring import AttendPart, KeyPart, RingInputs
 from multimodal_gen.runtime.generator.attention_check import (
     error_in_ring,
+    mask_of,
     row_errors,
     sampled,
-    step_of_turn,
 )
 from multimodal_gen.runtime.guard_bounds import GuardBounds
 from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
 from multimodal_gen.runtime.layers.attention.binding import Binding
 from multimodal_gen.runtime.layers.attention.call import AttentionCall
 from multimodal_gen.runtime.layers.attention.causal_cache import LayerCache
-from multimodal_gen.runtime.layers.attention.request import LayerSite
+from multimodal_gen.runtime.layers.attention.kinds.blocks import apply_sink
+from multimodal_gen.runtime.layers.attention.kinds.masks import KeyMask
+from multimodal_gen.runtime.layers.attention.masks import zero_masked_rows
+from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.sequence_parallel.layer import (
     SequenceParallelLayer,
     tokens_are_split,
 )
 from multimodal_gen.runtime.managers.forward_context import current_forward_context
 
-EVERY = 8
-"""In so many steps, every layer is checked once."""
+EVERY = 17
+"""Of so many calls of a layer one is compared; of fewer, where a denoiser has fewer layers.
+
+It is odd: where calls of two guidance branches take turns, each of them has its own.
+"""
 
 MISSED = "it missed the bound of the attention guard"
 AGAIN = "the attention guard had a call that may not be finite computed again"
+
+NO_BOUND = "no bound for sparse methods was given (sparse=B)"
+MORE = "a gate or a trained projection adds to attention"
 
 _WIDEST = 128  # channels of a head of kernels over blocks
 _BLOCK = 128  # queries, and keys, of the plan of a call that is computed again
@@ -51,18 +60,19 @@ _Key: TypeAlias = tuple[str | None, str]  # component, and name of a layer
 
 
 class AttentionGuard:
-    """Checks self-attention in every step, the layers in turn, and has those that miss run exactly.
+    """Looks at self-attention in every call, and has layers run exactly that miss their bound.
 
     A layer that missed stays exact, in later generations too. Where ranks share a sequence, or
     compute a guidance branch each, a layer that missed on one of them is exact on all, from the
-    same call on. Some calls are not checked, which the report tells with the reason; of those whose
-    output is more than attention, by a gate or a trained projection, only whether it is finite.
+    same call on.
 
     Args:
         bounds: the errors that layers may have.
+        before: the guard of an earlier generation of the same layers, whose misses and turns are
+            taken over.
     """
 
-    def __init__(self, bounds: GuardBounds) -> None:
+    def __init__(self, bounds: GuardBounds, before: "AttentionGuard | None" = None) -> None:
         self._bounds = bounds
         # Misses as they are of outputs that are not finite, and on the device: the error, whether
         # the output is not finite, and whether the truth is not; of all ranks of a sequence.
@@ -70,12 +80,21 @@ class AttentionGuard:
         # What was read of them, and what layers are served by: what all ranks have found.
         self._found: dict[_Key, GuardMiss] = {}
         self._missed: dict[_Key, GuardMiss] = {}
+        # How many calls of a layer could have been compared, and which layers were; then and now.
+        self._turns: Counter[_Key] = Counter()
+        self._compared: set[_Key] = set()
+        if before is not None:
+            before._read()
+            self._found.update(before._found)
+            self._missed.update(before._missed)
+            self._turns.update(before._turns)
+            self._compared.update(before._compared)
         self._calls = 0
-        self._unchecked: Counter[str] = Counter()  # calls by why
+        self._tested = 0
+        self._only_finite: Counter[str] = Counter()  # calls by why
+        self._unchecked: Counter[str] = Counter()
         # The first calls whose exact attention is not finite either.
         self._senseless: dict[_Key, GuardedCall] = {}
-        # By layer: the step that was checked last, and shapes of its calls that were.
-        self._checked: dict[_Key, tuple[object, set[tuple[int, int]]]] = {}
         self._settled: object = None  # the step in which guidance branches did so last
 
     def __call__(
@@ -84,63 +103,58 @@ class AttentionGuard:
         serve: Callable[[AttentionCall], torch.Tensor],
         call: AttentionCall,
     ) -> torch.Tensor:
-        """Serve a call of a layer, exactly where it missed before, and check it on its turn.
+        """Serve a call of a layer, exactly where it missed before, and look at what it gives.
 
         Raises:
             UsageError: a CUDA graph is being captured, which would replay one decision for ever.
         """
         _refuse_capture(call.query)
-        site = layer.site
-        if (site.component, site.name) in self._missed:
+        site, context = layer.site, current_forward_context()
+        key = (site.component, site.name)
+        if key in self._missed:
             return serve(call._replace(exact=MISSED))
-        ring = _ring_of(layer, call)
-        step = self._step(site, call, ring)
-        if step is None:
+        if site.role is not AttentionRole.SELF or context is None:
             return serve(call)
-        query = (call.autocast() if call.autocasts() else call).query
-        bound = layer.entry_for(query).primary
-        if not _is_approximate(bound, call):
+        call = call.autocast() if call.autocasts() else call  # what kernels get
+        bound, ring = layer.entry_for(call.query).primary, _ring_of(layer, call)
+        unchecked = _unchecked(layer, bound, call, ring)
+        if unchecked is not None:
+            self._unchecked.update(filter(None, [unchecked]))
             return serve(call)
-        unchecked = _unchecked(layer, call, ring)
-        if unchecked:
-            self._unchecked[unchecked] += 1
-            return serve(call)
-        with torch.no_grad():
-            check = _Check(layer, self._miss(site, bound, step), self._note)
-            # Where ranks share the tokens, it is checked where this one has its heads of them.
-            return serve(call._replace(check=check)) if ring else check.heads(serve, call)
-
-    def _step(self, site: LayerSite, call: AttentionCall, ring: int) -> int | None:
-        """Return the running step if a call is to be checked at it, or None."""
-        step = step_of_turn(site, -(-(site.num_layers or 1) // EVERY))
-        context = current_forward_context()
-        if step is None or context is None:
-            return None
-        now = (context.request_id, step)
-        key, shape = (site.component, site.name), (call.query.shape[1], call.key.shape[1])
-        if ring:  # what is the same on all ranks, none of which may leave a check out
-            shape = (sum(call.seq_lens or ()) or 1, sum(call.replicated))
-        last, shapes = self._checked.get(key, (None, set()))
-        if last != now:
-            shapes = set()
-            self._checked[key] = (now, shapes)
-        if shape in shapes or not (ring or min(shape)):
-            return None
-        shapes.add(shape)
-        return step
-
-    def _miss(self, site: LayerSite, bound: Binding, step: int) -> GuardMiss:
-        """Return what a call is, should it turn out not to be finite."""
-        return GuardMiss(
+        self._tested += 1
+        limit = self._bounds.sparse if bound.is_sparse else self._bounds.quantized
+        only_finite = "" if limit is not None else NO_BOUND
+        if call.gate is not None or (
+            call.projection is not None and "projection" in bound.impl.takes
+        ):
+            only_finite = MORE
+        miss = GuardMiss(
             component=site.component,
             name=site.name,
             role=site.role,
             layer=site.layer,
-            step=step,
+            step=context.current_timestep,
             error=None,
-            bound=self._bounds.sparse if bound.is_sparse else self._bounds.quantized,
+            bound=limit,
             dense=bound.is_sparse,
         )
+        if only_finite:
+            self._only_finite[only_finite] += 1
+        check = _Check(layer, miss, self._note, compares=not only_finite and self._turn(layer))
+        # Where ranks share the tokens, it is looked at where this one has its heads of them.
+        return serve(call._replace(check=check)) if ring else check.heads(serve, call)
+
+    def _turn(self, layer: AttentionLayer) -> bool:
+        """Count a call of a layer; return whether it is to be compared. Layers take turns."""
+        site = layer.site
+        key, count = (site.component, site.name), site.num_layers or 1
+        every = min(count | 1, EVERY)
+        turn = self._turns[key] % every == (site.layer or 0) * every // count % every
+        self._turns[key] += 1
+        if turn:
+            self._calls += 1
+            self._compared.add(key)
+        return turn
 
     def _note(
         self, miss: GuardMiss, error: torch.Tensor, finite: torch.Tensor, sane: torch.Tensor
@@ -153,7 +167,6 @@ class AttentionGuard:
             finite: whether the output is finite.
             sane: whether the truth is.
         """
-        self._calls += 1
         known = error.float().nan_to_num(0.0, posinf=torch.inf)
         found = torch.stack((known, 1 - finite.float(), 1 - sane.float()))
         groups = parallel_groups()
@@ -162,7 +175,7 @@ class AttentionGuard:
         self._pending.append((miss, found))
 
     def settle(self) -> None:
-        """Read the errors that were found, and decide which layers run exactly from now on.
+        """Read what was found, and decide which layers run exactly from now on.
 
         Every rank calls it before every call of its denoisers, with its context. Ranks that compute
         different guidance branches tell each other what they found once in a step.
@@ -180,33 +193,37 @@ class AttentionGuard:
             return
         self._settled = now
         self._read()
-        branches = gathered([*self._found.values()], groups.cfg_control)
-        for miss in sorted((miss for found in branches for miss in found), key=_order):
-            self._missed[miss.component, miss.name] = miss
+        for found in gathered([*self._found.values()], groups.cfg_control):
+            self._missed.update({(miss.component, miss.name): miss for miss in found})
 
     def _read(self) -> None:
-        """Read the errors of the calls that were checked since; waits for the device."""
+        """Read what was found of the calls since; waits for the device."""
         pending, self._pending = self._pending, []
-        for miss, found in pending:
-            _refuse_capture(found)
-            error, infinite, insane = found.tolist()
-            within = miss.bound is None or error <= miss.bound
+        if not pending:
+            return
+        misses, found = zip(*pending, strict=True)
+        _refuse_capture(found[0])
+        for miss, (error, infinite, insane) in zip(
+            misses, torch.stack([x.to(found[0].device) for x in found]).tolist(), strict=True
+        ):
             key = (miss.component, miss.name)
             if insane:  # exact attention would not help
                 self._senseless.setdefault(key, GuardedCall.of(miss))
-                continue
-            if (not infinite and within) or key in self._found or key in self._missed:
-                continue
-            self._found[key] = replace(miss, error=None if infinite else error)
+            elif infinite or (miss.bound is not None and error > miss.bound):
+                self._found.setdefault(key, replace(miss, error=None if infinite else error))
 
     def report(self) -> GuardReport:
         """Return what was found so far; waits for the device, not for other ranks."""
         self._read()
+        missed = {**self._found, **self._missed}
         return GuardReport(
             quantized=self._bounds.quantized,
             sparse=self._bounds.sparse,
             calls=self._calls,
-            missed=tuple({**self._found, **self._missed}.values()),
+            tested=self._tested,
+            missed=tuple(missed.values()),
+            waiting=tuple(sorted(self._turns.keys() - self._compared - missed.keys())),
+            only_finite=tuple(self._only_finite.items()),
             unchecked=tuple(self._unchecked.items()),
             senseless=tuple(self._senseless.values()),
         )
@@ -221,27 +238,30 @@ class _Check:
 
     reason = AGAIN
 
-    def __init__(self, layer: AttentionLayer, miss: GuardMiss, note: Callable[..., None]) -> None:
+    def __init__(
+        self, layer: AttentionLayer, miss: GuardMiss, note: Callable[..., None], *, compares: bool
+    ) -> None:
         self._layer = layer
         self._miss = miss
         self._note = note
+        self._compares = compares
         self._finite: list[torch.Tensor] = []  # of each part of a ring
 
     def heads(
         self, serve: Callable[[AttentionCall], torch.Tensor], call: AttentionCall
     ) -> torch.Tensor:
         """See `SplitCheck`; so are calls whose tokens are not split."""
-        seen = call.autocast() if call.autocasts() else call
         out = serve(call)
-        finite = out.isfinite().all()
-        error, sane = finite.new_zeros((), dtype=torch.float32), torch.ones_like(finite)
-        if self._is_attention(seen):
-            rows, truth = sampled(self._layer, _with_all_keys(seen), out, self._miss.step)
-            error, sane = row_errors(rows, truth)[1].max(), truth.isfinite().all()
-        if seen.mask is None:  # under one, queries may be padding; rounding may hide what they are
-            sane = sane & seen.query.isfinite().all()
+        finite = _is_finite(out)
+        fixed, sane = _finite_or_again(self._layer, serve, call, out, finite)
+        error = finite.new_zeros((), dtype=torch.float32)
+        if self._compares:
+            rows, truth = sampled(self._layer, _with_all_keys(call), out, self._miss.step)
+            error, sane = row_errors(rows, truth)[1].max(), sane & truth.isfinite().all()
+            if call.mask is None:  # else they may be padding; rounding may hide what they are
+                sane = sane & _is_finite(call.query)
         self._note(self._miss, error, finite, sane)
-        return _finite_or_again(self._layer, serve, call, seen, out, finite)
+        return fixed
 
     def part(self, attend: AttendPart, exact: AttendPart) -> AttendPart:
         """See `SplitCheck`."""
@@ -249,36 +269,29 @@ class _Check:
 
         def checked(query: torch.Tensor, part: KeyPart) -> tuple[torch.Tensor, torch.Tensor]:
             out, lse = attend(query, part)
-            finite = out.isfinite().all() & (lse < torch.inf).all()
+            finite = _is_finite(out) & (lse < torch.inf).all()
             self._finite.append(finite)
             if out.device.type == "cpu":
                 return (out, lse) if finite else exact(query, part)
-            plain = out.device.type == "cuda" and part.mask is None and not part.causal
-            if plain and query.shape[3] == part.value.shape[3] <= _WIDEST:
-                again = dense_unless(finite, query, part.key, part.value, scale=scale)
-            else:
-                again = exact(query, part)
+            if not out.is_cuda or part.causal or not _fits_blocks(query, part.value):
+                return out, lse
+            again = dense_unless(finite, query, part.key, part.value, scale=scale, keep=part.mask)
             return torch.where(finite, out, again[0]), torch.where(finite, lse, again[1])
 
         return checked
 
     def ring(self, inputs: RingInputs, lengths: Sequence[int], out: torch.Tensor) -> None:
         """See `SplitCheck`."""
-        finite = torch.stack((*self._finite, out.isfinite().all())).all()
-        tensors = (inputs.query, inputs.key, inputs.value)
-        call = AttentionCall(*tensors, gate=inputs.gate, projection=inputs.projection)
-        error, sane = finite.new_zeros((), dtype=torch.float32), torch.ones_like(finite)
-        if self._is_attention(call):
-            error, sane = error_in_ring(self._layer, inputs, lengths, out, self._miss.step)
-        if inputs.call.mask is None and inputs.call.shared_mask is None:
-            sane = sane & inputs.query.isfinite().all()
+        sane = _is_finite(out)
+        finite = torch.stack((*self._finite, sane)).all()
+        sane = sane | _are_finite(inputs.query, inputs.key, inputs.value)  # some stays as it was
+        error = finite.new_zeros((), dtype=torch.float32)
+        if self._compares:
+            error, sound = error_in_ring(self._layer, inputs, lengths, out, self._miss.step)
+            sane = sane & sound
+            if inputs.call.mask is None and inputs.call.shared_mask is None:
+                sane = sane & _is_finite(inputs.query)
         self._note(self._miss, error, finite, sane)
-
-    def _is_attention(self, call: AttentionCall) -> bool:
-        """Whether the output of a call is attention and nothing else."""
-        bound = self._layer.entry_for(call.query).primary
-        projects = call.projection is not None and "projection" in bound.impl.takes
-        return call.gate is None and not projects
 
 
 def _ring_of(layer: AttentionLayer, call: AttentionCall) -> int:
@@ -288,24 +301,19 @@ def _ring_of(layer: AttentionLayer, call: AttentionCall) -> int:
     return groups.ring.size if groups is not None and split else 0
 
 
-def _is_approximate(bound: Binding, call: AttentionCall) -> bool:
-    """Whether what serves a call rounds to less than 16 bits, or leaves pairs out."""
-    if not (bound.rounds or (bound.is_sparse and not call.no_grid)):
-        return False
-    # Masks of blocks, and what lies in pieces of a cache, are served by kernels that are exact.
+def _unchecked(layer: AttentionLayer, bound: Binding, call: AttentionCall, ring: int) -> str | None:
+    """Return why a call is not looked at: "" where it is exact, None where it is looked at."""
     in_pieces = call.cache is not None and _stretch(call.cache) is None
-    return call.block_mask is None and (bound.is_sparse or not in_pieces)
-
-
-def _unchecked(layer: AttentionLayer, call: AttentionCall, ring: int) -> str:
-    """Return why a call is not checked that could be approximate; "" where it is."""
+    # Masks of blocks, and what lies in pieces of a cache, are served by kernels that are exact.
+    approximate = (bound.is_sparse and not call.no_grid) or (bound.rounds and not in_pieces)
+    if not approximate or call.block_mask is not None:
+        rounded = call.cache is not None and call.cache.cache.size.bits < 16
+        return "their cache keeps keys and values in fewer than 16 bits" if rounded else ""
     if call.wants_gradient():
         return "they need gradients"
     if ring > 1 and layer.geometry.causal:
         return "they are causal, in a ring"
-    if call.cache is not None and _stretch(call.cache) is None:
-        return "what they see lies in pieces of a cache"
-    return ""
+    return "what they see lies in pieces of a cache" if in_pieces else None
 
 
 def _stretch(cache: LayerCache) -> tuple[int, int] | None:
@@ -324,47 +332,79 @@ def _with_all_keys(call: AttentionCall) -> AttentionCall:
     return call._replace(key=key, value=value, cache=None)
 
 
-def _order(miss: GuardMiss) -> tuple[int, float]:
-    """Return what misses are sorted by: the worst of a step last."""
-    return miss.step, math.inf if miss.error is None else miss.error
+def _is_finite(x: torch.Tensor) -> torch.Tensor:
+    """Return whether all numbers are finite, bool, 0-d; one pass, and no wait for the device."""
+    if not x.numel():
+        return torch.ones((), dtype=torch.bool, device=x.device)
+    return torch.stack(x.detach().aminmax()).isfinite().all()  # NaN is the least and the most
+
+
+def _are_finite(*tensors: torch.Tensor) -> torch.Tensor:
+    return torch.stack([_is_finite(x) for x in tensors]).all()
 
 
 def _finite_or_again(
     layer: AttentionLayer,
     serve: Callable[[AttentionCall], torch.Tensor],
     call: AttentionCall,
-    seen: AttentionCall,
     out: torch.Tensor,
     finite: torch.Tensor,
-) -> torch.Tensor:
-    """Return the output of a call, or what dense attention gives where it is not finite.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output of a call, or dense attention where it is not finite; and if that is.
 
-    A GPU is not waited for: there a plain call is computed again over no block at all where `out`
-    is finite, which takes next to nothing, and other calls are computed again in any case.
+    Other devices than the CPU are not waited for: a GPU computes again over no block at all where
+    `out` is finite. What kernels over blocks do not take stays as it was.
 
     Args:
         layer: whose call it is.
         serve: serves it.
         call: the call.
-        seen: the call in the dtype that kernels get.
         out: its output, [B, Sq, H, Dv].
         finite: bool, 0-d, whether that is finite.
     """
     if out.device.type == "cpu":
-        return out if finite else serve(call._replace(exact=AGAIN))
-    if out.device.type != "cuda" or not _is_plain(layer, seen):
-        return torch.where(finite, out, serve(call._replace(exact=AGAIN)))
+        out = out if finite else serve(call._replace(exact=AGAIN))
+    else:
+        again = again_unless(finite, layer, call) if out.is_cuda else None
+        if again is None:
+            return out, finite | _are_finite(*call[:3])
+        out = torch.where(finite, out, again)
+    return out, _is_finite(out)
+
+
+def again_unless(
+    done: torch.Tensor, layer: AttentionLayer, call: AttentionCall
+) -> torch.Tensor | None:
+    """Return dense attention of a call, in next to no time where it is not needed.
+
+    A branch that a gate or a trained projection weighs is left out.
+
+    Args:
+        done: bool, 0-d, on the device of the call: whether it is not.
+        layer: whose call it is.
+        call: the call.
+
+    Returns:
+        [B, Sq, H, D]; or None, where kernels over blocks cannot serve the call.
+    """
+    seen, causal = _with_all_keys(call), layer.geometry.causal
+    mask, keep = mask_of(layer, seen), None
+    if isinstance(mask, KeyMask):
+        keep = mask.tokens
+    if not _fits_blocks(seen.query, seen.value) or (mask is not None and (causal or keep is None)):
+        return None
     scale = layer.geometry.softmax_scale
-    return torch.where(finite, out, dense_unless(finite, *seen[:3], scale=scale)[0])
+    out, lse = dense_unless(done, *seen[:3], scale=scale, keep=keep, causal=causal)
+    out = apply_sink(seen, out, lse)
+    if isinstance(mask, KeyMask) and mask.covers_queries:
+        out = zero_masked_rows(out, mask.tokens)
+    return out
 
 
-def _is_plain(layer: AttentionLayer, call: AttentionCall) -> bool:
-    """Whether kernels over blocks serve a call as it is."""
-    if layer.geometry.causal or call.mask is not None or any(call.replicated) or call.is_extended():
-        return False
-    if call.gate is not None or call.projection is not None:
-        return False
-    return call.query.shape[3] == call.value.shape[3] <= _WIDEST
+def _fits_blocks(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether kernels over blocks take the heads of a call, and there is something to attend to."""
+    sizes = query.shape[3] == value.shape[3] <= _WIDEST
+    return sizes and query.numel() > 0 and value.numel() > 0
 
 
 def dense_unless(
@@ -374,6 +414,8 @@ def dense_unless(
     value: torch.Tensor,
     *,
     scale: float,
+    keep: torch.Tensor | None = None,
+    causal: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return dense attention and its log-sum-exp, in next to no time where it is not needed.
 
@@ -385,18 +427,29 @@ def dense_unless(
         key: [B, Sk, Hkv, D].
         value: [B, Sk, Hkv, D].
         scale: factor of the scores.
+        keep: bool [B, Sk], which keys are seen; None for all. What others hold has no influence.
+        causal: whether queries see no later keys, aligned to the last of both; not with `keep`.
 
     Returns:
         [B, Sq, H, D] in the dtype of `query`, and fp32 [B, H, Sq]; or zeros, and -inf.
     """
     rows, keys = (Blocks.regular(x.shape[1], _BLOCK) for x in (query, key))
     every = torch.arange(keys.num, dtype=torch.int32, device=query.device)
+    if keep is not None:  # they come first, and the blocks end with the last of them
+        order = keep.to(torch.int8).argsort(dim=1, descending=True, stable=True)
+        key, value = (zero_masked_rows(x, keep) for x in (key, value))
+        key, value = (x.take_along_dim(order[:, :, None, None], 1) for x in (key, value))
+        starts = (every * _BLOCK).view(1, 1, -1)
+        lengths = (keep.sum(1).view(-1, 1, 1) - starts).clamp(0, _BLOCK).int()
+        total = key.shape[1]
+        keys = Blocks.ragged(starts, lengths, total=total, size=_BLOCK)
     plan = BlockPlan(
         indices=every.expand(1, 1, rows.num, keys.num),
         counts=(~done).to(torch.int32).mul(keys.num).expand(1, 1, rows.num),
         q=rows,
         kv=keys,
         uniform=True,
+        causal=causal,
     )
     with torch.autocast(query.device.type, enabled=False):
         found = block_sparse_attention(query, key, value, plan, scale=scale, return_lse=True)

@@ -1,6 +1,7 @@
 """Layers that 8 bits, or a sparse method, cannot serve are found, and served exactly."""
 
 import copy
+from itertools import count
 from typing import Any
 
 import pytest
@@ -9,7 +10,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from multimodal_gen.errors import ConfigError
 from multimodal_gen.runtime.attention_report import AttentionReport
-from multimodal_gen.runtime.generator.attention_guard import EVERY, AttentionGuard, dense_unless
+from multimodal_gen.runtime.generator import attention_guard
+from multimodal_gen.runtime.generator.attention_check import sampled
+from multimodal_gen.runtime.generator.attention_guard import (
+    EVERY,
+    AttentionGuard,
+    again_unless,
+    dense_unless,
+)
 from multimodal_gen.runtime.guard_bounds import GuardBounds, parse_guard_bounds
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
@@ -125,15 +133,98 @@ def test_the_second_call_of_a_step_is_exact_too(eight_bits: None) -> None:
     assert error(outs[1], hard) < 0.01
 
 
-def test_layers_take_turns_and_all_have_had_one_in_so_many_steps(eight_bits: None) -> None:
-    count = 2 * EVERY
-    guard = AttentionGuard(GuardBounds(quantized=1e-9))
-    blocks = layers(count, guard, attention_backend="sage_attn")
-    for index in range(EVERY):
-        step(guard, blocks, index, [inputs()] * count)
-    missed = guard.report().missed
-    assert [miss.step for miss in missed] == [i // 2 for i in range(count)]
-    assert sorted(miss.layer or 0 for miss in missed) == list(range(count))
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
+    """Keep which layers are compared, in order."""
+    found: list[int | None] = []
+
+    def keep(layer: Any, *given: Any) -> Any:
+        found.append(layer.site.layer)
+        return sampled(layer, *given)
+
+    monkeypatch.setattr(attention_guard, "sampled", keep)
+    return found
+
+
+@pytest.mark.parametrize("number", [1, 2, 6, 17, 40])
+def test_layers_take_turns_in_both_branches_whatever_the_step_is(
+    number: int, eight_bits: None, compared: list[int | None]
+) -> None:
+    guard = AttentionGuard(GuardBounds(quantized=10.0))
+    blocks = layers(number, guard, attention_backend="sage_attn")
+    given = [tuple(x[:, :32] for x in inputs())] * number
+    every = min(number | 1, EVERY)
+    of_branches: list[list[int | None]] = [[], []]
+    for call in range(2 * every):  # at the same step, as a model outside of a pipeline may be
+        compared.clear()
+        step(guard, blocks, 0, given)
+        assert len(compared) <= -(-number // every)
+        of_branches[call % 2] += compared
+    assert [sorted(found) for found in of_branches] == [list(range(number))] * 2
+
+
+def test_layers_without_a_turn_are_told_and_have_theirs_in_the_next_generation(
+    eight_bits: None, compared: list[int | None]
+) -> None:
+    first = AttentionGuard(GuardBounds())
+    blocks = layers(4, first, attention_backend="sage_attn")
+    for index in range(2):
+        step(first, blocks, index, [inputs()] * 4)
+    assert compared == [0, 1]
+    assert first.report().waiting == (("transformer", "blocks.2"), ("transformer", "blocks.3"))
+    text = (
+        "guard: 2 layers had no turn yet to be compared, the first of them transformer (blocks.2)"
+    )
+    assert text in summary(first, blocks)
+    second = AttentionGuard(GuardBounds(), before=first)
+    for layer in blocks:
+        layer.guard = second
+    for index in range(2):
+        step(second, blocks, index, [inputs()] * 4)
+    assert compared == [0, 1, 2, 3]
+    assert second.report().waiting == ()
+    assert (second.report().calls, second.report().tested) == (2, 8)
+
+
+def test_what_missed_in_a_generation_is_exact_in_the_next_from_its_first_call_on(
+    eight_bits: None,
+) -> None:
+    hard, guard = one_large_channel(), AttentionGuard(GuardBounds())
+    (layer,) = blocks = layers(1, guard, attention_backend="sage_attn")
+    step(guard, blocks, 0, [hard])  # whose error nobody has read
+    layer.guard = guard = AttentionGuard(GuardBounds(), before=guard)
+    (out,) = step(guard, blocks, 0, [hard])
+    assert error(out, hard) < 0.01
+    assert [miss.layer for miss in guard.report().missed] == [0]
+
+
+@pytest.mark.parametrize("bad_call", [0, 1])
+@pytest.mark.parametrize("bad", [0, 5])
+def test_the_layer_that_overflows_is_saved_and_named_whosever_turn_it_is(
+    bad: int, bad_call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guard, numbers = AttentionGuard(GuardBounds()), count(0)
+    asked = {"attention_backend": "sliding_tile_attn", "attention_backend_config": TILES}
+    blocks = layers(6, guard, **asked)
+    forward = blocks[bad].attn_impl.forward
+
+    def overflows(*args: Any, **kwargs: Any) -> Any:
+        out = forward(*args, **kwargs)
+        if next(numbers) >= bad_call:
+            out[0, -1, 0, 0] = torch.inf
+        return out
+
+    monkeypatch.setattr(blocks[bad].attn_impl, "forward", overflows)
+    x, k, v = inputs()
+    for _ in range(2):  # the calls of two branches, of one step
+        guard.settle()
+        with set_forward_context(0, latent_grid=GRID, request_id="one"):
+            for layer in blocks:
+                x = layer(x, k, v)
+        assert x.isfinite().all()
+    report = guard.report()
+    assert [(miss.layer, miss.step, miss.error) for miss in report.missed] == [(bad, 0, None)]
+    assert report.senseless == ()
 
 
 def test_sparse_methods_have_a_bound_of_their_own_and_none_unless_given() -> None:
@@ -146,7 +237,10 @@ def test_sparse_methods_have_a_bound_of_their_own_and_none_unless_given() -> Non
         assert error(first, x) > 0.1
         assert (error(second, x) < 0.01) == bad
         assert [miss.dense for miss in guard.report().missed] == [True] * bad
-        assert ("runs dense from its next call on" in summary(guard, blocks)) == bad
+        text = summary(guard, blocks)
+        assert ("runs dense from its next call on" in text) == bad
+        told = "2 calls only had to be finite: no bound for sparse methods was given (sparse=B)"
+        assert (told in text) != bad
 
 
 @pytest.mark.parametrize("backend", ["sage_attn", "sliding_tile_attn"])
@@ -184,6 +278,65 @@ def test_what_the_device_decides_is_dense_attention_or_zeros(done: bool) -> None
     torch.testing.assert_close(lse, sums, rtol=1e-4, atol=1e-5)
 
 
+def keys_kept(*shape: int) -> torch.Tensor:
+    keep = torch.arange(shape[-1]) % 3 != 1
+    return (keep & (torch.arange(shape[-1]) < 150)).expand(shape)
+
+
+@pytest.mark.parametrize("done", [False, True])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"causal": True},
+        {"mask": keys_kept(1, TOKENS)},
+        {"mask": keys_kept(1, 1, 1, TOKENS)},
+        {"sink_logits": torch.tensor([4.0, 6.0])},
+        {"replicated": (7, 0, 0)},
+        {"kv_heads": 1},
+    ],
+    ids=str,
+)
+def test_calls_of_every_kind_are_computed_again_on_a_gpu(given: dict[str, Any], done: bool) -> None:
+    given = dict(given)
+    causal, kv_heads = given.pop("causal", False), given.pop("kv_heads", HEADS)
+    q, k, v = (x.float() for x in inputs())
+    call = AttentionCall(q, k[:, :, :kv_heads].clone(), v[:, :, :kv_heads].clone(), **given)
+    layer = LocalAttention(HEADS, SIZE, kv_heads, causal=causal)
+    wanted = torch.zeros_like(q) if done else layer.attend(call)
+    if call.mask is not None:  # what masked keys hold has no influence
+        call.key[:, 150:] = call.value[:, 150:] = torch.nan
+    out = again_unless(torch.tensor(done), layer, call)
+    assert out is not None
+    torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_chunks_on_a_cache_are_computed_again_over_all_that_they_see() -> None:
+    q, k, v = (x.float() for x in inputs())
+    layer, half = LocalAttention(HEADS, SIZE), TOKENS // 2
+    size = CacheSize(
+        num_layers=1, batch=1, num_kv_heads=HEADS, head_size=SIZE, chunk_tokens=half, window=2,
+        dtype=torch.float32,
+    )  # fmt: skip
+    cache = CausalCache(size)
+    for rows in (slice(0, half), slice(half, None)):
+        cache.begin(rows.start, half)
+        given = [x[:, rows] for x in (q, k, v)]
+        wanted = layer(*given, cache=cache.layers[0])
+        call = AttentionCall(*given, cache=cache.layers[0])
+        out = again_unless(torch.tensor(False), layer, call)
+        cache.commit()
+    torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("given", [{"mask": torch.ones(1, TOKENS, TOKENS).bool()}, {"size": 256}])
+def test_what_kernels_over_blocks_do_not_take_stays_as_it_was(given: dict[str, Any]) -> None:
+    given = dict(given)
+    q = torch.zeros(1, TOKENS, HEADS, given.pop("size", SIZE))
+    layer = LocalAttention(HEADS, q.shape[3])
+    assert again_unless(torch.tensor(False), layer, AttentionCall(q, q, q, **given)) is None
+
+
 def test_gated_calls_have_to_be_finite_and_keep_their_branch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -200,6 +353,8 @@ def test_gated_calls_have_to_be_finite_and_keep_their_branch(
 
     attend(0)
     assert guard.report().missed == ()  # its output is more than attention
+    assert (guard.report().tested, guard.report().calls) == (1, 0)
+    assert "1 calls only had to be finite: a gate or a trained" in summary(guard, [layer])
     with set_forward_context(1, latent_grid=GRID, request_id="one"):
         dense = layer._attend(call._replace(exact="a test asked for it"))
     assert error(dense, (q, k, v)) > 0.1, "the branch is added"
@@ -238,7 +393,7 @@ def test_exact_layers_are_not_checked_and_copies_have_no_guard() -> None:
     blocks = layers(1, guard, attention_backend="torch_sdpa")
     step(guard, blocks, 0, [inputs()])
     assert guard.report().calls == 0
-    assert "0 calls were checked: none was approximate on its turn" in summary(guard, blocks)
+    assert "guard: 0 approximate calls were tested" in summary(guard, blocks)
     assert copy.deepcopy(blocks[0]).guard is None
 
 
@@ -251,7 +406,7 @@ def test_calls_that_need_gradients_are_served_as_ever() -> None:
     assert q.grad is not None
     assert guard.report().calls == 0
     text = summary(guard, blocks)
-    assert "1 approximate calls were not checked, because they need gradients" in text
+    assert "1 approximate calls were not looked at, because they need gradients" in text
     assert guard.report().as_dict()["unchecked"] == {"they need gradients": 1}
 
 

@@ -8,9 +8,15 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.runtime.generator.attention_guard import AttentionGuard, dense_unless
+from multimodal_gen.runtime.generator.attention_guard import (
+    AttentionGuard,
+    again_unless,
+    dense_unless,
+)
 from multimodal_gen.runtime.guard_bounds import GuardBounds
 from multimodal_gen.runtime.layers.attention import LocalAttention
+from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
+from multimodal_gen.runtime.layers.attention.call import AttentionCall
 from multimodal_gen.runtime.layers.attention.scope import LayerSite, scope_from
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 
@@ -44,8 +50,8 @@ def inputs() -> list[torch.Tensor]:
     return [q, k, v]
 
 
-def guarded() -> tuple[LocalAttention, AttentionGuard]:
-    site = LayerSite(name="blocks.0", component="transformer", layer=0, num_layers=1)
+def guarded(layer: int = 0, num_layers: int = 1) -> tuple[LocalAttention, AttentionGuard]:
+    site = LayerSite(name="blocks", component="transformer", layer=layer, num_layers=num_layers)
     layer = LocalAttention(
         HEADS,
         SIZE,
@@ -55,6 +61,50 @@ def guarded() -> tuple[LocalAttention, AttentionGuard]:
     )
     layer.guard = guard = AttentionGuard(GuardBounds())
     return layer, guard
+
+
+def test_what_overflows_is_saved_at_once_whosever_turn_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer, guard = guarded(layer=1, num_layers=2)
+    given = inputs()
+    cls: type[AttentionImpl] = type(layer.attn_impl)
+    forward = cls.forward
+
+    def overflows(*args, **kwargs):
+        out = forward(*args, **kwargs)
+        out[0, -1, 0, 0].fill_(torch.inf)
+        return out
+
+    with set_forward_context(0):
+        layer(*given)  # compiles, and makes what is static
+    monkeypatch.setattr(cls, "forward", overflows)
+    layer.guard = guard = AttentionGuard(GuardBounds())
+    with no_waiting(), set_forward_context(0):
+        saved = layer(*given)
+    truth = exact(*given)
+    assert (saved - truth).norm() < 0.01 * truth.norm()
+    assert guard.report().calls == 0
+    assert [(miss.layer, miss.error) for miss in guard.report().missed] == [(1, None)]
+
+
+@pytest.mark.parametrize("done", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "causal", "mask", "mask of keys alone", "sinks"])
+def test_calls_of_every_kind_are_computed_again_without_a_wait(kind: str, done: bool) -> None:
+    given, decided = inputs(), torch.tensor(done, device="cuda")
+    keep = (torch.arange(TOKENS, device="cuda") % 3 != 1).expand(1, TOKENS)
+    masks = {"mask": keep, "mask of keys alone": keep[:, None, None]}
+    sinks = torch.tensor([1.0, 2.0, 3.0, 4.0], device="cuda") if kind == "sinks" else None
+    layer = LocalAttention(HEADS, SIZE, causal=kind == "causal")
+    call = AttentionCall(*given, mask=masks.get(kind), sink_logits=sinks)
+    wanted = layer.attend(call).float() * (not done)
+    if kind in masks:
+        given[1][:, ~keep[0]] = given[2][:, ~keep[0]] = torch.nan
+    again_unless(decided, layer, call)  # compiles
+    with no_waiting():
+        out = again_unless(decided, layer, call)
+    assert out is not None
+    assert (out - wanted).norm() <= 0.01 * wanted.norm()
 
 
 def test_a_layer_is_saved_and_its_calls_wait_for_nothing() -> None:
