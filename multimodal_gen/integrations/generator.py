@@ -38,7 +38,9 @@ from multimodal_gen.runtime.generator import (
     plan_ranks,
     prepare,
 )
-from multimodal_gen.runtime.layers.attention.scope import scope_from_args
+from multimodal_gen.runtime.generator.attention_guard import AttentionGuard
+from multimodal_gen.runtime.guard_bounds import parse_guard_bounds
+from multimodal_gen.runtime.layers.attention.scope import SelectionScope, scope_from_args
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.runtime.server_args import LOADING_SETTINGS, SETTINGS, ServerArgs
 from multimodal_gen.settings import expect
@@ -206,6 +208,8 @@ class DiffGenerator:
         self._loaded = {name: getattr(args, name) for name in LOADING_SETTINGS}
         self._explicit = False
         self._ahead: Ahead | None = None
+        # The guard of the generation before, and what that asked for.
+        self._guarded: tuple[object, AttentionGuard] | None = None
         with ExitStack() as failed:
             if args.compile_ahead:
                 require_one_gpu(pick_device(args.device))
@@ -368,7 +372,7 @@ class DiffGenerator:
                 scope=scope,
                 latent_grid=args.latent_grid,
                 text_rows=args.text_rows,
-                attention_guard=args.attention_guard,
+                attention_guard=self._guard(scope, args),
                 cuda_graph=args.cuda_graph,
             )
         except NothingAppliedError as error:
@@ -377,6 +381,16 @@ class DiffGenerator:
             return DiffusersAttention(pipe, notes=(f"runs as diffusers ships it: {error}",))
         handle.ahead = self._ahead
         return handle
+
+    def _guard(self, scope: SelectionScope, args: ServerArgs) -> AttentionGuard | None:
+        """Return the guard of a generation, which knows what the one before found if like it."""
+        bounds = parse_guard_bounds(args.attention_guard)
+        if bounds is None:
+            return None
+        asked, known = (scope, bounds), self._guarded
+        guard = AttentionGuard(bounds, known[1] if known and known[0] == asked else None)
+        self._guarded = asked, guard
+        return guard
 
 
 @_naming_arguments()
