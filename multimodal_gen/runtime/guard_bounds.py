@@ -11,7 +11,9 @@ from numbers import Real
 from multimodal_gen.errors import ConfigError, short
 from multimodal_gen.settings import mapping_of
 
-_FORM = "a number above 0, for backends that round to 8 bits or less, or quantized=B,sparse=B"
+_FORM = (
+    "a finite number above 0, for backends that round to 8 bits or less, or quantized=B,sparse=B"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,22 +23,31 @@ class GuardBounds:
     Attributes:
         quantized: of backends that round operands to 8 bits or less.
         sparse: of sparse methods; None for any error that is finite: what they drop is meant.
+
+    Raises:
+        ConfigError: a bound is not a finite number above 0.
     """
 
     quantized: float = 0.05
     sparse: float | None = None
 
+    def __post_init__(self) -> None:
+        for bound in (self.quantized, *([] if self.sparse is None else [self.sparse])):
+            if type(bound) is not float or not 0 < bound < math.inf:
+                raise _wrong(f"quantized={self.quantized!r},sparse={self.sparse!r}", "GuardBounds")
+
     def __str__(self) -> str:
-        both = (f"quantized={self.quantized}", f"sparse={self.sparse}")
-        return ",".join(both if self.sparse is not None else both[:1])
+        if self.sparse is None:
+            return str(self.quantized)
+        return f"quantized={self.quantized},sparse={self.sparse}"
 
 
 def parse_guard_bounds(value: object, *, name: str = "attention_guard") -> GuardBounds | None:
     """Return bounds in any of their forms; None for None.
 
     Args:
-        value: a number such as 0.05, a mapping with the keys `quantized` and `sparse`, or either as
-            text, such as "0.05" or "quantized=0.05,sparse=0.3".
+        value: a number such as 0.05, a mapping with the keys `quantized` and `sparse`, which may be
+            None, or either as text, such as "0.05" or "quantized=0.05,sparse=0.3".
         name: what messages call it.
 
     Raises:
@@ -52,7 +63,13 @@ def parse_guard_bounds(value: object, *, name: str = "attention_guard") -> Guard
     unknown = [key for key in given if key not in {field.name for field in fields(GuardBounds)}]
     if unknown or not given:
         raise _wrong(value, name)
-    return GuardBounds(**{key: _bound(bound, value, name) for key, bound in given.items()})
+    return GuardBounds(
+        **{
+            key: _bound(bound, value, name)
+            for key, bound in given.items()
+            if key != "sparse" or bound is not None
+        }
+    )
 
 
 def _bound(bound: object, value: object, name: str) -> float:

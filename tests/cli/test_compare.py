@@ -119,7 +119,7 @@ def test_generations_run_under_a_guard(sglang, tiny_pipeline, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--attention-guard", "much"), "--attention-guard must be a number above 0"),
+        (("--attention-guard", "much"), "--attention-guard must be a finite number above 0"),
         (
             ("--attention-guard", "0.05", "--backend", "diffusers"),
             "--attention-guard must not be given with --backend diffusers",

@@ -111,7 +111,7 @@ def test_a_compiled_model_is_guarded_too(fresh) -> None:
 
 def test_what_is_no_bound_is_refused_before_anything_changes(fresh) -> None:
     pipe = fresh("wan")
-    with pytest.raises(ConfigError, match="attention_guard must be a number above 0"):
+    with pytest.raises(ConfigError, match="attention_guard must be a finite number above 0"):
         apply(pipe, attention_guard="much")
     assert diffusers.applied(pipe) is None
 

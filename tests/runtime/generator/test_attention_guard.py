@@ -513,17 +513,26 @@ def test_a_sparse_method_over_pieces_of_a_cache_is_told_as_unchecked() -> None:
         ("sparse=0.3", GuardBounds(sparse=0.3)),
         ({"quantized": 0.2, "sparse": 1}, GuardBounds(quantized=0.2, sparse=1.0)),
         ('{"quantized": 0.2}', GuardBounds(quantized=0.2)),
+        ({"quantized": 0.05, "sparse": None}, GuardBounds()),
     ],
 )
 def test_bounds_have_several_forms(value: Any, found: GuardBounds | None) -> None:
     assert parse_guard_bounds(value) == found
     if found is not None:
         assert parse_guard_bounds(str(found)) == found
+        assert ("=" in str(found)) == (found.sparse is not None)
 
 
 @pytest.mark.parametrize(
-    "value", [0, -1, "nan", "inf", "", "many", True, [], {}, "dense=1", {"sparse": None}, "sparse="]
+    "value",
+    [0, -1, "nan", "inf", "", "many", True, [], {}, "dense=1", {"quantized": None}, "sparse="],
 )
 def test_what_is_no_bound_is_refused(value: Any) -> None:
-    with pytest.raises(ConfigError, match="attention_guard must be"):
+    with pytest.raises(ConfigError, match=r"attention_guard must be (a finite|quantized=B)"):
         parse_guard_bounds(value)
+
+
+@pytest.mark.parametrize("given", [{"quantized": -1.0}, {"sparse": "x"}, {"quantized": 10**400}])
+def test_bounds_of_ones_own_are_checked_too(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="GuardBounds must be a finite number above 0"):
+        GuardBounds(**given)
