@@ -33,7 +33,7 @@ class GuardBounds:
 
     def __post_init__(self) -> None:
         for bound in (self.quantized, *([] if self.sparse is None else [self.sparse])):
-            if type(bound) is not float or not 0 < bound < math.inf:
+            if not _is_bound(bound):
                 raise _wrong(f"quantized={self.quantized!r},sparse={self.sparse!r}", "GuardBounds")
 
     def __str__(self) -> str:
@@ -77,9 +77,15 @@ def _bound(bound: object, value: object, name: str) -> float:
         found = float(bound) if isinstance(bound, (str, Real)) else math.nan
     except (ValueError, OverflowError):
         found = math.nan
-    if isinstance(bound, bool) or not 0 < found < math.inf:
+    if isinstance(bound, bool) or not _is_bound(found):
         raise _wrong(value, name)
     return found
+
+
+def _is_bound(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return 0 < value < math.inf
 
 
 def _wrong(value: object, name: str) -> ConfigError:

@@ -108,7 +108,8 @@ def _exact_scores(
     """Return the scores that `exact_weights` weighs by; -inf where a row does not see a key."""
     query, key = call.query, call.key
     dtype, group = _exact_dtype(query.device), query.shape[2] // key.shape[2]
-    q = query[:, rows].reshape(len(query), len(rows), key.shape[2], group, -1)[:, :, heads]
+    shape = (len(query), len(rows), key.shape[2], group, query.shape[3])
+    q = query[:, rows].reshape(shape)[:, :, heads]
     q = q.to(dtype)
     k = key[:, :, heads].to(dtype)
     scores = q.permute(0, 2, 3, 1, 4) @ k.permute(0, 2, 3, 1).unsqueeze(2)

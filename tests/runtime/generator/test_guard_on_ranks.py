@@ -184,6 +184,82 @@ def test_what_is_not_finite_on_one_rank_is_computed_again_and_exact_on_all(
         assert errors[0] < 0.02, "as 8 bits are, where it was finite"
 
 
+def overflow_of_sums(lengths: Sequence[int]) -> tuple[Any, list[float]]:
+    """Return what missed, and the errors of this rank, of whose parts the sums alone overflow."""
+    x, guard = inputs(), AttentionGuard(GuardBounds(quantized=10.0))
+    with pytest.MonkeyPatch.context() as patch:
+        allow_on_cpus(patch)
+        (layer,) = guarded(1, guard, attention_backend="sage_attn")
+        cls: type[AttentionImpl] = type(layer.attn_impl)
+        forward_lse = cls.forward_lse
+
+        def overflows(*args: Any, **kwargs: Any) -> Any:
+            out, lse = forward_lse(*args, **kwargs)
+            lse[0, 0, -1] = torch.inf
+            return out, lse
+
+        patch.setattr(cls, "forward_lse", overflows)
+        outs = run(guard, [layer], [[own(each, lengths) for each in x]])
+    exact = own(truth(*x), lengths)
+    return guard.report().missed, [error_of(step[0], exact) for step in outs]
+
+
+def test_sums_of_a_part_that_overflow_are_computed_again(two_ranks: World) -> None:
+    for missed, errors in two_ranks.run(Mesh(ring=2), overflow_of_sums, (96, 96)):
+        assert [(miss.error, miss.step) for miss in missed] == [(None, 0)]
+        assert max(errors) < 0.004, "as 16 bits are"
+
+
+def causal(lengths: Sequence[int]) -> Any:
+    """Return the report of calls that are causal."""
+    guard = AttentionGuard(GuardBounds())
+    site = LayerSite(name="blocks.0", component="transformer", layer=0, num_layers=1)
+    with pytest.MonkeyPatch.context() as patch:
+        allow_on_cpus(patch)
+        scope = scope_from(attention_backend="sage_attn")
+        layer = USPAttention(HEADS, SIZE, causal=True, site=site, scope=scope)
+        layer.guard = guard
+        run(guard, [layer], [[own(each, lengths) for each in inputs()]])
+    return guard.report()
+
+
+def test_causal_calls_of_a_ring_are_told_as_unchecked(two_ranks: World) -> None:
+    for report in two_ranks.run(Mesh(ring=2), causal, (96, 96)):
+        assert report.unchecked == (("they are causal, in a ring", STEPS),)
+    for report in two_ranks.run(Mesh(ulysses=2), causal, (96, 96)):
+        assert report.unchecked == ()
+        assert report.calls == STEPS
+
+
+def branches() -> tuple[Any, float]:
+    """Return what missed on either branch, and the error of this one in the next generation.
+
+    The second rank's first call alone is one that 8 bits cannot serve. The first rank makes two
+    calls in a step.
+    """
+    groups = parallel_groups()
+    assert groups is not None
+    guard, x = AttentionGuard(GuardBounds()), inputs()
+    with pytest.MonkeyPatch.context() as patch:
+        allow_on_cpus(patch)
+        (layer,) = guarded(1, guard, attention_backend="sage_attn")
+        with set_forward_context(0, latent_grid=GRID, request_id="one"):
+            for _ in range(2 - groups.rank):
+                guard.settle()
+                layer(*(one_large_channel() if groups.rank else x))
+        with set_forward_context(0, latent_grid=GRID, request_id="two"):
+            guard.settle()
+            out = layer(*x)
+    return guard.report().missed, error_of(out, truth(*x))
+
+
+def test_branches_of_guidance_tell_each_other_once_in_a_step(two_ranks: World) -> None:
+    first, second = two_ranks.run(Mesh(cfg=2), branches)
+    assert first[0] == second[0]
+    assert [(miss.layer, miss.step) for miss in first[0]] == [(0, 0)]
+    assert max(first[1], second[1]) < 0.004, "as 16 bits are"
+
+
 def test_sparse_methods_in_a_ring_are_dense_from_the_next_call_on(two_ranks: World) -> None:
     results = two_ranks.run(Mesh(ring=2), overflow, (96, 96), "sliding_tile_attn", True)
     for missed, errors in results:
