@@ -364,17 +364,17 @@ def _finite_or_again(
     """
     if out.device.type == "cpu":
         out = out if finite else serve(call._replace(exact=AGAIN))
-    else:
-        again = again_unless(finite, layer, call) if out.is_cuda else None
-        if again is None:
-            return out, finite | _are_finite(*call[:3])
-        out = torch.where(finite, out, again)
-    return out, _is_finite(out)
+        return out, _is_finite(out)
+    found = again_unless(finite, layer, call) if out.is_cuda else None
+    if found is None:
+        return out, finite | _are_finite(*call[:3])
+    again, sound = found
+    return torch.where(finite, out, again), sound
 
 
 def again_unless(
     done: torch.Tensor, layer: AttentionLayer, call: AttentionCall
-) -> torch.Tensor | None:
+) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return dense attention of a call, in next to no time where it is not needed.
 
     A branch that a gate or a trained projection weighs is left out.
@@ -385,7 +385,8 @@ def again_unless(
         call: the call.
 
     Returns:
-        [B, Sq, H, D]; or None, where kernels over blocks cannot serve the call.
+        [B, Sq, H, D], and whether it is finite, bool, 0-d; or None, where kernels over blocks
+        cannot serve the call.
     """
     seen, causal = _with_all_keys(call), layer.geometry.causal
     mask, keep = mask_of(layer, seen), None
@@ -395,10 +396,12 @@ def again_unless(
         return None
     scale = layer.geometry.softmax_scale
     out, lse = dense_unless(done, *seen[:3], scale=scale, keep=keep, causal=causal)
+    # A query or key shows in the sums; a value in all rows that see it, as the last one does.
+    sound = _is_finite(out[:, -1]) & (lse < torch.inf).all()
     out = apply_sink(seen, out, lse)
     if isinstance(mask, KeyMask) and mask.covers_queries:
         out = zero_masked_rows(out, mask.tokens)
-    return out
+    return out, sound
 
 
 def _fits_blocks(query: torch.Tensor, value: torch.Tensor) -> bool:

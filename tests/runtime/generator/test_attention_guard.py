@@ -309,8 +309,10 @@ def test_calls_of_every_kind_are_computed_again_on_a_gpu(given: dict[str, Any], 
     wanted = torch.zeros_like(q) if done else layer.attend(call)
     if call.mask is not None:  # what masked keys hold has no influence
         call.key[:, 150:] = call.value[:, 150:] = torch.nan
-    out = again_unless(torch.tensor(done), layer, call)
-    assert out is not None
+    found = again_unless(torch.tensor(done), layer, call)
+    assert found is not None
+    out, sound = found
+    assert sound
     torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)
 
 
@@ -327,9 +329,25 @@ def test_chunks_on_a_cache_are_computed_again_over_all_that_they_see() -> None:
         given = [x[:, rows] for x in (q, k, v)]
         wanted = layer(*given, cache=cache.layers[0])
         call = AttentionCall(*given, cache=cache.layers[0])
-        out = again_unless(torch.tensor(False), layer, call)
+        found = again_unless(torch.tensor(False), layer, call)
         cache.commit()
-    torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)
+    assert found is not None
+    torch.testing.assert_close(found[0], wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_what_exact_attention_cannot_serve_either_is_known(
+    which: int, bad: float, causal: bool
+) -> None:
+    x = [each.float() for each in inputs()]
+    x[which][0, 100, 1, 3] = bad
+    layer = LocalAttention(HEADS, SIZE, causal=causal)
+    for done in (False, True):
+        found = again_unless(torch.tensor(done), layer, AttentionCall(*x))
+        assert found is not None
+        assert found[1] == found[0].isfinite().all() == done
 
 
 @pytest.mark.parametrize("given", [{"mask": torch.ones(1, TOKENS, TOKENS).bool()}, {"size": 256}])
