@@ -1,6 +1,8 @@
 """`sglang attention describe`: every parameter of every backend, and examples that can be used."""
 
+import csv
 import json
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +11,8 @@ from multimodal_gen.runtime.layers.attention.backends.registry import find_backe
 from multimodal_gen.runtime.layers.attention.config import build_config, parameters_of
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, current_platform
 from multimodal_gen.settings import read_mapping
+
+RESULTS = Path(__file__).parents[2] / "scripts" / "bench" / "results" / "quantized.csv"
 
 
 @pytest.mark.parametrize("backend", list(AttentionBackendEnum), ids=str)
@@ -29,6 +33,17 @@ def test_ranges_defaults_and_aliases_are_those_of_the_declarations(sglang) -> No
     out = sglang("attention", "describe", "video-sparse-attn").out
     assert "a number in [0, 1]" in out
     assert "also written VSA_sparsity" in out
+
+
+@pytest.mark.parametrize("backend", ["fa", "torch_cudnn_sdpa"])
+def test_errors_of_fp8_are_those_that_were_measured(sglang, backend) -> None:
+    with RESULTS.open() as file:
+        rows = [row for row in csv.DictReader(file) if row["commit"] == "46cdc356"]
+    errors = [
+        float(row["relative_error"]) for row in rows if row["contender"] == f"{backend} layer, fp8"
+    ]
+    out = sglang("attention", "describe", backend).out
+    assert all(f"{error:.3f}" in out for error in (min(errors), max(errors)))
 
 
 def test_an_example_does_something(sglang) -> None:
