@@ -273,7 +273,7 @@ class _Check:
             self._finite.append(finite)
             if out.device.type == "cpu":
                 return (out, lse) if finite else exact(query, part)
-            if not out.is_cuda or part.causal or not _fits_blocks(query, part.value):
+            if not out.is_cuda or not _fits_blocks(query, part.value):
                 return out, lse
             again = dense_unless(finite, query, part.key, part.value, scale=scale, keep=part.mask)
             return torch.where(finite, out, again[0]), torch.where(finite, lse, again[1])
@@ -389,19 +389,19 @@ def again_unless(
         cannot serve the call.
     """
     seen, causal = _with_all_keys(call), layer.geometry.causal
-    mask, keep = mask_of(layer, seen), None
+    mask, keep, rows = mask_of(layer, seen), None, None
     if isinstance(mask, KeyMask):
-        keep = mask.tokens
+        keep, rows = mask.tokens, mask.tokens if mask.covers_queries else None
     if not _fits_blocks(seen.query, seen.value) or (mask is not None and (causal or keep is None)):
         return None
-    scale = layer.geometry.softmax_scale
-    out, lse = dense_unless(done, *seen[:3], scale=scale, keep=keep, causal=causal)
+    query, scale = seen.query, layer.geometry.softmax_scale
+    if rows is not None:
+        query = zero_masked_rows(query, rows)  # what masked ones hold has no influence
+    out, lse = dense_unless(done, query, *seen[1:3], scale=scale, keep=keep, causal=causal)
     # A query or key shows in the sums; a value in all rows that see it, as the last one does.
     sound = _is_finite(out[:, -1]) & (lse < torch.inf).all()
     out = apply_sink(seen, out, lse)
-    if isinstance(mask, KeyMask) and mask.covers_queries:
-        out = zero_masked_rows(out, mask.tokens)
-    return out, sound
+    return (out if rows is None else zero_masked_rows(out, rows)), sound
 
 
 def _fits_blocks(query: torch.Tensor, value: torch.Tensor) -> bool:
