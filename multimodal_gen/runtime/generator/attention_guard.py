@@ -86,7 +86,6 @@ class AttentionGuard:
         if before is not None:
             before._read()
             self._found.update(before._found)
-            self._missed.update(before._missed)
             self._turns.update(before._turns)
             self._compared.update(before._compared)
         self._calls = 0
@@ -210,7 +209,7 @@ class AttentionGuard:
             if insane:  # exact attention would not help
                 self._senseless.setdefault(key, GuardedCall.of(miss))
             elif infinite or (miss.bound is not None and error > miss.bound):
-                self._found.setdefault(key, replace(miss, error=None if infinite else error))
+                self._found[key] = replace(miss, error=None if infinite else error)
 
     def report(self) -> GuardReport:
         """Return what was found so far; waits for the device, not for other ranks."""

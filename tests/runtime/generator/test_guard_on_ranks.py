@@ -210,6 +210,32 @@ def test_sums_of_a_part_that_overflow_are_computed_again(two_ranks: World) -> No
         assert max(errors) < 0.004, "as 16 bits are"
 
 
+def hidden(lengths: Sequence[int], which: int) -> Any:
+    """Return the report of calls whose rounding hides that a query or a key is not finite."""
+    x, guard = inputs(), AttentionGuard(GuardBounds())
+    x[which][0, 150] = torch.nan
+    with pytest.MonkeyPatch.context() as patch:
+        allow_on_cpus(patch)
+        (layer,) = guarded(1, guard, attention_backend="sage_attn")
+        cls: type[AttentionImpl] = type(layer.attn_impl)
+        forward_lse = cls.forward_lse
+
+        def hides(impl: Any, *given: torch.Tensor) -> Any:
+            return forward_lse(impl, *(each.nan_to_num() for each in given))
+
+        patch.setattr(cls, "forward_lse", hides)
+        outs = run(guard, [layer], [[own(each, lengths) for each in x]])
+    assert all(step[0].isfinite().all() for step in outs)
+    return guard.report()
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_what_rounding_hides_in_a_ring_is_told_on_all_ranks(two_ranks: World, which: int) -> None:
+    for report in two_ranks.run(Mesh(ring=2), hidden, (96, 96), which):
+        assert report.missed == ()
+        assert [(found.layer, found.step) for found in report.senseless] == [(0, 0)]
+
+
 def causal(lengths: Sequence[int]) -> Any:
     """Return the report of calls that are causal."""
     guard = AttentionGuard(GuardBounds())
