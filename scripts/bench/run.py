@@ -33,7 +33,7 @@ FOLDER = Path(__file__).parent
 LAYERS = yaml.safe_load((FOLDER / "layers.yaml").read_text("utf-8"))["benchmarks"]
 MODULES = (
     "auto", "backward", "cold_start", "dense", "engine", "generation", "graphs", "guard",
-    "layer_overhead", "parallel", "stages", "streaming", "train_step", "wan_forward",
+    "layer_overhead", "parallel", "skip_bound", "stages", "streaming", "train_step", "wan_forward",
 )  # fmt: skip
 BENCHMARKS = tuple(sorted((*MODULES, *LAYERS)))
 

@@ -1,6 +1,7 @@
 """Benchmarks that no other test runs: a run on tiny cases, and whether the others import."""
 
 import csv
+import math
 import re
 import shutil
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from multimodal_gen.cli.main import main
+from tests.helpers.skipping import attend_naively, peaked_inputs
 
 BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
 
@@ -84,6 +86,38 @@ def test_steps_under_a_guard_are_timed_next_to_those_without(run_bench, tmp_path
     assert [row["contender"] for row in rows] == ["sage_attn", "sage_attn, guard"]
     assert [row["checked"] for row in rows] == ["0", "2"]
     assert [row["relative_error"] for row in rows] == ["0.0", "0.0"]
+
+
+def test_shares_of_steps_are_those_of_skip_softmax_and_no_bound_finds_more(bench):
+    skip_bound, block, below = bench("skip_bound"), 16, 20.0
+    q, k, v = peaked_inputs(16 * block, 2, 32, block)
+    q, k = 2 * q, k + torch.linspace(0, 1, k.shape[1])[:, None, None]
+    layer = skip_bound.Layer(0.5, 0, q[0], k[0], 32**-0.5)
+    limits = {"20 dB": below * math.log(10) / 10}
+    found = skip_bound.shares_of(layer, (block, block), limits)
+    _, _, skipped = attend_naively(q, k, v, block, below)
+    left_out, *bounds = found["20 dB", "so far"].values()
+    assert left_out == pytest.approx(skipped / (2 * 16 * 16))
+    assert 0 < max(bounds) < left_out
+    assert left_out < found["20 dB", "of all"]["left_out"]
+    query, key = q[0, :, 0].unflatten(0, (-1, block)), k[0, :, 0].unflatten(0, (-1, block))
+    best = (query @ key.flatten(0, 1).T).unflatten(2, (-1, block)).amax(3)
+    for bound in skip_bound.bounds_of(query, key).values():
+        assert (bound >= best - 1e-4).all()
+
+
+def test_bounds_are_tried_on_attention_that_was_learnt(run_bench, bench, monkeypatch, tmp_path):
+    pytest.importorskip("diffusers")
+    monkeypatch.setattr(bench("skip_bound"), "NOISE", (0.5,))
+    monkeypatch.setattr(bench("skip_bound"), "TILES", ((128, 64),))
+    result = run_bench("skip_bound", "--out", tmp_path)
+    assert result.code == 0, result.out + result.err
+    assert "left out: threshold_scale_factor=18239" in result.out
+    with (tmp_path / "skip_bound.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 6 * 3 * 2  # layers, thresholds, and what is known
+    for row in rows:
+        assert float(row["maxima_of_both"]) <= float(row["maxima"]) <= float(row["left_out"])
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in BENCH.glob("*.py")))
