@@ -433,8 +433,9 @@ def test_calls_that_need_gradients_are_served_as_ever() -> None:
     assert guard.report().as_dict()["unchecked"] == {"they need gradients": 1}
 
 
-def test_what_rounding_hides_of_queries_is_told(
-    eight_bits: None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("which", [0, 1])
+def test_what_rounding_hides_of_queries_and_keys_is_told(
+    which: int, eight_bits: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     guard = AttentionGuard(GuardBounds())
     blocks = layers(1, guard, attention_backend="sage_attn")
@@ -442,10 +443,10 @@ def test_what_rounding_hides_of_queries_is_told(
     forward = cls.forward
     # Kernels on a GPU take 0 for NaN, so that all keys count alike.
     monkeypatch.setattr(cls, "forward", lambda *a, **k: forward(*a, **k).nan_to_num())
-    q, k, v = inputs()
-    q[0, 150] = torch.nan  # which is none of the rows of step 0, or one of them
+    x = inputs()
+    x[which][0, 187] = torch.nan  # which is none of the rows of the first steps
     for index in range(2):
-        assert step(guard, blocks, index, [(q, k, v)])[0].isfinite().all()
+        assert step(guard, blocks, index, [x])[0].isfinite().all()
     assert guard.report().missed == ()
     (found,) = guard.report().senseless
     assert (found.layer, found.step) == (0, 0)
