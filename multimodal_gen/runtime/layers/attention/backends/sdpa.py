@@ -166,8 +166,7 @@ class CudnnSDPAConfig(BackendConfig):
     kernel: Literal["auto", "fp8"] = option(
         "auto",
         "fp8 rounds to 8 bits (e4m3) by the package nvidia-cudnn-frontend, forward only, with a "
-        "relative error of 0.060 on normal inputs and of 0.215 with large channels; auto never "
-        "does",
+        "relative error of 0.060 on normal inputs, 0.215 with large channels; auto never does",
     )
 
 
