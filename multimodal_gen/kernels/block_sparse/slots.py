@@ -93,6 +93,7 @@ class VisibleTiles(NamedTuple):
         order: the tile order of the queries.
         num_tiles: tiles of the slots that are seen, outside of windows too.
         num_tokens: their tokens.
+        even: whether they are of one size.
         itself: int32 [Nq], the key block in which the tokens of every tile of queries lie.
         places: int32 [Nk], the number of every key block that is seen in the order of time.
         in_order: whether queries lie as they came.
@@ -102,6 +103,7 @@ class VisibleTiles(NamedTuple):
     order: TileOrder
     num_tiles: int
     num_tokens: int
+    even: bool
     itself: torch.Tensor
     places: torch.Tensor
     in_order: bool = False
@@ -124,7 +126,7 @@ class VisibleTiles(NamedTuple):
         kept = lists.shape[3]
         counts = lists.new_full((1, 1, 1), kept).expand(lists.shape[:3])
         plan = BlockPlan(indices=lists, counts=counts, q=self.plan.q, kv=self.plan.kv, uniform=True)
-        if self.order.uniform and self.num_tokens == self.num_tiles * self.order.largest:
+        if self.order.uniform and self.even:
             return plan, kept / self.num_tiles
         # Which of the blocks that are cut short are kept is up to the data.
         return plan, self.density(plan, full=True)
@@ -230,6 +232,7 @@ class TileLists(_Lists):
     Attributes:
         num_tiles: tiles of the slots that are seen.
         num_tokens: their tokens.
+        even: whether they are of one size.
     """
 
     def __init__(
@@ -245,7 +248,7 @@ class TileLists(_Lists):
         tiles, window = kept.shape
         super().__init__(num_slots, rows, (tiles, tiles, window), device)
         self._order_of, self._kept, self._in_order = order_of, kept, in_order
-        self.num_tiles, self.num_tokens = 0, 0
+        self.num_tiles, self.num_tokens, self.even = 0, 0, True
         self._itself = torch.arange(tiles, dtype=torch.int32, device=device)
         self._first_itself = self._itself.clone()
         self._places = torch.zeros_like(self._starts)
@@ -265,6 +268,7 @@ class TileLists(_Lists):
             places[slot, :num] = torch.arange(self.num_tiles, self.num_tiles + num)
             listed.append(slot * tiles + self._kept[:, : min(num, window)])
             self.num_tiles += num
+        self.even = len(set(lengths[lengths > 0].tolist())) == 1
         self._places.copy_(places.flatten())
         torch.add(self._first_itself, slot * tiles, out=self._itself)
         self._write(torch.cat(listed, dim=1).sort(dim=1).values, starts, lengths)
@@ -283,9 +287,8 @@ class TileLists(_Lists):
             q = Blocks.ragged(order.starts, order.lengths, total=queries, size=order.largest)
             largest = self._order_of(self._rows, "cpu").largest
             plan = self._plan(queries, q, self._indices[:, :, :num], largest)
-        itself, in_order = self._itself[:num], self._in_order
-        of_slots = (self.num_tiles, self.num_tokens)
-        return VisibleTiles(plan, order, *of_slots, itself, self._places, in_order)
+        own = (self._itself[:num], self._places, self._in_order)
+        return VisibleTiles(plan, order, self.num_tiles, self.num_tokens, self.even, *own)
 
 
 def pooled_visible(key: torch.Tensor, value: torch.Tensor, tiles: VisibleTiles) -> PooledBlocks:
