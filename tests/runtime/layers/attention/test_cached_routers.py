@@ -3,7 +3,9 @@
 Every rule is applied to the keys that a chunk sees, joined in the order of time.
 """
 
+import math
 import re
+from fractions import Fraction
 from functools import partial
 from itertools import chain, product
 
@@ -24,6 +26,7 @@ from tests.helpers.methods import (
     holding,
     holding_of_computed,
     largest,
+    picks,
     pieces,
     rows_and_chunks,
     rows_choose,
@@ -41,11 +44,13 @@ FRAMES = (1, 2, 2, 2, 2, 2, 2, 1)
 WINDOW, SINK = 3, 1
 
 
-def layer_of(backend: str, options: dict, *, strict: bool = True) -> LocalAttention:
+def layer_of(
+    backend: str, options: dict, *, kv_heads: int = KV_HEADS, strict: bool = True
+) -> LocalAttention:
     tried = SparseMethod(
         backend=AttentionBackendEnum(backend), given=options, heads=HEADS, head_size=SIZE
     )
-    return tried.layer(index=5, kv_heads=KV_HEADS, strict=strict)
+    return tried.layer(index=5, kv_heads=kv_heads, strict=strict)
 
 
 def cache_of(*, tiles: bool, frames: int = 2) -> CausalCache:
@@ -237,20 +242,65 @@ QUICK = (
 def test_a_method_chooses_among_the_blocks_of_a_cache_by_its_own_rule(name):
     backend, options, cut, choose = CASES[name]
     of_rows = name.startswith(KEPT_IN_ROWS)
-    chunks_of = (1,) * len(FRAMES) if name == "draft" else FRAMES  # its patches are of one frame
-    layer, cache = layer_of(backend, options), cache_of(tiles=not of_rows, frames=max(chunks_of))
-    grid = ROWS_GRID if of_rows else GRID
-    past, start, shares = [], 0, []
-    for number, frames in enumerate(chunks_of):
-        tokens = frames * grid[0] * grid[1]
-        q, k, v = make_qkv(BATCH, tokens, HEADS, SIZE, num_kv_heads=KV_HEADS, seed=number)
+    lengths = (1,) * len(FRAMES) if name == "draft" else FRAMES  # its patches are of one frame
+    layer, cache = layer_of(backend, options), cache_of(tiles=not of_rows, frames=max(lengths))
+
+    def chosen_of(qkv, *blocks):
+        chosen = choose(qkv, *blocks)
+        is_short = name == "subblock" and qkv.key.shape[1] < options["min_seq_len"]
+        return torch.ones_like(chosen) if is_short else chosen
+
+    shares = check_chunks(
+        layer,
+        cache,
+        lengths,
+        ROWS_GRID if of_rows else GRID,
+        cut,
+        chosen_of,
+        pooled="tail" in name,
+        by_place=name == "vmoba by place",
+    )
+    (entry,) = layer.report().entries
+    assert (entry.selection.backend, entry.calls) == (AttentionBackendEnum(backend), len(FRAMES))
+    assert entry.density == pytest.approx(sum(shares) / len(shares), abs=1e-6)
+    assert min(shares[2:]) < 0.8
+    assert layer.report().detours == ()
+
+
+def check_chunks(
+    layer, cache, lengths, grid, cut, choose, *, pooled=False, by_place=False, seed=0
+) -> list[float]:
+    """Compare every chunk of a video with the rule; returns the shares of pairs that it keeps.
+
+    Args:
+        layer: what attends.
+        cache: what it attends to.
+        lengths: frames of each chunk.
+        grid: height and width.
+        cut: makes the blocks of a chunk.
+        choose: the rule.
+        pooled: whether other keys count by their means.
+        by_place: whether a block is the same place in all chunks.
+        seed: of the first chunk.
+    """
+    size, past, start, shares = cache.size, [], 0, []
+    for number, frames in enumerate(lengths):
+        tokens = frames * math.prod(grid)
+        q, k, v = make_qkv(
+            size.batch,
+            tokens,
+            HEADS,
+            SIZE,
+            num_kv_heads=size.num_kv_heads,
+            seed=seed + number,
+        )
         cache.begin(start, tokens)
         with set_forward_context(3, num_steps=9, latent_grid=(frames, *grid)):
             out = layer(q, k, v, cache=cache.layers[0])
         past.append((frames, k, v))
         cache.commit()
         start += tokens
-        seen = [x for i, x in enumerate(past) if i < SINK or i > number - WINDOW]
+        seen = [x for i, x in enumerate(past) if i < size.sink or i > number - size.window]
         keys, values = (torch.cat([x[i] for x in seen], dim=1) for i in (1, 2))
         q_blocks, _ = cut((frames, *grid), None)
         chunks, before = [], 0
@@ -258,25 +308,107 @@ def test_a_method_chooses_among_the_blocks_of_a_cache_by_its_own_rule(name):
             blocks = cut((count, *grid), None)[1]
             chunks.append([[before + t for t in block] for block in blocks])
             before += key.shape[1]
-        if name == "vmoba by place":
+        if by_place:
             k_blocks = [list(chain(*blocks)) for blocks in zip(*chunks, strict=True)]
         else:
             k_blocks = list(chain(*chunks))
         chosen = choose(QKV(q, keys, values), q_blocks, k_blocks)
-        if name == "subblock" and keys.shape[1] < options["min_seq_len"]:
-            chosen = torch.ones_like(chosen)
         mask = pair_mask(chosen, q_blocks, k_blocks, tokens, keys.shape[1])
         shares.append(float(mask.double().mean()))
-        if "tail" in name:
+        if pooled:
             want = pooled_attention(q, keys, values, mask, k_blocks, scale=SCALE)
         else:
             want, _ = reference_attention(q, keys, values, scale=SCALE, mask=mask)
         torch.testing.assert_close(out, want.float(), rtol=0, atol=2e-5)
-    (entry,) = layer.report().entries
-    assert (entry.selection.backend, entry.calls) == (AttentionBackendEnum(backend), len(FRAMES))
-    assert entry.density == pytest.approx(sum(shares) / len(shares), abs=1e-6)
-    assert min(shares[2:]) < 0.8
-    assert layer.report().detours == ()
+    return shares
+
+
+def drawn_cube(pick, grid):
+    tile, ratio = drawn_tile(pick), pick(1, 19) / 20
+    kept = share(best, lambda num: max(1, math.floor(Fraction(str(ratio)) * num)), own=True)
+    return {"local_cube_size": tile, "topk_ratio": ratio}, tile, kept
+
+
+def drawn_nabla(pick, grid):
+    tile, mass, given = drawn_tile(pick), pick(0, 99) / 100, {"add_sta": False}
+    widths = None if pick(0, 2) == 0 else (pick(1, 4), pick(1, 4), pick(1, 4))
+    if widths is not None:
+        given = dict(zip(("wT", "wH", "wW"), widths, strict=True))
+    counts = tuple(-(-n // m) for n, m in zip(grid, tile[1:], strict=True))
+    kept = partial(holding, mass=mass, widths=widths, counts=counts)
+    return {**given, "P": mass, "tile_size": tile}, tile, kept
+
+
+def drawn_draft(pick, grid):
+    tile, sparsity = [1, *drawn_tile(pick)[1:]], pick(0, 20) / 20
+    given = {"sparsity_ratio": sparsity, "pool_h": tile[1], "pool_w": tile[2]}
+    return given, tile, partial(largest, sparsity=sparsity)
+
+
+def drawn_bsa(pick, grid):
+    tile, mass, least = drawn_tile(pick), pick(0, 20) / 20, pick(1, 5)
+    given = {"kv_cumulative_threshold": mass, "min_kv_blocks": least, "tile_size": tile}
+    kept = partial(holding_of_computed, ratio=1.0, mass=mass, least=least)
+    return {**given, "query_keep_ratio": 1.0}, tile, kept
+
+
+def drawn_vsa_h3(pick, grid):
+    parts, mode = pick(1, 19), ("exempt", "compete")[pick(0, 1)]
+    given = {"sparsity": round(1 - parts / 20, 3), "vsa_mode": mode}
+    return given, [4, 4, 4], share(best, lambda num: -(-num * parts // 20))
+
+
+def drawn_tile(pick) -> list[int]:
+    return [pick(1, 3), pick(1, 4), pick(2, 5)]
+
+
+# By backend: draws parameters, the tile that they have, and the rule.
+DRAWN = {
+    "cube_sparse_attn": drawn_cube,
+    "nabla_attn": drawn_nabla,
+    "draft_attn": drawn_draft,
+    "bsa_attn": drawn_bsa,
+    "video_sparse_attn_h3": drawn_vsa_h3,
+}
+
+
+@pytest.mark.parametrize(
+    # Of seed 20, the chunks that are seen differ in length, and have the mean of the newest one's.
+    "some",
+    [n if n == 2 else pytest.param(n, marks=pytest.mark.slow) for n in range(10)],
+)
+@pytest.mark.parametrize("backend", DRAWN)
+def test_drawn_chunks_attend_to_a_cache_by_the_methods_rule(backend, some):
+    shares = []
+    for seed in range(10 * some, 10 * some + 10):
+        pick = picks(seed)
+        grid = (pick(3, 8), pick(4, 9))
+        given, tile, choose = DRAWN[backend](pick, grid)
+        lengths = [pick(1, tile[0]) for _ in range(4)]
+        size = CacheSize(
+            num_layers=1,
+            batch=pick(1, 2),
+            num_kv_heads=(1, 2, 4)[pick(0, 2)],
+            head_size=SIZE,
+            chunk_tokens=max(lengths) * math.prod(grid),
+            window=pick(1, 4),
+            sink=pick(0, 2),
+            dtype=torch.float32,
+            grid=grid,
+            tile=tuple(tile[1:]),
+        )
+        # Pieces of text that compete have no tail.
+        tail = "pooled" if seed % 3 == 0 and given.get("vsa_mode") != "compete" else "none"
+        layer = layer_of(backend, {**given, "tail": tail}, kv_heads=size.num_kv_heads)
+        cache, pooled = CausalCache(size), tail == "pooled"
+        kept = check_chunks(
+            layer, cache, lengths, grid, tiles(*tile), choose, pooled=pooled, seed=4 * seed
+        )
+        (entry,) = layer.report().entries
+        assert (entry.selection.backend, entry.calls) == (AttentionBackendEnum(backend), 4)
+        assert entry.density == pytest.approx(sum(kept) / 4, abs=1e-6)
+        shares += kept
+    assert min(shares) < 0.5
 
 
 # What cannot be done over a cache: the backend, its parameters, whether it is kept in tiles, why.
@@ -363,3 +495,51 @@ def test_what_a_method_cannot_do_over_a_cache_is_dense_with_the_reason(
         pytest.raises(UnsupportedBackendError, match=why),
     ):
         layer_of(backend, options)(q, k, v, cache=cache.layers[0])
+
+
+def refused_static(pick):
+    given = (
+        {
+            "pattern": "radial",
+            "decay_factor": pick(0, 4) / 4,
+            "model_type": ("wan", "hunyuan")[pick(0, 1)],
+        },
+        {"pattern": "lvsa", "window_size": pick(1, 3), "key_frame_interval": pick(1, 5)},
+        {"pattern": "chunks", "chunk": pick(0, 4), "radius": pick(0, 2)},
+    )[pick(0, 2)]
+    return given, "its patterns are places in one latent grid"
+
+
+def refused_skip_softmax(pick):
+    name, value = (
+        ("threshold", pick(1, 99) / 100),
+        ("threshold_scale_factor", pick(1, 900)),
+        ("skip_below", float(pick(1, 40))),
+    )[pick(0, 2)]
+    return {name: value}, f"`{name}` is for keys of one call"
+
+
+def refused_bsa(pick):
+    given = drawn_bsa(pick, GRID)[0] | {"query_keep_ratio": pick(0, 19) / 20}
+    return given, "`query_keep_ratio` below 1 compares the queries of a whole video"
+
+
+@pytest.mark.parametrize(
+    ("backend", "draw"),
+    [
+        ("static_sparse_attn", refused_static),
+        ("skip_softmax", refused_skip_softmax),
+        ("bsa_attn", refused_bsa),
+    ],
+)
+def test_drawn_parameters_that_no_cache_serves_are_refused_with_the_reason(backend, draw):
+    cache = cache_of(tiles=False)
+    q, k, v = make_qkv(BATCH, 200, HEADS, SIZE, num_kv_heads=KV_HEADS)
+    cache.begin(0, 200)
+    for seed in range(100):
+        given, why = draw(picks(seed))
+        with (
+            set_forward_context(15, num_steps=30, latent_grid=(2, *ROWS_GRID)),
+            pytest.raises(UnsupportedBackendError, match=why),
+        ):
+            layer_of(backend, given)(q, k, v, cache=cache.layers[0])

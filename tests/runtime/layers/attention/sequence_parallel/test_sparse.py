@@ -22,6 +22,7 @@ from tests.helpers.processes import own
 from tests.helpers.sparse import SparseMethod, block_inputs, projection
 from tests.runtime.layers.attention.sparse.methods import (
     test_bsa,
+    test_cube,
     test_draft,
     test_nabla,
     test_static,
@@ -195,6 +196,7 @@ def test_under_ulysses_methods_see_the_whole_video_of_their_heads(two_ranks, nam
 
 
 DRAWN = {
+    "cube": test_cube.drawn,
     "nabla": test_nabla.drawn,
     "draft": test_draft.drawn,
     "bsa": test_bsa.every_query,

@@ -1,13 +1,38 @@
 """What cube sparse attention has of its own, against its definition, one cube at a time."""
 
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from fractions import Fraction
+from functools import partial
+from typing import Any
+
 import pytest
 
 from multimodal_gen.errors import ConfigError
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
-from tests.helpers.methods import DEFINED
-from tests.helpers.sparse import run_sparse
+from tests.helpers.methods import DEFINED, Defined, best, drawn_call, picks, tiles
+from tests.helpers.sparse import run_sparse, tokens_of_tiles
 
 CUBE = DEFINED["cube"]
+
+
+def drawn(seed: int) -> tuple[Defined, Mapping[str, Any]]:
+    """Return a case: a grid of some cubes, a ratio, text, samples, key heads and a mask."""
+    pick = picks(seed)
+    cube, ratio = (pick(1, 3), pick(1, 4), pick(2, 5)), pick(1, 19) / 20
+    grid = (pick(2, 6), pick(3, 8), pick(4, 9))
+    kept = max(1, math.floor(Fraction(str(ratio)) * len(tokens_of_tiles(grid, cube))))
+    given = {**CUBE.method.given, "local_cube_size": list(cube), "topk_ratio": ratio}
+    case = replace(
+        CUBE,
+        method=replace(CUBE.method, given=given),
+        cut=tiles(*cube),
+        choose=partial(best, kept=kept, own=True),
+        grid=grid,
+        varied=tiles(*cube),
+    )
+    return case, drawn_call(case, pick, without=slice(None))
 
 
 def listed(*ratios: float):

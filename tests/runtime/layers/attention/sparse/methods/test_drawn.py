@@ -4,6 +4,7 @@ import pytest
 
 from tests.runtime.layers.attention.sparse.methods import (
     test_bsa,
+    test_cube,
     test_draft,
     test_nabla,
     test_static,
@@ -11,6 +12,7 @@ from tests.runtime.layers.attention.sparse.methods import (
 )
 
 DRAWN = {
+    "cube": test_cube.drawn,
     "nabla": test_nabla.drawn,
     "draft": test_draft.drawn,
     "bsa": test_bsa.drawn,
