@@ -22,7 +22,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
     scope_from,
 )
 from multimodal_gen.runtime.layers.attention.sparse.methods.vsa import VideoSparseBackend
-from tests.helpers.denoisers import COMMON
+from tests.helpers.denoisers import COMMON, SPLIT
 from tests.helpers.fakes import PlainImpl
 from tests.integrations.conftest import generate, load
 
@@ -251,3 +251,22 @@ def test_a_replay_beside_a_dense_run_weighs_the_coarse_branch(folder):
     assert found.relative_l2 == pytest.approx(errors[1].tolist(), rel=1e-4)
     assert found.kept_mass_source == "plan"
     assert list(pipe.transformer.state_dict()) == before
+
+
+def test_gates_of_minimax_h3_are_not_read(tmp_path):
+    model, inputs = SPLIT["minimax h3"].make()
+    model.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / FILE)
+    gates = {
+        name.replace("to_q", "to_gate_compress"): torch.ones_like(weight)
+        for name, weight in stored.items()
+        if name.startswith("transformer_blocks.") and name.endswith("attn.to_q.weight")
+    }
+    outs = []
+    for held in ({}, gates):
+        save_file(stored | held, tmp_path / FILE)
+        loaded = type(model).from_pretrained(tmp_path)
+        with torch.no_grad(), apply(loaded, attention_backend="video_sparse_attn_h3"):
+            outs.append(loaded(**inputs, return_dict=False)[0])
+    assert gates
+    assert torch.equal(*outs)
