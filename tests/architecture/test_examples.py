@@ -47,6 +47,7 @@ ELSEWHERE = {
 REASONS = (
     "needs a GPU",
     "needs eight ranks",
+    "needs two releases of Triton",
     "stands for a model of yours",
     "the interface of 0.1",
 )
