@@ -146,7 +146,7 @@ def make(noted: Sequence[Noted], *, workers: int | None = None, index: int = 0) 
         What was made, in the order of `noted`, each kernel once.
 
     Raises:
-        RuntimeError: a kernel does not compile, or a process ended without a word.
+        UsageError: a kernel does not compile, or a process ended without a word.
     """
     from triton.runtime import driver
 
@@ -170,10 +170,10 @@ def make(noted: Sequence[Noted], *, workers: int | None = None, index: int = 0) 
             while found.empty() and any(process.is_alive() for process in processes):
                 time.sleep(0.01)
             if found.empty():
-                raise RuntimeError("a process that compiled kernels ended without a word")
+                raise UsageError("a process that compiled kernels ended without a word")
             number, kernel = found.get()
             if isinstance(kernel, str):
-                raise RuntimeError(f"{noted[number].name} must compile, it did not: {kernel}")
+                raise UsageError(f"{noted[number].name} must compile, it did not: {kernel}")
             made[number] = kernel
     finally:
         driver.set_active(active)

@@ -227,7 +227,7 @@ def test_an_option_that_does_not_compile_raises_where_it_is_launched(
 
 def test_a_kernel_that_does_not_compile_is_named() -> None:
     (first, *_) = quick(rehearsed("video_sparse_attn", {"sparsity": 0.9}))
-    with pytest.raises(RuntimeError, match=rf"{first.name} must compile, it did not"):
+    with pytest.raises(UsageError, match=rf"{first.name} must compile, it did not"):
         make([first._replace(arguments=())], workers=1)
 
 
@@ -247,7 +247,7 @@ def test_what_fails_leaves_no_process_and_no_folder(
 
     monkeypatch.setattr(ahead, "_compile", slowly)
     with (
-        pytest.raises(RuntimeError, match="must compile, it did not"),
+        pytest.raises(UsageError, match="must compile, it did not"),
         saved(tmp_path / "a" / "b", place_of_gpu(DEVICE)),
     ):
         make([first, second._replace(arguments=())], workers=2)
