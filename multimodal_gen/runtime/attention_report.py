@@ -125,12 +125,12 @@ class GuardReport:
     def lines(self) -> list[str]:
         """Return it as text: how much was checked, and a line for each layer that missed."""
         first = (
-            f"guard: {self.tested} approximate calls were tested to be finite, {self.calls} of "
-            f"them compared with exact attention; {len(self.missed)} layers missed"
+            f"guard: tested to be finite: {num(self.tested, 'approximate call')}; compared with "
+            f"exact attention: {self.calls} of them; missed: {num(len(self.missed), 'layer')}"
         )
         waiting = [
-            f"guard: {len(self.waiting)} layers had no turn yet to be compared, the first of them "
-            f"{at or '-'} ({name})"
+            f"guard: {num(len(self.waiting), 'layer')} had no turn yet to be compared, the first "
+            f"is {at or '-'} ({name})"
             for at, name in self.waiting[:1]
         ]
         return [
@@ -143,11 +143,11 @@ class GuardReport:
             ),
             *waiting,
             *(
-                f"guard: {calls} calls only had to be finite: {reason}"
+                f"guard: {num(calls, 'call')} only had to be finite: {reason}"
                 for reason, calls in self.only_finite
             ),
             *(
-                f"guard: {calls} approximate calls were not looked at, because {reason}"
+                f"guard: not looked at: {num(calls, 'approximate call')}, because {reason}"
                 for reason, calls in self.unchecked
             ),
         ]

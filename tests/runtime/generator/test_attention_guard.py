@@ -175,9 +175,7 @@ def test_layers_without_a_turn_are_told_and_have_theirs_in_the_next_generation(
         step(first, blocks, index, [inputs()] * 4)
     assert compared == [0, 1]
     assert first.report().waiting == (("transformer", "blocks.2"), ("transformer", "blocks.3"))
-    text = (
-        "guard: 2 layers had no turn yet to be compared, the first of them transformer (blocks.2)"
-    )
+    text = "guard: 2 layers had no turn yet to be compared, the first is transformer (blocks.2)"
     assert text in summary(first, blocks)
     second = AttentionGuard(GuardBounds(), before=first)
     for layer in blocks:
@@ -377,7 +375,7 @@ def test_gated_calls_have_to_be_finite_and_keep_their_branch(
     attend(0)
     assert guard.report().missed == ()  # its output is more than attention
     assert (guard.report().tested, guard.report().calls) == (1, 0)
-    assert "1 calls only had to be finite: a gate or a trained" in summary(guard, [layer])
+    assert "1 call only had to be finite: a gate or a trained" in summary(guard, [layer])
     with set_forward_context(1, latent_grid=GRID, request_id="one"):
         dense = layer._attend(call._replace(exact="a test asked for it"))
     assert error(dense, (q, k, v)) > 0.1, "the branch is added"
@@ -416,7 +414,7 @@ def test_exact_layers_are_not_checked_and_copies_have_no_guard() -> None:
     blocks = layers(1, guard, attention_backend="torch_sdpa")
     step(guard, blocks, 0, [inputs()])
     assert guard.report().calls == 0
-    assert "guard: 0 approximate calls were tested" in summary(guard, blocks)
+    assert "guard: tested to be finite: 0 approximate calls;" in summary(guard, blocks)
     assert copy.deepcopy(blocks[0]).guard is None
 
 
@@ -429,7 +427,7 @@ def test_calls_that_need_gradients_are_served_as_ever() -> None:
     assert q.grad is not None
     assert guard.report().calls == 0
     text = summary(guard, blocks)
-    assert "1 approximate calls were not looked at, because they need gradients" in text
+    assert "not looked at: 1 approximate call, because they need gradients" in text
     assert guard.report().as_dict()["unchecked"] == {"they need gradients": 1}
 
 
