@@ -252,13 +252,10 @@ class _Reads(TorchDispatchMode):
     def _look_at(self, values: Any) -> list[torch.UntypedStorage]:
         """Return memory that was not known; from now on it is."""
         found = []
-        for x in tree_iter(values):
-            if not isinstance(x, torch.Tensor):
-                continue
-            for part in parts_of(x):
-                if part.layout is not torch.strided:
-                    continue
-                storage = part.untyped_storage()
+        tensors = (x for x in tree_iter(values) if isinstance(x, torch.Tensor))
+        for x in itertools.chain.from_iterable(map(parts_of, tensors)):
+            if x.layout is torch.strided:
+                storage = x.untyped_storage()
                 if storage.data_ptr() not in self._known:
                     self._known.add(storage.data_ptr())
                     found.append(storage)
