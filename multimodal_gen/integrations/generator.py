@@ -211,11 +211,11 @@ class DiffGenerator:
         # The guard of the generation before, and what that asked for.
         self._guarded: tuple[object, AttentionGuard] | None = None
         with ExitStack() as failed:
-            if args.compile_ahead:
-                require_one_gpu(pick_device(args.device))
-            if args.prompt is not None:  # else it is not known yet what will be made
+            if args.prompt is not None:
                 self._compile_ahead(args)
                 failed.callback(self._stop_ahead)
+            elif args.compile_ahead:  # by the first generation, which alone says what is made
+                require_one_gpu(pick_device(args.device))
             self._session: Session | None = Session(args, self._attach)
             failed.pop_all()
 
