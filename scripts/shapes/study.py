@@ -8,9 +8,9 @@
 - `times`: how long a generation of Wan 1.3B's dimensions takes with each configuration, as the
   shapes model is so small that attention is nearly all it does; but its are the maps of attention.
 - `screen`: clips of a few captions with each configuration, scored.
-- `front`: clips of many captions with those that no other one beats in both score and time.
+- `front`: clips of many captions with those that no other one clearly beats in score and time.
 - `trained`: the same clips after `train_sparse.py` has fine-tuned the model for a method.
-- `pictures`: the score against time, and frames of the screen's first clip.
+- `pictures`: the score against time, and frames of one clip of the screen.
 - `all`: one after another.
 
 `screen`, `front` and `trained` are comparisons (`sglang attention compare`) in folders of their
@@ -33,7 +33,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -55,11 +55,17 @@ STUDY = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
 SEED = 11
 """Of the captions: below the seeds of training, and not that of its evaluations."""
 METRICS = ("psnr", "ssim", "xpsnr", "vmaf", "st_lpips", "cvvdp")
+APART = {"difference": "mean", "low": "low", "high": "high"}
 ENDS = ("real clips", "captions swapped")
+DENSE = "torch_sdpa"
 TOGETHER = 4
-"""Configurations of a comparison: what is lost where it is stopped."""
+"""Configurations of a comparison, or captions of one on many: what is lost where it is stopped."""
+LOSS, CLEAR, FASTER = 0.1, 0.03, 0.95
+"""What the front is made of, see `front_of`."""
 TIMED = 4
 """The most steps that are timed of those that the same things serve."""
+PICTURED = 2
+"""Of the captions of the screen, that of the clips that are drawn: a shape that moves."""
 LEARNT_EVERY = 6
 """Steps between those whose self-attention is timed."""
 
@@ -110,6 +116,10 @@ def _text(backend: str, settings: Mapping[str, Any]) -> str:
     return f"{backend}:{json.dumps(settings)}"
 
 
+def _scenes(part: str, given: argparse.Namespace) -> list[Scene]:
+    return scenes_of(SIZES[given.size], given.captions or _part(part)["captions"])
+
+
 def scenes_of(size: Size, count: int) -> list[Scene]:
     """Return the scenes whose captions are generated."""
     stage = size.stages[-1]
@@ -126,71 +136,88 @@ def ends_of(scenes: Sequence[Scene], stage: Stage) -> Iterator[dict[str, Any]]:
             yield {"name": name, "caption": scene.caption, "score": score(video, caption)}
 
 
-def generations(given: argparse.Namespace, part: str, names: Mapping[str, str]) -> None:
-    """Compare configurations on the captions of a part, and write rows and scores.
+def screen(given: argparse.Namespace, names: Mapping[str, str]) -> None:
+    """Compare configurations on a few captions; processes share out the configurations.
 
     Args:
         given: the command line.
-        part: "screen" or "front".
         names: those of the configurations.
     """
-    done = _done(part, given)
-    texts = [x for x in [*names][given.shard :: given.processes] if names[x] not in done]
+    left, scenes = _left("screen", given, names.values()), _scenes("screen", given)
+    texts = [text for text in [*names][given.shard :: given.processes] if names[text] in left]
     if not texts:
         return
-    size = SIZES[given.size]
-    scenes = scenes_of(size, given.captions or _part(part)["captions"])
-    folder, pipe = given.out / _shard(part, given), _pipeline(given.model)
-    if not given.shard and not {*ENDS} <= done:
-        clips = [*ends_of(scenes, size.stages[-1])]
-        scores = {name: [x["score"] for x in clips if x["name"] == name] for name in ENDS}
-        _add_both(
-            [
-                {"name": x, "clips": len(found), "score": _mean(found)}
-                for x, found in scores.items()
-            ],
-            clips,
-            part,
-            given,
-        )
-    of_study = {*ENDS, "torch_sdpa", *dict(configurations())}
+    pipe, to = _pipeline(given.model), given.out / _shard("screen", given)
+    noise = False
+    if not given.shard:
+        _add_ends(given, "screen", to)
+        noise = {name for name, _ in _scored("screen", given)} <= {*ENDS, DENSE, *names.values()}
     for start in range(0, len(texts), TOGETHER):
-        report = compared(
-            pipe,
-            size.stages[-1],
-            [scene.caption for scene in scenes],
-            part,
-            texts[start : start + TOGETHER],
-            folder,
-            noise=not given.shard and not start and done <= of_study,
-        )
-        _keep(report, part, given, names)
-        number = len([*folder.glob("report-*.json")])
-        (folder / "report.json").replace(folder / f"report-{number}.json")
-        _let_go(report, folder)
+        some = texts[start : start + TOGETHER]
+        report = compared(pipe, given, "screen", scenes, some, to, noise=noise and not start)
+        _add_both([*rows_of(report, names, given.commit)], scores_of(report, names), to)
 
 
-def _keep(
-    report: Any, part: str, given: argparse.Namespace, names: Mapping[str, str], **more: object
+def front(given: argparse.Namespace, names: Mapping[str, str]) -> None:
+    """Compare configurations on many captions; processes share out the captions.
+
+    Args:
+        given: the command line.
+        names: those of the configurations.
+    """
+    if not given.shard:
+        _add_ends(given, "front", given.out / "front-0")
+    _by_captions(given, "front", given.model, names, share=(given.shard, given.processes))
+
+
+def _by_captions(
+    given: argparse.Namespace,
+    part: str,
+    model: Path,
+    names: Mapping[str, str],
+    *,
+    share: tuple[int, int] = (0, 1),
+    files: str = "",
+    **more: object,
 ) -> None:
-    """Add what a comparison found to the rows of a part, and `more` to each of these."""
-    rows = [{**row, **more} for row in rows_of(report, names, given.commit)]
-    _add_both(rows, scores_of(report, names), part, given)
+    """Compare configurations on a few captions at a time, with a file of rows for each time.
+
+    Args:
+        given: the command line.
+        part: "front" or "trained".
+        model: folder of the pipeline.
+        names: those of the configurations; one of dense attention is for its rows alone.
+        share: which of how many processes this is.
+        files: the beginning of the files' names (the part).
+        more: columns of the rows.
+    """
+    pipe, scenes = None, _scenes(part, given)
+    for number in range(-(-len(scenes) // TOGETHER))[share[0] :: share[1]]:
+        few = scenes[number * TOGETHER :][:TOGETHER]
+        left = _left(part, given, names.values(), few)
+        texts = [text for text, name in names.items() if name in left and text != DENSE]
+        if texts:
+            pipe = pipe or _pipeline(model)
+            to = given.out / f"{files or part}-{number}"
+            noise = part == "front" and not number
+            report = compared(pipe, given, part, few, texts, to, noise=noise)
+            rows = [{**row, **more} for row in rows_of(report, names, given.commit)]
+            _add_both(rows, scores_of(report, names), to)
 
 
-def _add_both(rows: Rows, clips: Rows, part: str, given: argparse.Namespace) -> None:
-    """Add to the scores of clips and then to the rows of a part, which say what is done."""
-    to = given.out / _shard(part, given)
-    _add(clips, Path(f"{to}_clips.csv"))
+def _add_ends(given: argparse.Namespace, part: str, to: Path) -> None:
+    """Add the scores of the scenes' own clips, and of those with captions swapped."""
+    if _left(part, given, ENDS):
+        clips = [*ends_of(_scenes(part, given), SIZES[given.size].stages[-1])]
+        scores = {name: [x["score"] for x in clips if x["name"] == name] for name in ENDS}
+        rows = [{"name": x, "clips": len(each), "score": _mean(each)} for x, each in scores.items()]
+        _add_both(rows, clips, to)
+
+
+def _add_both(rows: Rows, clips: Rows, to: Path) -> None:
+    """Add to the rows of a part and then to the scores of clips, which say what is done."""
     _add(rows, Path(f"{to}.csv"))
-
-
-def _let_go(report: Any, folder: Path) -> None:
-    """Delete clips that no picture shows: all of them are more than a disk holds."""
-    for run in (*report.floor, *report.candidates):
-        for clip in run.generations:
-            if clip.prompt and clip.frames_path:
-                (folder / clip.frames_path).unlink(missing_ok=True)
+    _add(clips, Path(f"{to}_clips.csv"))
 
 
 def _part(name: str) -> dict[str, Any]:
@@ -207,9 +234,9 @@ def _pipeline(folder: Path) -> Any:
 
 def compared(
     pipe: Any,
-    stage: Stage,
-    captions: Sequence[str],
+    given: argparse.Namespace,
     part: str,
+    scenes: Sequence[Scene],
     texts: Sequence[str],
     to: Path,
     *,
@@ -217,20 +244,24 @@ def compared(
 ) -> Any:
     """Return the report of a comparison of configurations, which goes on where it was stopped.
 
+    Its record is kept, but of its clips only those of the screen that a picture shows: all of them
+    are more than a disk holds.
+
     Args:
         pipe: the pipeline.
-        stage: its clips.
-        captions: of the clips.
-        part: whose seeds they have.
+        given: the command line.
+        part: whose seeds the clips have.
+        scenes: those of the captions.
         texts: the configurations.
         to: folder of the comparison.
         noise: whether other exact kernels are compared, too.
     """
     import multimodal_gen
 
-    return multimodal_gen.compare(
+    stage = SIZES[given.size].stages[-1]
+    report = multimodal_gen.compare(
         pipe,
-        prompts=captions,
+        prompts=[scene.caption for scene in scenes],
         backends=texts,
         output=to,
         floor=None if noise else (),
@@ -246,6 +277,13 @@ def compared(
         guidance_scale=STUDY["guidance_scale"],
         say=lambda line: print(line, flush=True),
     )
+    number = len([*to.glob("report-*.json")])
+    (to / "report.json").replace(to / f"report-{number}.json")
+    for run in (*report.floor, *report.candidates):
+        for clip in run.generations:
+            if clip.frames_path and (clip.prompt != PICTURED or part != "screen"):
+                (to / clip.frames_path).unlink(missing_ok=True)
+    return report
 
 
 def rows_of(report: Any, names: Mapping[str, str], commit: str) -> Iterator[dict[str, Any]]:
@@ -262,7 +300,7 @@ def rows_of(report: Any, names: Mapping[str, str], commit: str) -> Iterator[dict
         }
         found = run.differences.get("score")
         if found is not None:
-            row |= {"difference": found.mean, "low": found.low, "high": found.high}
+            row |= {key: getattr(found, x) for key, x in APART.items()}
         if run.cost is not None:
             row["density"] = run.cost.density
         if run.frames_mean is not None:
@@ -304,8 +342,8 @@ def times(given: argparse.Namespace, names: Mapping[str, str]) -> None:
     model, inputs = _wan(size, heads=size.heads if given.size == "smoke" else 12)
     pipe = make_pipeline(None, None, None, model, shift=size.stages[-1].shift)
     learnt: Learnt | None = None
-    done = _done("times", given)
-    for text in ["torch_sdpa", "auto", *names][given.shard :: given.processes]:
+    done = {row["name"] for row in _rows("times", given) if _is_done(row)}
+    for text in [DENSE, "auto", *names][given.shard :: given.processes]:
         name = names.get(text, text)
         if name in done:
             continue
@@ -499,23 +537,29 @@ def _gpu() -> str:
 
 
 def front_of(rows: Sequence[Mapping[str, str]], seconds: Mapping[str, float]) -> list[str]:
-    """Return the configurations that no other one beats in both score and time.
+    """Return the configurations that no other one clearly beats in both score and time.
+
+    A few captions tell little, so clearly is a score higher by `CLEAR` in no more time, or one no
+    lower in `FASTER` of the time. Who lost more than `LOSS` on dense attention is left out.
 
     Args:
         rows: of the screen.
         seconds: of each configuration that has a time.
     """
     points = {
-        row["configuration"]: (float(row["score"]), -seconds[row["configuration"]])
+        row["configuration"]: (float(row["score"]), seconds[row["configuration"]])
         for row in rows
         if row["status"] == "done" and row["score"] and row["configuration"] in seconds
     }
+    least = points[DENSE][0] - LOSS
     return [
         configuration
-        for configuration, point in points.items()
-        if not any(
-            all(a >= b for a, b in zip(other, point, strict=True)) and other != point
-            for other in points.values()
+        for configuration, (scored, took) in points.items()
+        if scored >= least
+        and not any(
+            (other >= scored + CLEAR and less <= took)
+            or (other >= scored and less <= FASTER * took)
+            for other, less in points.values()
         )
     ]
 
@@ -535,20 +579,16 @@ def _front(given: argparse.Namespace) -> list[str]:
         if row["status"] == "done"
     }
     screened = read(given.out / "screen.csv")
-    return [text for text in front_of(screened, timed) if text != "torch_sdpa"]
+    return [text for text in front_of(screened, timed) if text != DENSE]
 
 
 def trained(given: argparse.Namespace) -> None:
     """Fine-tune for every entry of the study, then compare what came out, dense and sparse."""
-    size = SIZES[given.size]
-    stage = size.stages[-1]
+    stage = SIZES[given.size].stages[-1]
     data = given.out / f"data-{given.shard}.safetensors"
-    scenes = scenes_of(size, given.captions or _part("trained")["captions"])
-    captions = [scene.caption for scene in scenes]
-    done = _done("trained", given)
     entries = [(name, x) for name, x in STUDY["trained"].items() if re.search(given.only, name)]
     for name, entry in entries[given.shard :: given.processes]:
-        if name in done:
+        if not _left("trained", given, [name]):
             continue
         folder = given.out / re.sub(r"\W+", "-", name)
         if not (folder / "model_index.json").exists():
@@ -557,13 +597,10 @@ def trained(given: argparse.Namespace) -> None:
                 _save_data(_pipeline(given.model), dataclasses.replace(stage, clips=few), data)
             options = {**entry["options"], **({"steps": given.steps} if given.steps else {})}
             _fine_tune(given.model, folder, data, stage, {**entry, "options": options})
-        text = _text(entry["backend"], entry["config"])
-        to = given.out / f"{folder.name}-clips"
-        report = compared(_pipeline(folder), stage, captions, "trained", [text], to, noise=False)
-        names = {text: name, "torch_sdpa": f"{name}, then dense"}
         seconds = sum(float(row["seconds"] or 0) for row in read(folder / "loss.csv"))
-        _keep(report, "trained", given, names, training_seconds=round(seconds))
-        _let_go(report, to)
+        names = {_text(entry["backend"], entry["config"]): name, DENSE: f"{name}, then dense"}
+        files = f"trained-{[*STUDY['trained']].index(name)}"
+        _by_captions(given, "trained", folder, names, files=files, training_seconds=round(seconds))
 
 
 @torch.no_grad()
@@ -605,9 +642,9 @@ def _fine_tune(
 
 
 def pictures(given: argparse.Namespace) -> None:
-    """Draw what the rows say, and the first clip of dense attention and of the middle budgets."""
+    """Draw what the rows say, and a clip of dense attention and of what is shown."""
     draw_curves(joined(given.out), given.out / "study.svg")
-    found = dict(clips_in(sorted(given.out.glob("screen*/report-*.json")), prompt=0))
+    found = dict(clips_in(sorted(given.out.glob("screen*/report-*.json")), prompt=PICTURED))
     names = {"torch_sdpa": "dense", **{text: name for name, text in configurations()}}
     wanted = ["dense", *STUDY["shown"]]
     clips = {name: found[text] for text, name in names.items() if text in found}
@@ -655,28 +692,81 @@ def _is_done(row: Mapping[str, Any]) -> bool:
     return row.get("status", "done") in ("", "done")
 
 
+def merged(rows: Sequence[Mapping[str, Any]], clips: Sequence[Mapping[str, Any]]) -> Rows:
+    """Return one row for each name from those of its captions, a few each.
+
+    Figures are means over the clips. The difference is paired by clip anew, as the comparison did:
+    to dense attention of the same model.
+
+    Args:
+        rows: of all captions, with the number of their `clips`.
+        clips: the scores of all clips.
+    """
+    from multimodal_gen.runtime.comparison.paired import difference
+
+    scores: dict[str, dict[tuple[str, str], float]] = {}
+    for clip in clips:
+        of_name = scores.setdefault(clip["name"], {})
+        of_name[clip["caption"], clip.get("seed", "")] = float(clip["score"])
+    found: Rows = []
+    for name in dict.fromkeys(row["name"] for row in rows):
+        parts = [row for row in rows if row["name"] == name]
+        row = dict(next((part for part in parts if not _is_done(part)), parts[0]))
+        row["clips"] = sum(int(part["clips"]) for part in parts)
+        for column in ("score", "density", "layer_error", *METRICS):
+            weights = {i: int(x["clips"]) for i, x in enumerate(parts) if x.get(column)}
+            if weights:
+                total = sum(float(parts[i][column]) * weight for i, weight in weights.items())
+                row[column] = round(total / sum(weights.values()), 5)
+        dense = scores.get(f"{name}, then dense", scores.get(DENSE, {}))
+        apart = difference(scores.get(name, {}), dense)
+        if row.get("difference") and apart is not None:
+            row |= {key: round(getattr(apart, x), 5) for key, x in APART.items()}
+        found.append(row)
+    return found
+
+
 def _files(part: str, given: argparse.Namespace, ending: str = "") -> list[Path]:
     """Return the files with rows of a part, those of all shards there ever were."""
-    name = re.compile(rf"{part}(-\d+)?{ending}\.csv")
+    name = re.compile(rf"{part}(-\d+)*{ending}\.csv")
     return sorted(path for path in given.out.glob("*.csv") if name.fullmatch(path.name))
 
 
-def _done(part: str, given: argparse.Namespace) -> set[str]:
-    """Return the names that have a row, whoever wrote it."""
-    rows = itertools.chain.from_iterable(map(read, _files(part, given)))
-    return {row["name"] for row in rows if _is_done(row)}
+def _rows(part: str, given: argparse.Namespace, ending: str = "") -> list[dict[str, str]]:
+    return [*itertools.chain.from_iterable(map(read, _files(part, given, ending)))]
+
+
+def _scored(part: str, given: argparse.Namespace) -> set[tuple[str, str]]:
+    """Return the names that have a score, each with its captions."""
+    return {(row["name"], row["caption"]) for row in _rows(part, given, "_clips")}
+
+
+def _left(
+    part: str,
+    given: argparse.Namespace,
+    names: Iterable[str],
+    scenes: Sequence[Scene] | None = None,
+) -> set[str]:
+    """Return the names that lack a score of some caption, of those of the part or of scenes."""
+    scored = _scored(part, given)
+    wanted = [scene.caption for scene in (_scenes(part, given) if scenes is None else scenes)]
+    return {name for name in names if any((name, caption) not in scored for caption in wanted)}
 
 
 def _gather(part: str, given: argparse.Namespace) -> None:
     """Make the files of a part from those of its shards, in the order of the study."""
-    names = [*ENDS, "torch_sdpa", "auto", *dict(configurations())]
+    names = [*ENDS, DENSE, "auto", *dict(configurations())]
     order = {name: place for place, name in enumerate(names)}
-    for ending in ("", "_clips"):
-        files = _files(part, given, ending)
-        if files:
-            rows = once([*itertools.chain.from_iterable(map(read, files))])
-            rows.sort(key=lambda row: order.get(row["name"], len(order)))
-            write(rows, given.out / f"{part}{ending}.csv")
+    clips = once(_rows(part, given, "_clips"))
+    rows = once(_rows(part, given))
+    whole = given.out / f"{part}.csv"
+    pieces = [path for path in _files(part, given) if path != whole]
+    if part in ("front", "trained") and pieces:
+        rows = merged([*itertools.chain.from_iterable(map(read, pieces))], clips)
+    for found, ending in ((rows, ""), (clips, "_clips")):
+        if found:
+            found.sort(key=lambda row: order.get(row["name"], len(order)))
+            write(found, given.out / f"{part}{ending}.csv")
 
 
 def _run_shards(argv: Sequence[str], count: int) -> None:
@@ -738,8 +828,8 @@ def _named(given: argparse.Namespace, texts: Sequence[str] | None = None) -> dic
 
 PARTS: Mapping[str, Callable[[argparse.Namespace], None]] = {
     "times": lambda given: times(given, _named(given)),
-    "screen": lambda given: generations(given, "screen", _named(given)),
-    "front": lambda given: generations(given, "front", _named(given, _front(given))),
+    "screen": lambda given: screen(given, _named(given)),
+    "front": lambda given: front(given, _named(given, _front(given))),
     "trained": trained,
     "pictures": pictures,
 }

@@ -348,19 +348,53 @@ def test_a_row_of_a_failure_gives_way_to_a_later_one(study) -> None:
     assert len(study.once(clips)) == 2
 
 
-def test_the_front_is_what_nothing_beats_in_both_score_and_time(study) -> None:
+def test_the_front_is_what_nothing_clearly_beats_in_score_and_time(study) -> None:
+    found = {
+        "torch_sdpa": ("done", "0.9", 20.0),
+        "best": ("done", "0.9", 4.0),
+        "as good, hardly slower": ("done", "0.9", 4.1),
+        "as good, slower": ("done", "0.9", 4.3),
+        "hardly worse, slower": ("done", "0.88", 4.1),
+        "worse": ("done", "0.86", 4.05),
+        "fast": ("done", "0.81", 1.0),
+        "too bad": ("done", "0.79", 0.5),
+        "not timed": ("done", "1.0", None),
+        "lost": ("failed", "", 0.5),
+    }
     rows = [
         {"configuration": name, "status": status, "score": score}
-        for name, status, score in (
-            ("best", "done", "0.9"),
-            ("fast", "done", "0.7"),
-            ("beaten", "done", "0.7"),
-            ("not timed", "done", "1.0"),
-            ("lost", "failed", ""),
-        )
+        for name, (status, score, _) in found.items()
     ]
-    seconds = {"best": 4.0, "fast": 1.0, "beaten": 2.0, "lost": 0.5}
-    assert study.front_of(rows, seconds) == ["best", "fast"]
+    seconds = {name: took for name, (*_, took) in found.items() if took is not None}
+    wanted = ["best", "as good, hardly slower", "hardly worse, slower", "fast"]
+    assert study.front_of(rows, seconds) == wanted
+
+
+def test_rows_of_some_captions_each_become_one_of_all(study) -> None:
+    clips = [
+        {"name": name, "caption": caption, "seed": seed, "score": score}
+        for name, scores in {"torch_sdpa": (1.0, 0.8, 0.6), "a": (1.0, 0.4, 0.5)}.items()
+        for (caption, seed), score in zip((("x", 0), ("x", 1), ("y", 0)), scores, strict=True)
+    ]
+    rows = [
+        {"name": "torch_sdpa", "status": "done", "clips": "2", "score": "0.9"},
+        {"name": "a", "status": "done", "clips": "2", "score": "0.7", "difference": "9"},
+        {"name": "torch_sdpa", "status": "done", "clips": "1", "score": "0.6"},
+        {"name": "a", "status": "failed", "clips": "0", "score": "", "difference": "", "psnr": ""},
+        {"name": "a", "status": "done", "clips": "1", "score": "0.5", "psnr": "20"},
+    ]
+    dense, sparse = study.merged(rows, clips)
+    assert dense == {"name": "torch_sdpa", "status": "done", "clips": 3, "score": 0.8}
+    assert (sparse["clips"], sparse["score"], sparse["psnr"]) == (3, 0.63333, 20.0)
+    assert sparse["status"] == "failed"  # is told, as some of the captions are missing
+    rows[3:4] = []
+    (_, sparse) = study.merged(rows, clips)
+    # By caption, whose seeds count as one: -0.2 and -0.1, of which Student's interval is wide.
+    assert sparse["difference"] == -0.15
+    assert sparse["low"] < -0.5 < 0.3 < sparse["high"]
+    # After training, the difference is to dense attention of what was trained.
+    clips += [{**clip, "name": "a, then dense", "score": "0.5"} for clip in clips[3:]]
+    assert study.merged(rows, clips)[1]["difference"] == 0.1
 
 
 def test_curves_and_clips_are_drawn_from_rows_and_comparisons(study, tmp_path) -> None:
@@ -378,7 +412,7 @@ def test_curves_and_clips_are_drawn_from_rows_and_comparisons(study, tmp_path) -
     for number, text in enumerate(["torch_sdpa", *names]):
         path = f"clips/{number}.npy"
         np.save(tmp_path / "screen-0" / path, np.full((9, 48, 80, 3), 10 * number, np.uint8))
-        runs.append({"configuration": text, "generations": [{"prompt": 0, "frames_path": path}]})
+        runs.append({"configuration": text, "generations": [{"prompt": 2, "frames_path": path}]})
     report = {"reference": runs[0], "candidates": runs[1:]}
     (tmp_path / "screen-0" / "report-0.json").write_text(json.dumps(report))
     study.main(["pictures", "--model", "none", "--out", str(tmp_path)])
@@ -399,6 +433,8 @@ def test_the_study_goes_from_a_model_to_rows(study, tmp_path, monkeypatch) -> No
     train.main(["vae", *words, "--steps", "2", "--folder", str(tmp_path / "vae")])
     train.main(["transformer", *words, "--vae", str(tmp_path / "vae"), "--folder", str(model)])
     monkeypatch.setitem(study.STUDY, "steps", 2)
+    for name, figure in {"LOSS": 1, "CLEAR": 2, "FASTER": 0, "PICTURED": 0}.items():
+        monkeypatch.setattr(study, name, figure)  # nothing is learnt in so few steps
     words = ["--size", "smoke", "--model", str(model), "--out", str(out), "--commit", "abc"]
     words += ["--captions", "2", "--steps", "2"]
     only = r"sla_attn.* (topk_ratio=)?0\.1$|^video_sparse_attn (sparsity=0.9$|0.9, trained whole)"
@@ -406,9 +442,10 @@ def test_the_study_goes_from_a_model_to_rows(study, tmp_path, monkeypatch) -> No
     # Two processes share one of the parts; the same command finds what is there.
     for part in ("times", "screen", "front", "trained", "pictures"):
         shared = ["--processes", "2"] if part == "times" else []
+        monkeypatch.setattr(study, "TOGETHER", 1 if part == "front" else 4)
         assert study.main([part, *words, *only, *shared]) == 0
-    timed, screened, trained = (
-        study.read(out / f"{part}.csv") for part in ("times", "screen", "trained")
+    timed, screened, fronts, trained = (
+        study.read(out / f"{part}.csv") for part in ("times", "screen", "front", "trained")
     )
     ours = "sla_attn topk_ratio=0.1"
     assert {row["name"] for row in timed} >= {"torch_sdpa", "auto", ours}
@@ -417,16 +454,18 @@ def test_the_study_goes_from_a_model_to_rows(study, tmp_path, monkeypatch) -> No
     assert float(found["real clips"]["score"]) > float(found["captions swapped"]["score"])
     assert 0 < float(found[ours]["density"]) < 1
     assert found[ours]["commit"] == "abc"
+    dense = next(row for row in fronts if row["name"] == "torch_sdpa")
+    assert len([*out.glob("front-*_clips.csv")]) == 2  # one for each caption
+    assert dense["clips"] == "4"  # two seeds
     clips = study.read(out / "trained_clips.csv")
     assert len(clips) == 2 * 2 * 2  # captions, seeds, dense and sparse
     assert {row["name"] for row in trained} == {row["name"] for row in clips}
-    # What the page is made of: nothing need be on the front of so little, so the screen stands in.
+    # What the page is made of.
     monkeypatch.syspath_prepend("scripts")
     page = importlib.import_module("study_page")
 
     def rows_of(file: str) -> list[dict[str, str]]:
-        name = file.removeprefix("study_").replace("front", "screen")
-        return study.read(out / name)
+        return study.read(out / file.removeprefix("study_"))
 
     told = {block: "\n".join(page.lines_of(block, rows_of)) for block in page.BLOCKS}
     assert "- **`sla_attn`**: " in told["when"]
