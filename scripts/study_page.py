@@ -8,7 +8,8 @@ A page names one in a comment, and `measured_tables.py` writes it:
 
 Times are those of `study_times.csv`; speeds are over `auto`, the exact attention that runs where
 nothing is asked for. What was compared on many clips, in `study_front.csv`, goes before what was
-compared on few, in `study_screen.csv`. Differences are paired by clip.
+compared on few, in `study_screen.csv`, which stands alone while there is no other. Differences are
+paired by clip.
 """
 
 import re
@@ -78,25 +79,33 @@ class Study:
     def __init__(self, rows_of: RowsOf) -> None:
         self._rows_of = rows_of
         self.timed = {
-            row["configuration"]: row
-            for row in rows_of("study_times.csv")
-            if row["status"] == "done"
+            row["configuration"]: row for row in self.rows("times") if row["status"] == "done"
         }
         self.auto = float(self.timed[AUTO]["seconds"])
-        self.dense_clips = self._clips("front")[DENSE]
+        self.dense_clips = self._clips("front").get(DENSE, {})
         screen, front = self._settings("screen"), self._settings("front")
         self.screen = {each.name: each for each in screen}
         self.front = {each.name: each for each in front}
         self.trained = self._settings("trained")
 
     def rows(self, part: str) -> Sequence[Row]:
-        """Return the rows of a part."""
-        return self._rows_of(f"study_{part}.csv")
+        """Return the rows of a part; what was not measured has none."""
+        return self._read(f"study_{part}.csv")
+
+    def found(self, part: str) -> str:
+        """Return the part, or the screen where that has no rows."""
+        return part if self.rows(part) else "screen"
+
+    def _read(self, file: str) -> Sequence[Row]:
+        try:
+            return self._rows_of(file)
+        except FileNotFoundError:
+            return ()
 
     def _clips(self, part: str) -> dict[str, dict[tuple[str, str], float]]:
         """Return scores by name, and by caption and seed."""
         found: dict[str, dict[tuple[str, str], float]] = {}
-        for row in self._rows_of(f"study_{part}_clips.csv"):
+        for row in self._read(f"study_{part}_clips.csv"):
             of_name = found.setdefault(row["name"], {})
             of_name[row["caption"], row["seed"]] = float(row["score"])
         return found
@@ -107,7 +116,7 @@ class Study:
         Trained models are set beside dense attention before the training.
         """
         clips = self._clips(part)
-        dense = self.dense_clips if part == "trained" else clips[DENSE]
+        dense = self.dense_clips if part == "trained" else clips.get(DENSE, {})
         found = []
         for row in self.rows(part):
             timed = self.timed.get(row["configuration"])
@@ -122,8 +131,9 @@ class Study:
 
     def ends(self) -> Iterator[tuple[str, Estimate]]:
         """Yield real clips, those with captions of others, and exact kernels, with their scores."""
-        clips = self._clips("front")
-        for row in self.rows("front"):
+        part = self.found("front")
+        clips = self._clips(part)
+        for row in self.rows(part):
             name, configuration = row["name"], row["configuration"]
             found = estimate([*clips.get(name, {}).values()])
             if found is None or (configuration in self.timed and configuration != DENSE):
@@ -164,10 +174,10 @@ def lines_of(block: str, rows_of: RowsOf) -> Iterator[str]:
         rows_of: returns the rows of a file of results.
     """
     study = Study(rows_of)
-    write, files = BLOCKS[block]
+    write, parts = BLOCKS[block]
     yield from write(study)
     yield ""
-    yield f"<small>{_source(files, rows_of)}</small>"
+    yield f"<small>{_source(parts, study)}</small>"
 
 
 def _ends(study: Study) -> Iterator[str]:
@@ -339,29 +349,27 @@ def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |".replace("|  |", "| |")
 
 
-def _source(files: Sequence[str], rows_of: RowsOf) -> str:
-    """Return what the rows of files were measured on, and where they are."""
+def _source(parts: Sequence[str], study: Study) -> str:
+    """Return what the rows of parts were measured on, and where they are."""
     places: dict[str, None] = {}
     told = []
-    for file in files:
+    for part in dict.fromkeys(map(study.found, parts)):
         commits: dict[str, None] = {}
-        for row in rows_of(file):
+        for row in study.rows(part):
             if row.get("gpu"):
                 gpu = re.sub(r"^cuda:\d+ \((.*)\)$", r"\1", row["gpu"])
                 places[f"{gpu}, torch {row['torch'].partition('+')[0]}"] = None
                 commits[row["commit"]] = None
-        told.append(f"`{file}` at {', '.join(commits)}")
+        told.append(f"`study_{part}.csv` at {', '.join(commits)}")
     return f"{'; '.join(places)}. Rows: {'; '.join(told)}."
 
 
-_TIMES, _SCREEN = "study_times.csv", "study_screen.csv"
-_FRONT, _TRAINED = "study_front.csv", "study_trained.csv"
 BLOCKS: Mapping[str, tuple[Callable[[Study], Iterator[str]], tuple[str, ...]]] = {
-    "ends": (_ends, (_FRONT,)),
-    "verdict": (_verdict, (_TIMES, _FRONT, _TRAINED)),
-    "when": (_when, (_TIMES, _SCREEN, _FRONT)),
-    "front": (_front, (_TIMES, _FRONT)),
-    "variants": (_variants, (_TIMES, _SCREEN)),
-    "trained": (_trained, (_TIMES, _FRONT, _TRAINED)),
+    "ends": (_ends, ("front",)),
+    "verdict": (_verdict, ("times", "front", "trained")),
+    "when": (_when, ("times", "screen", "front")),
+    "front": (_front, ("times", "front")),
+    "variants": (_variants, ("times", "screen")),
+    "trained": (_trained, ("times", "front", "trained")),
 }
-"""What a page may ask for: what writes it, and the files whose rows it is made of."""
+"""What a page may ask for: what writes it, and the parts whose rows it is made of."""

@@ -189,3 +189,13 @@ def test_a_setting_that_failed_is_told(page, results) -> None:
     rows[-1]["status"] = "out of memory"
     results.write("screen", rows)
     assert block(page, results, "when").splitlines()[1] == "- `b y=2` did not run: out of memory."
+
+
+def test_the_screen_stands_alone_while_nothing_was_compared_on_many_clips(page, results) -> None:
+    for part in ("front", "front_clips", "trained", "trained_clips"):
+        (results.folder / f"study_{part}.csv").unlink()
+    assert block(page, results, "ends").endswith("Rows: `study_screen.csv` at abc.</small>")
+    when = block(page, results, "when").splitlines()
+    assert when[0].startswith("- **`a`**: nothing beats it here, but more clips would have to show")
+    assert when[1].startswith("- **`b`**: nothing here speaks for it: `a x=1` with its tail")
+    assert when[-1].endswith("Rows: `study_times.csv` at abc; `study_screen.csv` at abc.</small>")
