@@ -1,7 +1,7 @@
 """What `apply` does to one denoiser: planned first, then carried out."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,6 +38,8 @@ from multimodal_gen.integrations.trained_layers import (
     find_projections,
     new_gate,
     new_projection,
+    owner_of,
+    stored_layers,
 )
 from multimodal_gen.runtime.described_tokens import DescribedTokens
 from multimodal_gen.runtime.distributed.groups import ParallelGroups
@@ -134,6 +136,10 @@ class DenoiserPlan:
         projected = {m.name: m.layer.head_size for m in self._patched if m.layer.takes_projection}
         self._projections = find_projections(component.model, projected)
         self._lost = self._lost_parts(bool(gated), bool(projected))
+        self._unread = [
+            *self._unread_parts(GATE, "coarse", self._gated(), {m.name for m in spare} or gated),
+            *self._unread_parts(PROJECTION, "linear", self._patched, projected),
+        ]
         self._new_parts = self._make_trainable(gated, projected) if train else 0
 
     @property
@@ -166,6 +172,7 @@ class DenoiserPlan:
         yield from (f"{name}: {sentence}" for sentence in self._hooks.caches)
         if self._lost:
             yield self._lost
+        yield from self._unread
         weighing = sum(m.name in self._gates and m.layer.takes_gate for m in self._patched)
         if weighing and not self._new_parts:
             yield (
@@ -380,6 +387,41 @@ class DenoiserPlan:
             self._scope.warnings.warn(lost)
             return ""  # which the report has from there
         return lost
+
+    def _unread_parts(
+        self, part: str, branch: str, places: Iterable[_PatchedModule], read: Collection[str]
+    ) -> Iterator[str]:
+        """Say which trained parts of its checkpoint are not used.
+
+        What no layer can be given, though a layer's method takes it, is warned of.
+
+        Args:
+            part: what they are called.
+            branch: what they are for.
+            places: the modules that can be given one.
+            read: the names of those that it is read for.
+        """
+        stored = stored_layers(self.model, part) if self._patched else []
+        known = {m.name for m in places}
+        lost = [x for x in stored if owner_of(x, known) is None]
+        idle = [x for x in stored if x not in lost and owner_of(x, read) is None]
+        cls = type(self.model).__name__
+        for unread, why in (
+            (lost, f"no layer of {cls} can be given them"),
+            (idle, f"those layers run no method with a {branch} branch"),
+        ):
+            if not unread:
+                continue
+            more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
+            sentence = (
+                f"{self._component.name}: trained layers of its checkpoint ({unread[0]}{more}) are "
+                f"not used, {why}: the {branch} branch that they were trained for is missing"
+            )
+            taken = any(x.takes_gate if part == GATE else x.takes_projection for x in self.layers)
+            if taken and unread is lost:
+                self._scope.warnings.warn(sentence)  # which the report has from there
+            else:
+                yield sentence
 
     def _refuse_steps(self) -> None:
         if self._hooks.tells_steps:

@@ -56,6 +56,11 @@ def _is_of(key: str, name: str) -> bool:
     return f".{key.rpartition('.')[0]}".endswith(f".{name}")
 
 
+def stored_layers(model: nn.Module, name: str) -> list[str]:
+    """Return the dotted names of the layers called `name` that came with a model, in order."""
+    return [*dict.fromkeys(key.rpartition(".")[0] for key in stored_parameters(model, name))]
+
+
 def read_linear(
     stored: Stored,
     prefix: str,
@@ -190,15 +195,19 @@ def find_gates(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, 
     files = stored_parameters(model, GATE) if modules else {}
     gates = {}
     for name, module in modules.items():
-        # In the block, as the method's own models have it, or with the other projections.
-        owners = (name, name.rpartition(".")[0])
-        prefix = next((f"{o}.{GATE}" for o in owners if f"{o}.{GATE}.weight" in files), None)
+        prefix = next((each for each in _gate_names(name) if f"{each}.weight" in files), None)
         if prefix is not None:
             query = getattr(module, "to_q", None)
             shape = tuple(getattr(query, size, None) for size in ("out_features", "in_features"))
             dtype = compute_dtype(module, model)
             gates[name] = read_linear(files, prefix, dtype, shape, "as the query's projection")
     return gates
+
+
+def _gate_names(module: str) -> tuple[str, str]:
+    """Return what the gate of an attention module may be called."""
+    # With the other projections, or in the block, as the method's own models have it.
+    return f"{module}.{GATE}", f"{module.rpartition('.')[0]}.{GATE}"
 
 
 def new_gate(module: nn.Module, dtype: torch.dtype) -> nn.Linear:
@@ -249,7 +258,7 @@ def find_projections(model: nn.Module, sizes: Mapping[str, int]) -> dict[str, nn
     found: dict[str, nn.Linear] = {}
     for key in files:
         prefix, _, part = key.rpartition(".")
-        name = _owner(prefix, sizes)
+        name = owner_of(prefix, sizes)
         if name is None or part != "weight":
             continue
         shape, meaning = (sizes[name],) * 2, "channels of a head to channels of a head"
@@ -273,10 +282,13 @@ def attach_projection(module: nn.Module, projection: nn.Linear, undo: ExitStack)
         projection.to(hook.execution_device)
 
 
-def _owner(prefix: str, names: Iterable[str]) -> str | None:
-    """Return the attention module that a stored projection belongs to, or None."""
+def owner_of(part: str, names: Iterable[str]) -> str | None:
+    """Return which attention module a stored gate or projection belongs to, or None."""
     for name in names:
         original = f"{name.rpartition('.')[0]}.self_attn"  # what other code calls it
-        if prefix.startswith((f"{name}.", f"{original}.")):
+        if part.endswith(GATE):
+            if part in _gate_names(name):
+                return name
+        elif part.startswith((f"{name}.", f"{original}.")):
             return name
     return None

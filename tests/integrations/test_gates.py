@@ -253,7 +253,9 @@ def test_a_replay_beside_a_dense_run_weighs_the_coarse_branch(folder):
     assert list(pipe.transformer.state_dict()) == before
 
 
-def test_gates_of_minimax_h3_are_not_read(tmp_path):
+@pytest.fixture
+def gated_h3(tmp_path):
+    """A folder of MiniMax-H3 with gates as FastVideo's FastH3 has them, and inputs of the model."""
     model, inputs = SPLIT["minimax h3"].make()
     model.save_pretrained(tmp_path)
     stored = load_file(tmp_path / FILE)
@@ -262,11 +264,57 @@ def test_gates_of_minimax_h3_are_not_read(tmp_path):
         for name, weight in stored.items()
         if name.startswith("transformer_blocks.") and name.endswith("attn.to_q.weight")
     }
+    assert len(gates) == 2
+    save_file(stored | gates, tmp_path / FILE)
+    return tmp_path, model, inputs
+
+
+LOST = (
+    "trained layers of its checkpoint (transformer_blocks.0.attn.to_gate_compress and 1 more) are "
+    "not used, no layer of MiniMaxH3Transformer3DModel can be given them: the coarse branch that "
+    "they were trained for is missing"
+)
+
+
+def test_gates_that_no_layer_can_be_given_are_warned_of(gated_h3, caplog):
+    folder, model, inputs = gated_h3
     outs = []
-    for held in ({}, gates):
-        save_file(stored | held, tmp_path / FILE)
-        loaded = type(model).from_pretrained(tmp_path)
-        with torch.no_grad(), apply(loaded, attention_backend="video_sparse_attn_h3"):
-            outs.append(loaded(**inputs, return_dict=False)[0])
-    assert gates
+    for each in (model, type(model).from_pretrained(folder)):
+        caplog.clear()
+        with torch.no_grad(), apply(each, attention_backend="video_sparse_attn_h3") as handle:
+            outs.append(each(**inputs, return_dict=False)[0])
+            notes = [n for n in handle.report().notes if "to_gate_compress" in n]
     assert torch.equal(*outs)
+    (note,) = notes
+    assert note.endswith(LOST)
+    assert [r.getMessage() for r in caplog.records if "to_gate_compress" in r.getMessage()] == notes
+
+
+def test_gates_that_no_method_asked_for_are_noted(gated_h3, caplog):
+    folder, model, _ = gated_h3
+    loaded = type(model).from_pretrained(folder)
+    caplog.clear()
+    with apply(loaded, attention_backend="torch_sdpa") as handle:
+        (note,) = [n for n in handle.report().notes if "to_gate_compress" in n]
+    assert note.endswith(LOST)
+    assert "to_gate_compress" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("rule", "unread"),
+    [
+        ({"backend": "torch_sdpa"}, "blocks.0.to_gate_compress and 1 more"),
+        ({"backend": VSA, "layers": "1"}, "blocks.0.to_gate_compress"),
+        ({"backend": VSA, "layers": "0-1"}, None),
+    ],
+)
+def test_gates_of_layers_without_a_coarse_branch_are_noted(folder, coarse_branch, rule, unread):
+    gates_for(folder)
+    rules = {"rules": [{"component": "transformer", **rule}]}
+    with apply(load(folder), attention_config=rules) as handle:
+        found = [n for n in handle.report().notes if "are not used" in n]
+    wanted = (
+        f"transformer: trained layers of its checkpoint ({unread}) are not used, those layers run "
+        f"no method with a coarse branch: the coarse branch that they were trained for is missing"
+    )
+    assert found == ([] if unread is None else [wanted])

@@ -134,6 +134,36 @@ def test_only_layers_that_run_the_method_get_a_projection(folder):
     assert names == ["blocks.1.attn1.proj_l"]
 
 
+@pytest.mark.parametrize(
+    ("rule", "unread"),
+    [
+        ({"backend": "torch_sdpa"}, "blocks.0.attn1.proj_l and 1 more"),
+        ({"backend": "video_sparse_attn"}, "blocks.0.attn1.proj_l and 1 more"),
+        ({"backend": SLA, "layers": "1"}, "blocks.0.attn1.proj_l"),
+        ({"backend": SLA}, None),
+    ],
+)
+def test_projections_of_layers_without_a_linear_branch_are_noted(folder, rule, unread):
+    store(folder)
+    rules = {"rules": [{"component": "transformer", **rule}]}
+    with apply(load(folder), attention_config=rules) as handle:
+        found = [n for n in handle.report().notes if "are not used" in n]
+    wanted = (
+        f"transformer: trained layers of its checkpoint ({unread}) are not used, those layers run "
+        f"no method with a linear branch: the linear branch that they were trained for is missing"
+    )
+    assert found == ([] if unread is None else [wanted])
+
+
+def test_projections_that_belong_to_no_layer_are_warned_of(folder, caplog):
+    store(folder, owner="others.{}")
+    with caplog.at_level(logging.WARNING):
+        _, report = latents(folder)
+    (note,) = [n for n in report.notes if "are not used" in n]
+    assert "(others.0.proj_l and 1 more) are not used, no layer of Wan" in note
+    assert note in [r.getMessage() for r in caplog.records]
+
+
 def test_a_model_from_nowhere_has_no_projections():
     assert find_projections(nn.Linear(2, 2), {"blocks.0.attn1": 2}) == {}
 
