@@ -274,9 +274,12 @@ class TileLists(_Lists):
         self._write(torch.cat(listed, dim=1).sort(dim=1).values, starts, lengths)
 
     @property
-    def kind(self) -> int:
-        """What graphs of calls depend on: how many tiles there are to choose from."""
-        return self.num_tiles
+    def kind(self) -> tuple[int, int, bool]:
+        """What graphs of calls depend on: of how many tiles, and tokens, how many are kept.
+
+        Whether tiles are of one size decides where the share that is kept comes from.
+        """
+        return self.num_tiles, self.num_tokens, self.even
 
     def seen_by(self, queries: int) -> VisibleTiles:
         """Return what so many queries see; the query blocks of the plan are their tiles."""

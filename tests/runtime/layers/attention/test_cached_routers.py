@@ -53,9 +53,9 @@ def layer_of(
     return tried.layer(index=5, kv_heads=kv_heads, strict=strict)
 
 
-def cache_of(*, tiles: bool, frames: int = 2) -> CausalCache:
-    kept = {"grid": GRID, "tile": TILE} if tiles else {}
-    height, width = GRID if tiles else ROWS_GRID
+def cache_of(*, tiles: bool, frames: int = 2, grid: tuple[int, int] = GRID) -> CausalCache:
+    kept = {"grid": grid, "tile": TILE} if tiles else {}
+    height, width = grid if tiles else ROWS_GRID
     size = CacheSize(
         num_layers=1,
         batch=BATCH,
@@ -321,6 +321,36 @@ def check_chunks(
             want, _ = reference_attention(q, keys, values, scale=SCALE, mask=mask)
         torch.testing.assert_close(out, want.float(), rtol=0, atol=2e-5)
     return shares
+
+
+def seen_last(frames: tuple[int, ...], grid: tuple[int, int]) -> tuple[object, float]:
+    """Return what a graph of the last of some chunks depends on, and the share that it keeps."""
+    cache = cache_of(tiles=True, frames=3, grid=grid)
+    options = {"sparsity": 0.7, "tile_size": [4, *TILE], "topk_convention": "tokens"}
+    layer, start = layer_of("video_sparse_attn", options), 0
+    for number, count in enumerate(frames):
+        tokens, step = count * math.prod(grid), int(number == len(frames) - 1)
+        qkv = make_qkv(BATCH, tokens, HEADS, SIZE, num_kv_heads=KV_HEADS, seed=number)
+        cache.begin(start, tokens)
+        with set_forward_context(step, num_steps=2, latent_grid=(count, *grid)):
+            layer(*qkv, cache=cache.layers[0])
+        kind = cache.kind
+        cache.commit()
+        start += tokens
+    (entry,) = layer.report().entries
+    return kind, dict(entry.densities)[1]
+
+
+@pytest.mark.parametrize("grid", [GRID, (8, 8)])
+def test_a_graph_serves_no_chunk_whose_past_has_another_length(grid):
+    long, short, uneven, even = (
+        seen_last(frames, grid) for frames in [(3, 3, 2), (1, 1, 2), (3, 1, 2), (2, 2, 2)]
+    )
+    assert len({long[0], short[0], uneven[0]}) == 3
+    assert long[1] > short[1]  # by as many tiles as their tokens make
+    # Lengths alone are data, unless tiles of one size make the share a number.
+    assert (uneven[0] == even[0]) == (grid == GRID)
+    assert seen_last((1, 3, 2), grid)[0] == uneven[0]
 
 
 def drawn_cube(pick, grid):

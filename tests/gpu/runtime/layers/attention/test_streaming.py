@@ -20,6 +20,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
     BackendPreference,
     SelectionScope,
     Source,
+    scope_from,
 )
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
@@ -351,6 +352,34 @@ def test_sparse_methods_choose_among_the_tiles_of_a_cache(name, how):
     (entry,) = layer.report().entries
     assert entry.selection.backend is backend
     assert layer.report().detours == ()
+
+
+def test_the_density_of_cached_chunks_is_that_of_calls_without_a_graph():
+    grid, tile, name, options, _ = CHOICES["vsa, 64 mean"]  # tiles cut short: data decide
+    scope = scope_from(attention_backend=name, attention_backend_config=options)
+    layer, tokens = LocalAttention(HEADS, SIZE, KV_HEADS, scope=scope), 3 * grid[0] * grid[1]
+    cache = cache_of(chunk_tokens=tokens, grid=grid, tile=tile, window=3, sink=1)
+    queries = token_tiles([3], grid, tile)
+    qkv, graph = ranked_tiles(0, queries), torch.cuda.CUDAGraph()
+    with torch.no_grad(), set_forward_context(0, num_steps=1):
+        for number in range(9):
+            cache.begin(number * tokens, tokens)
+            for x, new in zip(qkv, ranked_tiles(number, queries), strict=True):
+                x.copy_(new)
+            if number < 6:
+                layer(*qkv, cache=cache.layers[0])
+                (entry,) = layer.report().entries
+                wanted = entry.density
+            elif number == 6:
+                with torch.cuda.graph(graph):
+                    layer(*qkv, cache=cache.layers[0])
+            if number >= 6:
+                graph.replay()
+                torch.full((1 << 16,), torch.nan, device="cuda")  # where something was freed
+                (entry,) = layer.report().entries
+                assert entry.density == wanted
+            cache.commit()
+    assert 0.2 < wanted < 0.5
 
 
 def kernels_of(cache: CausalCache, number: int) -> list[str]:

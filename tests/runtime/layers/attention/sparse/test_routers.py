@@ -19,9 +19,10 @@ from multimodal_gen.runtime.layers.attention.causal_cache import CacheSize, Caus
 from multimodal_gen.runtime.layers.attention.config import SparseConfig, option
 from multimodal_gen.runtime.layers.attention.layer import UlyssesAttention_VSA
 from multimodal_gen.runtime.layers.attention.scope import scope_from
+from multimodal_gen.runtime.layers.attention.sparse import router as router_module
 from multimodal_gen.runtime.layers.attention.sparse.method import SparseBackend
 from multimodal_gen.runtime.layers.attention.sparse.pattern import Pattern
-from multimodal_gen.runtime.layers.attention.sparse.router import Budget, Cut, Router
+from multimodal_gen.runtime.layers.attention.sparse.router import Budget, Cut, Densities, Router
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from tests.helpers.inputs import QKV, make_qkv
@@ -248,3 +249,18 @@ def test_lists_without_a_budget_have_a_density(block_size):
         attend(layer, video())
     share = 2 / -(-72 // block_size)
     assert dict(layer.report().entries[0].densities)[0] == pytest.approx(share, abs=0.03)
+
+
+def test_a_density_that_lies_in_a_graph_of_the_callers_is_not_noted(monkeypatch):
+    noted, unwritten = Densities(), torch.tensor(torch.nan, dtype=torch.float64)
+    noted.note(0, torch.tensor(0.25, dtype=torch.float64), 2)
+    monkeypatch.setattr(router_module, "being_captured", lambda: True)
+    noted.note(0, unwritten, 2)
+    noted.note(1, unwritten, 2)
+    noted.note(2, 0.5, 2)  # which holds for every replay
+    assert noted.by_step() == {0: 0.25, 2: 0.5}
+    with noted.apart() as found:  # by whoever reads it after a replay
+        noted.note(0, unwritten, 2)
+        assert found() == ((unwritten, 2),)
+    noted.note(0, unwritten, 2)
+    assert noted.by_step() == {0: 0.25, 2: 0.5}
