@@ -120,12 +120,18 @@ class SkipCurve:
             raise ConfigError(
                 f"{name}: initial_disabled_steps must be an integer >= 0, got {short(steps)}"
             )
+        until = _number(group, "disabled_until_timestep", name, most=1)
+        if until == 0:
+            raise ConfigError(
+                f"{name}: disabled_until_timestep must be above 0, got 0, by which vllm-omni "
+                f"leaves no step dense, and TensorRT-LLM all of them; leave it out for none"
+            )
         return cls(
             a=a,
             b=b,
             ignore=tuple(ignore),
             target_sparsity=_number(group, "target_sparsity", name, most=1),
-            disabled_until_timestep=_number(group, "disabled_until_timestep", name, most=1),
+            disabled_until_timestep=until,
             initial_disabled_steps=steps or None,
         )
 

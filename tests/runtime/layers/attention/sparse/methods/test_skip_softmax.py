@@ -253,6 +253,13 @@ def test_the_first_steps_of_a_curve_run_dense():
         ),
         ({"sparse_attention_config": {**GROUP, "ignore": "blocks.0"}}, "names of modules in `igno"),
         ({"sparse_attention_config": {**GROUP, "target_sparsity": 2}}, "target_sparsity must be a"),
+        *(
+            (
+                {"sparse_attention_config": {**GROUP, "disabled_until_timestep": none}},
+                "disabled_until_timestep must be above 0, got 0, by which vllm-omni leaves no step",
+            )
+            for none in (0, 0.0, {"prefill": 0})
+        ),
         (
             {"sparse_attention_config": {**GROUP, "initial_steps": 3}},
             "must have no keys but algorithm, targets, .*, got 'initial_steps'",
