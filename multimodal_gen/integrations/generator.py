@@ -52,6 +52,10 @@ if TYPE_CHECKING:
 _Path = Path | str
 
 
+MOST_GUARDS = 8
+"""Settings of attention that a generator remembers the findings of a guard for."""
+
+
 class LoadingSettings(TypedDict, total=False):
     """How a model is loaded; `sglang generate --help` says what each means."""
 
@@ -208,8 +212,8 @@ class DiffGenerator:
         self._loaded = {name: getattr(args, name) for name in LOADING_SETTINGS}
         self._explicit = False
         self._ahead: Ahead | None = None
-        # The guard of the generation before, and what that asked for.
-        self._guarded: tuple[object, AttentionGuard] | None = None
+        # What generations with a guard asked for, each with the last guard; the newest comes last.
+        self._guarded: list[tuple[object, AttentionGuard]] = []
         with ExitStack() as failed:
             if args.prompt is not None:
                 self._compile_ahead(args)
@@ -383,13 +387,15 @@ class DiffGenerator:
         return handle
 
     def _guard(self, scope: SelectionScope, args: ServerArgs) -> AttentionGuard | None:
-        """Return the guard of a generation, which knows what the one before found if like it."""
+        """Return the guard of a generation, which knows what the last one like it found."""
         bounds = parse_guard_bounds(args.attention_guard)
         if bounds is None:
             return None
-        asked, known = (scope, bounds), self._guarded
-        guard = AttentionGuard(bounds, known[1] if known and known[0] == asked else None)
-        self._guarded = asked, guard
+        asked = (scope, bounds)
+        before = next((known for known in self._guarded if known[0] == asked), None)
+        guard = AttentionGuard(bounds, before and before[1])
+        others = [known for known in self._guarded if known is not before]
+        self._guarded = [*others, (asked, guard)][-MOST_GUARDS:]
         return guard
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from multimodal_gen.errors import ConfigError, UsageError
-from multimodal_gen.integrations import diffusers
+from multimodal_gen.integrations import diffusers, generator
 from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.integrations.generator import DiffGenerator
 from tests.integrations.conftest import generate
@@ -124,19 +124,22 @@ def test_models_that_do_not_tell_their_step_are_refused(fresh, monkeypatch) -> N
         apply(pipe, attention_guard=0.05)
 
 
-def test_generations_go_on_with_what_the_one_before_of_the_same_attention_found(
-    tiny_pipeline,
+@pytest.mark.parametrize(("most", "remembered"), [(2, True), (1, False)])
+def test_generations_go_on_with_what_the_last_one_of_the_same_attention_found(
+    most: int, remembered: bool, tiny_pipeline, monkeypatch
 ) -> None:
+    monkeypatch.setattr(generator, "MOST_GUARDS", most)
     call = {"height": 32, "width": 48, "num_frames": 5, "seed": 0}
     guard = {"attention_backend": "sliding_tile_attn", "attention_guard": "sparse=1e-6"}
     few = {"attention_backend_config": FEW_TILES}
     many = {"attention_backend_config": {**FEW_TILES, "window": [1, 1, 2]}}
     found = []
     with DiffGenerator.from_pretrained(tiny_pipeline("wan")) as model:
-        for config in (few, few, many):
+        for config in (few, few, many, few):
             made = model.generate(prompt="a", num_inference_steps=4, **call, **guard, **config)
             found.append(made.report.guard)
-    assert [len(each.missed) for each in found] == [2, 2, 2]
+    assert [len(each.missed) for each in found] == [2, 2, 2, 2]
     assert found[0].calls > 0
     assert (found[1].calls, found[1].tested) == (0, 0), "all layers ran dense from the start"
     assert found[2].calls > 0, "of another method nothing was known"
+    assert (found[3].tested == 0) == remembered, "of the last settings, in whatever order"
