@@ -9,6 +9,11 @@ from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.integrations import diffusers, generator
 from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.integrations.generator import DiffGenerator
+from multimodal_gen.integrations.module_attention import AttentionParams, ModuleAttention
+from multimodal_gen.runtime.generator.attention_guard import AttentionGuard
+from multimodal_gen.runtime.guard_bounds import GuardBounds
+from multimodal_gen.runtime.layers.attention.scope import LayerSite, scope_from
+from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from tests.integrations.conftest import generate
 from tests.integrations.test_sparse import METHODS
 
@@ -72,6 +77,7 @@ def test_layers_of_every_sparse_method_are_dense_once_they_missed(
 
 def test_sparse_layers_run_dense_once_they_miss_until_remove(fresh, stock_latents) -> None:
     pipe = fresh("wan")
+    before = [*pipe.transformer._forward_pre_hooks]
     asked = {"attention_backend": "sliding_tile_attn", "attention_backend_config": FEW_TILES}
     with apply(pipe, **asked, attention_guard={"sparse": 1e-6}) as handle:
         generate(pipe, "wan", num_inference_steps=STEPS)
@@ -83,6 +89,38 @@ def test_sparse_layers_run_dense_once_they_miss_until_remove(fresh, stock_latent
         layers = [each.layer for plan in handle._plans for each in plan.layers]
     assert (again - stock_latents("wan")).abs().max() <= 1e-3
     assert all(layer.guard is None for layer in layers)
+    assert [*pipe.transformer._forward_pre_hooks] == before
+
+
+def test_layers_of_processors_that_come_later_are_guarded_too(fresh) -> None:
+    from diffusers.models.transformers.transformer_ltx import LTXVideoAttnProcessor
+
+    class Mine(LTXVideoAttnProcessor):
+        """Not one of diffusers, so its masks may mean more, and its layers are others."""
+
+    pipe = fresh("ltx")
+    asked = {"attention_backend": "sliding_tile_attn", "attention_backend_config": FEW_TILES}
+    with apply(pipe, **asked, attention_guard={"sparse": 1e-6}) as handle:
+        for block in pipe.transformer.transformer_blocks:
+            block.attn1.processor = Mine()
+        generate(pipe, "ltx", num_inference_steps=4)
+        report = handle.report()
+    assert report.guard is not None
+    assert {miss.layer for miss in report.guard.missed} == {0, 1}
+
+
+def test_layers_for_calls_that_look_different_are_guarded_too(eight_bits: None) -> None:
+    guard = AttentionGuard(GuardBounds())
+    site = LayerSite(name="a", component="transformer", layer=0, num_layers=1)
+    scope = scope_from(attention_backend="sage_attn")
+    params = AttentionParams(num_heads=2, head_size=64, num_kv_heads=2)
+    module = ModuleAttention(site, params, torch.bfloat16, scope)
+    module.guard_by(guard)
+    for heads in (2, 4):
+        x = torch.randn(1, 64, heads, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+        with set_forward_context(0):
+            module.attend(x, x, x)
+    assert guard.report().tested == 2
 
 
 def test_a_guard_changes_nothing_where_all_is_well(fresh) -> None:

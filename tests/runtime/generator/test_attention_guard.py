@@ -238,7 +238,8 @@ def test_sparse_methods_have_a_bound_of_their_own_and_none_unless_given() -> Non
         assert error(first, x) > 0.1
         assert (error(second, x) < 0.01) == bad
         assert [miss.dense for miss in guard.report().missed] == [True] * bad
-        text = summary(guard, blocks)
+        text, told = summary(guard, blocks), guard.report().as_dict()
+        assert told["bounds"] == {"quantized": 0.05, "sparse": bounds.sparse}
         assert ("runs dense from its next call on" in text) == bad
         told = "2 calls only had to be finite: no bound for sparse methods was given (sparse=B)"
         assert (told in text) != bad
@@ -266,6 +267,21 @@ def test_an_output_that_is_not_finite_is_computed_again_at_once(
     (miss,) = guard.report().missed
     assert (miss.error, miss.step) == (None, 0)
     assert "was not finite in step 0" in str(miss)
+
+
+def test_a_layer_that_missed_before_its_turn_waits_for_none(
+    eight_bits: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guard = AttentionGuard(GuardBounds())
+    blocks = layers(4, guard, attention_backend="sage_attn")
+    forward = blocks[3].attn_impl.forward
+    monkeypatch.setattr(
+        blocks[3].attn_impl, "forward", lambda *a, **k: forward(*a, **k) * torch.inf
+    )
+    for index in range(2):
+        step(guard, blocks, index, [inputs()] * 4)
+        assert [miss.layer for miss in guard.report().missed] == [3]
+    assert guard.report().waiting == (("transformer", "blocks.2"),)
 
 
 @pytest.mark.parametrize("done", [False, True])
@@ -350,12 +366,30 @@ def test_what_exact_attention_cannot_serve_either_is_known(
         assert found[1] == found[0].isfinite().all() == done
 
 
-@pytest.mark.parametrize("given", [{"mask": torch.ones(1, TOKENS, TOKENS).bool()}, {"size": 256}])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"mask": torch.ones(1, TOKENS, TOKENS).bool()},
+        {"mask": keys_kept(1, TOKENS), "causal": True},
+        {"size": 256},
+        {"width": SIZE // 2},
+    ],
+    ids=str,
+)
 def test_what_kernels_over_blocks_do_not_take_stays_as_it_was(given: dict[str, Any]) -> None:
     given = dict(given)
     q = torch.zeros(1, TOKENS, HEADS, given.pop("size", SIZE))
-    layer = LocalAttention(HEADS, q.shape[3])
-    assert again_unless(torch.tensor(False), layer, AttentionCall(q, q, q, **given)) is None
+    v = q[..., : given.pop("width", None)]
+    layer = LocalAttention(HEADS, q.shape[3], causal=given.pop("causal", False))
+    assert again_unless(torch.tensor(False), layer, AttentionCall(q, q, v, **given)) is None
+
+
+def test_under_autocast_calls_are_computed_again_as_without_it() -> None:
+    x = tuple(each.float() for each in inputs())
+    with torch.autocast("cpu", torch.bfloat16):
+        found = again_unless(torch.tensor(False), LocalAttention(HEADS, SIZE), AttentionCall(*x))
+    assert found is not None
+    torch.testing.assert_close(found[0], truth(*x).float(), rtol=1e-4, atol=1e-5)
 
 
 def test_gated_calls_have_to_be_finite_and_keep_their_branch(

@@ -22,6 +22,7 @@ from multimodal_gen.runtime.guard_bounds import GuardBounds
 from multimodal_gen.runtime.layers.attention import USPAttention
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionImpl
 from multimodal_gen.runtime.layers.attention.call import AttentionCall
+from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import LayerSite, scope_from
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from tests.helpers.eight_bits import allow_on_cpus
@@ -242,6 +243,26 @@ def test_what_rounding_hides_in_a_ring_is_told_on_all_ranks(two_ranks: World, wh
         assert [(found.layer, found.step) for found in report.senseless] == [(0, 0)]
 
 
+def padded(lengths: Sequence[int]) -> Any:
+    """Return the report of calls that 8 bits cannot serve, and whose padding is not finite."""
+    guard, x = AttentionGuard(GuardBounds()), one_large_channel()
+    keep = torch.arange(sum(lengths)).expand(1, -1) < 150
+    for each in x:
+        each[:, 150:] = torch.nan
+    with pytest.MonkeyPatch.context() as patch:
+        allow_on_cpus(patch)
+        (layer,) = guarded(1, guard, attention_backend="sage_attn")
+        run(guard, [layer], [[own(each, lengths) for each in (*x, keep)]])
+    return guard.report()
+
+
+@pytest.mark.parametrize("mesh", [Mesh(ring=2), Mesh(ulysses=2)], ids=str)
+def test_padding_may_hold_anything_on_every_rank(two_ranks: World, mesh: Mesh) -> None:
+    for report in two_ranks.run(mesh, padded, (96, 96)):
+        assert report.senseless == ()
+        assert [miss.error is not None for miss in report.missed] == [True]
+
+
 def causal(lengths: Sequence[int]) -> Any:
     """Return the report of calls that are causal."""
     guard = AttentionGuard(GuardBounds())
@@ -290,6 +311,34 @@ def test_branches_of_guidance_tell_each_other_once_in_a_step(two_ranks: World) -
     assert first[0] == second[0]
     assert [(miss.layer, miss.step) for miss in first[0]] == [(0, 0)]
     assert max(first[1], second[1]) < 0.004, "as 16 bits are"
+
+
+def unknown_error(of_rank: int) -> Any:
+    """Return what missed, where the error on one rank is too large to be computed."""
+    groups = parallel_groups()
+    assert groups is not None
+    guard, yes = AttentionGuard(GuardBounds()), torch.tensor(True)
+    miss = GuardMiss(
+        component=None,
+        name="blocks.0",
+        role=AttentionRole.SELF,
+        layer=0,
+        step=0,
+        error=None,
+        bound=0.05,
+        dense=False,
+    )
+    error = torch.tensor(torch.nan if groups.rank == of_rank else 0.25)
+    guard._note(miss, error, yes, yes)
+    return guard.report().missed
+
+
+@pytest.mark.parametrize("of_rank", [0, 1])
+def test_an_error_that_one_rank_does_not_know_hides_none_of_another(
+    two_ranks: World, of_rank: int
+) -> None:
+    for missed in two_ranks.run(Mesh(ulysses=2), unknown_error, of_rank):
+        assert [miss.error for miss in missed] == [0.25]
 
 
 def test_sparse_methods_in_a_ring_are_dense_from_the_next_call_on(two_ranks: World) -> None:
