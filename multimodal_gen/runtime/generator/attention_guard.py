@@ -453,8 +453,7 @@ def dense_unless(
         uniform=True,
         causal=causal,
     )
-    with torch.autocast(query.device.type, enabled=False):
-        found = block_sparse_attention(query, key, value, plan, scale=scale, return_lse=True)
+    found = block_sparse_attention(query, key, value, plan, scale=scale, return_lse=True)
     assert isinstance(found, tuple), "the lse was asked for"
     return found
 
