@@ -187,10 +187,20 @@ def _ends(study: Study) -> Iterator[str]:
 
 
 def _front(study: Study) -> Iterator[str]:
+    yield from _by_time(study.front.values(), study)
+
+
+def _exact(study: Study) -> Iterator[str]:
+    settings = study.front or study.screen
+    yield from _by_time([x for x in settings.values() if ":" not in x.row["configuration"]], study)
+
+
+def _by_time(settings: Iterable[Setting], study: Study) -> Iterator[str]:
+    """Yield a table of settings, the fastest first."""
     yield from _table(
         ["", "score less dense", "time", "speed", "pairs kept", "layer error", "PSNR", "VMAF"]
     )
-    for each in sorted(study.front.values(), key=lambda each: each.seconds):
+    for each in sorted(settings, key=lambda each: each.seconds):
         yield _line(
             [
                 each.shown,
@@ -369,6 +379,7 @@ BLOCKS: Mapping[str, tuple[Callable[[Study], Iterator[str]], tuple[str, ...]]] =
     "verdict": (_verdict, ("times", "front", "trained")),
     "when": (_when, ("times", "screen", "front")),
     "front": (_front, ("times", "front")),
+    "exact": (_exact, ("times", "front")),
     "variants": (_variants, ("times", "screen")),
     "trained": (_trained, ("times", "front", "trained")),
 }

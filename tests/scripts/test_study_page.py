@@ -112,6 +112,16 @@ def test_the_front_is_a_table_by_time(page, results) -> None:
     assert lines[3].startswith("| `a x=1` with its tail | -0.025 [-0.105, +0.055] | 6.0 s | 1.67 |")
 
 
+def test_what_keeps_every_pair_has_a_table_of_its_own(page, results, monkeypatch) -> None:
+    assert "| `" not in block(page, results, "exact")
+    monkeypatch.setitem(NAMES, "c", "c")
+    monkeypatch.setitem(SECONDS, "c", 9.0)
+    more = Results(results.folder)
+    more.part("front", {"c": [1, 1, 1, 0.9], SPARSE: [1, 1, 1, 1]})
+    (line,) = (line for line in block(page, more, "exact").splitlines() if "| `" in line)
+    assert line.startswith("| `c` | -0.025 [-0.105, +0.055] | 9.0 s | 1.11 |")
+
+
 def test_what_a_tail_adds_is_paired_with_the_same_setting_without(page, results) -> None:
     assert "| `a x=1`, with its tail | +0.100 [-0.331, +0.531] | 1.20 |" in block(
         page, results, "variants"
