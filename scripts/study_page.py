@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import TypeAlias
 
 # A checkout works without being installed.
@@ -135,8 +136,13 @@ class Study:
         clips = self._clips(part)
         for row in self.rows(part):
             name, configuration = row["name"], row["configuration"]
-            found = estimate([*clips.get(name, {}).values()])
-            if found is None or (configuration in self.timed and configuration != DENSE):
+            # Clips of one caption are like each other, and count as one.
+            by_caption: dict[str, list[float]] = {}
+            for (caption, _), scored in clips.get(name, {}).items():
+                by_caption.setdefault(caption, []).append(scored)
+            found = estimate([fmean(each) for each in by_caption.values()])
+            is_setting = ":" in configuration or configuration in self.timed
+            if found is None or (is_setting and configuration != DENSE):
                 continue
             shown = f"`{configuration}`" if configuration else name
             yield ("dense attention" if configuration == DENSE else shown), found
@@ -155,7 +161,7 @@ class Study:
     def beats(self, setting: Setting) -> str:
         """Return what scores no less than a setting of the screen in no more time, or nothing."""
         dense = next(row for row in self.rows("screen") if row["configuration"] == DENSE)
-        points = [(float(dense["score"]), float(self.timed[DENSE]["seconds"]), "dense attention")]
+        points = [(float(dense["score"]), self.auto, "exact attention")]
         points += [(x.score, x.seconds, x.shown) for x in self.screen.values() if x is not setting]
         own = (setting.score, setting.seconds)
         better = [
@@ -181,7 +187,7 @@ def lines_of(block: str, rows_of: RowsOf) -> Iterator[str]:
 
 
 def _ends(study: Study) -> Iterator[str]:
-    yield from _table(["", "score", "clips"])
+    yield from _table(["", "score", "captions"])
     for name, found in study.ends():
         yield _line([name, _interval(found, ""), str(found.count)])
 
@@ -254,7 +260,9 @@ def _sentence(method: str, study: Study) -> str:
     """Return when to take a method."""
     mine = _of(method, study.front)
     if not mine:
-        best = max(_of(method, study.screen), key=lambda each: (each.score, -each.seconds))
+        tried = _of(method, study.screen)
+        unbeaten = [each for each in tried if not study.beats(each)]
+        best = max(unbeaten or tried, key=lambda each: (each.score, -each.seconds))
         told, beaten = _told(best, study), study.beats(best)
         if beaten:
             return (

@@ -66,7 +66,7 @@ TIMED = 4
 """The most steps that are timed of those that the same things serve."""
 PICTURED = 2
 """Of the captions of the screen, that of the clips that are drawn: a shape that moves."""
-LEARNT_EVERY = 6
+LEARNT_EVERY = 2
 """Steps between those whose self-attention is timed."""
 
 
@@ -349,7 +349,7 @@ def times(given: argparse.Namespace, names: Mapping[str, str]) -> None:
             continue
         learnt = learnt or learnt_by(given.model, size, model.config.num_attention_heads)
         row: dict[str, Any] = {"name": name, "configuration": text}
-        asked = text.replace("auto", "")
+        asked = "" if text == "auto" else spread(text, size.layers, len(model.blocks))
         scope = read_configuration(asked, name="times", taken=[]).scope if asked else None
         try:
             seconds, density = _timed(pipe, inputs, scope, learnt)
@@ -359,6 +359,25 @@ def times(given: argparse.Namespace, names: Mapping[str, str]) -> None:
         row |= {"gpu": _gpu(), "torch": torch.__version__, "commit": given.commit}
         print(row, flush=True)
         _add([row], given.out / f"{_shard('times', given)}.csv")
+
+
+def spread(text: str, layers: int, of: int) -> str:
+    """Return a configuration with the dense layers that a larger model has in place of those named.
+
+    Args:
+        text: a configuration of the shapes model.
+        layers: how many that has.
+        of: how many the other has, which take turns with these.
+    """
+    from multimodal_gen.runtime.layers.attention.config import IndexSelector
+
+    backend, _, given = text.partition(":")
+    settings = json.loads(given or "{}")
+    if settings.get("dense_layers") is None:
+        return text
+    named = IndexSelector.parse(settings["dense_layers"])
+    settings["dense_layers"] = [layer for layer in range(of) if layer % layers in named]
+    return _text(backend, settings)
 
 
 def _wan(size: Size, *, heads: int) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -464,7 +483,6 @@ def _context() -> Any:
 def _timed(pipe: Any, inputs: Mapping[str, Any], scope: Any, learnt: Learnt) -> tuple[float, float]:
     """Return the seconds of all steps, and the mean density of self-attention."""
     import multimodal_gen
-    from multimodal_gen.runtime.generator.attention_check import layer_density
     from multimodal_gen.runtime.layers.attention.call import watching
     from multimodal_gen.runtime.layers.attention.request import AttentionRole
 
@@ -488,8 +506,8 @@ def _timed(pipe: Any, inputs: Mapping[str, Any], scope: Any, learnt: Learnt) -> 
         with multimodal_gen.apply(pipe, scope=scope) as handle, watching(_feed(learnt)):
             seconds += seconds_of(run, steps)
             layers = [x for x in handle.report().layers if x.role is AttentionRole.SELF]
-        share = sum(map(layer_density, layers)) / len(layers)
-        density += share * len(steps) / STUDY["steps"]
+        shares = [density_of(layer, weights_of(steps)) for layer in layers]
+        density += sum(shares) / len(shares) * len(steps) / STUDY["steps"]
     return seconds, round(density, 5)
 
 
@@ -517,14 +535,31 @@ def kinds_of_steps(call: Callable[[], object], count: int) -> list[list[int]]:
     return [*kinds.values()]
 
 
-def seconds_of(run: Callable[[Sequence[int]], float], steps: Sequence[int]) -> float:
-    """Return the seconds of steps of one kind, of which a few are run.
+def weights_of(steps: Sequence[int]) -> dict[int, float]:
+    """Return a few steps of one kind, and how many each stands for.
 
     The first one, which makes what others go on from, stands for itself, a few for all others.
     """
     rest = steps[1:]
-    seconds, few = run(steps[:1]), rest[:: -(-len(rest) // (TIMED - 1)) or 1]
-    return seconds + (run(few) / len(few) * len(rest) if few else 0.0)
+    few = rest[:: -(-len(rest) // (TIMED - 1)) or 1]
+    return {steps[0]: 1.0, **{step: len(rest) / len(few) for step in few}}
+
+
+def seconds_of(run: Callable[[Sequence[int]], float], steps: Sequence[int]) -> float:
+    """Return the seconds of steps of one kind, of which a few are run."""
+    first, *few = weights_of(steps).items()
+    seconds = run([first[0]])
+    return seconds + (run([step for step, _ in few]) * few[0][1] if few else 0.0)
+
+
+def density_of(layer: Any, weights: Mapping[int, float]) -> float:
+    """Return the share of pairs that a layer attended to in steps of one kind, by their weights."""
+    from multimodal_gen.runtime.generator.attention_check import layer_density
+
+    shares = {step: share for entry in layer.entries for step, share in entry.densities}
+    if not weights.keys() <= shares.keys():
+        return layer_density(layer)
+    return sum(weights[step] * shares[step] for step in weights) / sum(weights.values())
 
 
 def _wait() -> None:
@@ -578,6 +613,7 @@ def _front(given: argparse.Namespace) -> list[str]:
         for row in read(given.out / "times.csv")
         if row["status"] == "done"
     }
+    timed[DENSE] = timed.get("auto", timed[DENSE])  # the fastest exact attention
     screened = read(given.out / "screen.csv")
     return [text for text in front_of(screened, timed) if text != DENSE]
 
@@ -762,6 +798,12 @@ def _gather(part: str, given: argparse.Namespace) -> None:
     whole = given.out / f"{part}.csv"
     pieces = [path for path in _files(part, given) if path != whole]
     if part in ("front", "trained") and pieces:
+        known = [row for path in pieces for row in read(path.with_name(f"{path.stem}_clips.csv"))]
+        if len(once(known)) < len(clips):
+            raise SystemExit(
+                f"{whole} has captions that no {part}-NUMBER.csv beside it has: put those that it "
+                f"was made of there, or move it away"
+            )
         rows = merged([*itertools.chain.from_iterable(map(read, pieces))], clips)
     for found, ending in ((rows, ""), (clips, "_clips")):
         if found:

@@ -5,6 +5,7 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -274,6 +275,45 @@ def test_a_few_steps_of_a_kind_stand_for_all_of_them(study) -> None:
     assert ran == [[5], [6, 11, 16], [3], [3], [4]]
 
 
+def test_a_density_is_of_as_many_steps_as_each_stands_for(study) -> None:
+    entry = SimpleNamespace(densities=((5, 1.0), (6, 0.2), (11, 0.4), (16, 0.6)))
+    weights = study.weights_of([*range(5, 20)])
+    assert weights == {5: 1.0, 6: 14 / 3, 11: 14 / 3, 16: 14 / 3}
+    layer = SimpleNamespace(entries=[entry], detours=[])
+    assert study.density_of(layer, weights) == pytest.approx((1.0 + 14 * 0.4) / 15)
+    dense = SimpleNamespace(entries=[SimpleNamespace(densities=(), density=None, calls=4)])
+    dense.detours = []
+    assert study.density_of(dense, weights) == 1.0
+
+
+def test_dense_layers_are_as_large_a_share_of_a_larger_model(study) -> None:
+    text = 'sol_attn:{"dense_layers": "0-1", "topk_ratio": 0.1}'
+    spread = json.loads(study.spread(text, 3, 6).partition(":")[2])
+    assert spread == {"dense_layers": [0, 1, 3, 4], "topk_ratio": 0.1}
+    for plain in ("sage_attn", 'sol_attn:{"dense_layers": null}', 'sla_attn:{"topk_ratio": 0.1}'):
+        assert study.spread(plain, 3, 6) == plain
+
+
+def test_rows_without_the_files_they_were_made_of_are_not_lost(study, tmp_path) -> None:
+    def add(name: str, captions: str) -> None:
+        row = {"name": "a", "status": "done", "clips": len(captions), "score": 0.5}
+        study.write([row], tmp_path / f"{name}.csv")
+        clips = [{"name": "a", "caption": x, "seed": 0, "score": 0.5} for x in captions]
+        study.write(clips, tmp_path / f"{name}_clips.csv")
+
+    given = SimpleNamespace(out=tmp_path)
+    add("front", "xy")
+    study._gather("front", given)
+    assert study.read(tmp_path / "front.csv")[0]["clips"] == "2"
+    add("front-1", "z")
+    with pytest.raises(SystemExit, match=r"front.csv has captions that no front-NUMBER.csv"):
+        study._gather("front", given)
+    add("front-0", "xy")
+    study._gather("front", given)
+    study._gather("front", given)
+    assert study.read(tmp_path / "front.csv")[0]["clips"] == "3"
+
+
 def test_self_attention_is_timed_on_what_the_shapes_model_gives_it(study) -> None:
     import multimodal_gen
     from multimodal_gen.runtime.layers.attention.call import watching
@@ -283,7 +323,7 @@ def test_self_attention_is_timed_on_what_the_shapes_model_gives_it(study) -> Non
     pipe = study.make_pipeline(None, None, None, model, shift=3.0)
     pipe.scheduler.set_timesteps(20)
     shape = (1, 3 * 4 * 6, 2, size.head_size)
-    learnt = {step: [tuple(torch.randn(shape) for _ in range(3))] for step in (0, 6, 12, 18)}
+    learnt = {step: [tuple(torch.randn(shape) for _ in range(3))] for step in range(0, 20, 2)}
     outs: dict[int, list[torch.Tensor]] = {}
 
     def look(layer, call, serve) -> torch.Tensor:
@@ -295,7 +335,7 @@ def test_self_attention_is_timed_on_what_the_shapes_model_gives_it(study) -> Non
         now = pipe.scheduler.timesteps[step : step + 1]
         with torch.inference_mode(), multimodal_gen.apply(pipe), watching(look):
             model(**inputs, timestep=now)
-    for step, of in ((5, 0), (18, 18), (19, 18)):
+    for step, of in ((5, 4), (18, 18), (19, 18)):
         self_attention, cross_attention = outs[step]
         query, key, value = (x.transpose(1, 2) for x in learnt[of][0])
         wanted = torch.nn.functional.scaled_dot_product_attention(query, key, value)

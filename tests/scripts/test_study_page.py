@@ -106,6 +106,12 @@ def test_ends_are_those_of_the_clips(page, results) -> None:
     )
 
 
+def test_a_setting_without_a_time_is_no_exact_kernel(page, results) -> None:
+    rows = results.rows_of("study_times.csv")
+    results.write("times", [row for row in rows if row["configuration"] != OTHER])
+    assert "y=2" not in block(page, results, "ends")
+
+
 def test_the_front_is_a_table_by_time(page, results) -> None:
     lines = block(page, results, "front").splitlines()
     assert lines[2].startswith("| `a x=1` | -0.125 [-0.523, +0.273] | 5.0 s | 2.00 | 10 % |")
@@ -192,6 +198,25 @@ def test_what_is_slower_than_exact_attention_is_not_to_be_taken(page, results, m
     assert "**`a`**: take exact attention, which is faster than `a x=1` (" in block(
         page, slow, "when"
     )
+
+
+def test_a_method_is_judged_by_what_nothing_beats(page, results, monkeypatch) -> None:
+    monkeypatch.setitem(SECONDS, TAIL, 9.0)
+    few = Results(results.folder)
+    for part in ("front", "front_clips"):
+        (few.folder / f"study_{part}.csv").unlink()
+    # The best score of the one is less than the other's, in more time.
+    few.part("screen", {SPARSE: [0.9] * 4, TAIL: [0.9, 1, 1, 1], OTHER: [1] * 4})
+    (line,) = (x for x in block(page, few, "when").splitlines() if x.startswith("- **`a`**"))
+    assert line.startswith("- **`a`**: nothing beats it here, but more clips would have to show")
+    assert "`a x=1` (" in line
+
+
+def test_clips_of_a_caption_count_as_one(page, results) -> None:
+    rows = results.rows_of("study_front_clips.csv")
+    results.write("front_clips", [{**row, "seed": seed} for row in rows for seed in (0, 1)])
+    found = block(page, results, "ends")
+    assert "| captions swapped | 0.500 [0.041, 0.959] | 4 |" in found
 
 
 def test_a_setting_that_failed_is_told(page, results) -> None:
