@@ -12,6 +12,7 @@ Shapes: S tokens, H heads, D head size, L lambdas that are tried.
 """
 
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -36,6 +37,7 @@ from multimodal_gen.runtime.server_args import ServerArgs
 _HEADS, _ROWS = 4, 8  # heads of a layer, and blocks of queries of a head, that are looked at
 _LAMBDAS = (0.95, 0.9, 0.8, 0.7, *(10 ** (-i / 4) for i in range(1, 25)))
 _FITTED = (0.1, 0.9)  # shares that the curve goes by; what lies outside bends away
+_LARGEST_LOG = math.log(sys.float_info.max) - 1  # of a coefficient: shares that hardly rise
 
 
 def skipped_shares(
@@ -156,7 +158,7 @@ def fit_curve(points: Sequence[tuple[float, float]], keys: int) -> tuple[float, 
     every = [share for _, share in points]
     if len(set(shares)) > 1:
         line = linear_regression(shares, [log for log, _ in held])
-        if line.slope > 0:
+        if line.slope > 0 and abs(line.intercept) < _LARGEST_LOG:
             return math.exp(line.intercept), line.slope
     remedy = f"calibrate on larger or longer videos, of blocks of {BLOCK} tokens, or more prompts"
     if max(every) < low and keys > 2 * BLOCK:

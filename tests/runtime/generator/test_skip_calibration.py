@@ -88,6 +88,7 @@ SHORT = "calibrate on larger or longer videos, of blocks of 128 tokens, or more 
         ((0.05, 0.5, 0.95), 1280, SHORT),
         ((0.5, 0.5), 1280, SHORT),
         ((0.6, 0.5), 1280, SHORT),
+        ((0.3, 0.3001), 1280, SHORT),  # which no coefficient would fit
     ],
 )
 def test_shares_that_tell_of_no_curve_are_refused(shares, keys, remedy):
