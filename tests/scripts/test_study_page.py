@@ -128,6 +128,14 @@ def test_what_keeps_every_pair_has_a_table_of_its_own(page, results, monkeypatch
     assert line.startswith("| `c` | -0.025 [-0.105, +0.055] | 9.0 s | 1.11 |")
 
 
+def test_a_method_has_its_settings_with_what_all_of_them_share(page, results) -> None:
+    lines = block(page, results, "settings a").splitlines()
+    assert "with 4 captions, all with `x=1`. The score is" in " ".join(lines)
+    found = [line for line in lines if line.startswith("| `a")]
+    assert found[0].startswith("| `a x=1` | -0.125 [-0.523, +0.273] | 5.0 s | 2.00 | 10 % |")
+    assert len(found) == 2, "and none of the other method"
+
+
 def test_what_a_tail_adds_is_paired_with_the_same_setting_without(page, results) -> None:
     assert "| `a x=1`, with its tail | +0.100 [-0.331, +0.531] | 1.20 |" in block(
         page, results, "variants"
