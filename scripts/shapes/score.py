@@ -69,11 +69,11 @@ def score(video: Sequence[object] | Floats, prompt: str) -> float:
     """Return the share of a caption's facts that a clip holds, in [0, 1].
 
     Args:
-        video: [T, H, W, 3], in [0, 1] or in bytes; or frames that are arrays or pictures.
+        video: [T, H, W, 3], floats in [0, 1] or uint8; or frames that are such arrays or pictures.
         prompt: a caption of `clips.Scene`.
 
     Raises:
-        ValueError: the caption is none.
+        ValueError: the video or the caption is none.
     """
     held = [holds for kind in facts(video, prompt).values() for holds in kind]
     return sum(held) / len(held)
@@ -90,13 +90,10 @@ def facts(video: Sequence[object] | Floats, prompt: str) -> dict[str, list[bool]
         By "number", "colour", "kind", "motion" and "speed".
 
     Raises:
-        ValueError: the caption is none.
+        ValueError: the video or the caption is none.
     """
     said = said_by(prompt)
-    frames = [np.asarray(frame) for frame in video]
-    step = max(1, len(frames[0]) // _ROWS)
-    read = as_array([frame[::step, ::step] for frame in frames])
-    seen = {shape.colour: shape for shape in seen_in(read)}
+    seen = {shape.colour: shape for shape in seen_in(as_array(video, rows=_ROWS))}
     pairs = [(shape, seen.get(shape.colour)) for shape in said]
     number = sum(shape.count for shape in seen.values())
     held = {"number": [number == len(said)], "colour": [found is not None for _, found in pairs]}
@@ -109,10 +106,32 @@ def facts(video: Sequence[object] | Floats, prompt: str) -> dict[str, list[bool]
     return held
 
 
-def as_array(video: Sequence[object] | Floats) -> Floats:
-    """Return a clip as fp32 [T, H, W, 3] in [0, 1]."""
-    array = np.stack([np.asarray(frame) for frame in video])
-    return array.astype(np.float32) / (255 if array.dtype == np.uint8 else 1)
+def as_array(video: Sequence[object] | Floats, *, rows: int | None = None) -> Floats:
+    """Return a clip as fp32 [T, H, W, 3] in [0, 1].
+
+    Args:
+        video: as for `score`.
+        rows: of a frame that has twice as many or more, pixels in between are left out.
+
+    Raises:
+        ValueError: it is no clip.
+    """
+    frames = [np.asarray(frame) for frame in video] if np.iterable(video) else []
+    kinds = {f"{frame.dtype} {[*frame.shape]}": frame for frame in frames}
+    wanted = "a video must be [T, H, W, 3], finite floats in [0, 1] or uint8, got"
+    if len(kinds) != 1:
+        raise ValueError(f"{wanted} {' and '.join(kinds) or 'no frame'}")
+    ((kind, frame),) = kinds.items()
+    is_bytes, is_float = frame.dtype == np.uint8, np.issubdtype(frame.dtype, np.floating)
+    if not (is_bytes or is_float) or frame.shape[2:] != (3,) or not frame.size:
+        raise ValueError(f"{wanted} frames of {kind}")
+    if is_float:
+        low, high = (float(of([of(frame) for frame in frames])) for of in (np.min, np.max))
+        if not 0 <= low <= high <= 1:
+            raise ValueError(f"{wanted} frames of {kind} from {low:g} to {high:g}")
+    step = max(1, len(frame) // rows) if rows else 1
+    array = np.stack([frame[::step, ::step] for frame in frames])
+    return array.astype(np.float32) / (255 if is_bytes else 1)
 
 
 def said_by(prompt: str) -> list[Read]:
@@ -121,7 +140,8 @@ def said_by(prompt: str) -> list[Read]:
     Raises:
         ValueError: it is none of `clips.Scene`.
     """
-    objects, _, ground = prompt.strip().rstrip(".").lower().partition(" over ")
+    text = prompt if isinstance(prompt, str) else ""
+    objects, _, ground = text.strip().rstrip(".").lower().partition(" over ")
     found = [_OBJECT.fullmatch(each) for each in re.split(r" and (?=an? )", objects)]
     if not re.fullmatch(r"an? \w+ ground", ground) or None in found:
         raise ValueError(f"a caption must be such as {_EXAMPLE!r}, got {prompt!r}")

@@ -41,6 +41,40 @@ def test_bytes_and_numbers_are_read_alike(shapes) -> None:
     assert mean(shapes, lambda video: np.round(255 * video).astype(np.uint8)) >= 0.98
 
 
+@pytest.mark.parametrize(
+    ("change", "got"),
+    [
+        (lambda video: (255 * video).astype(np.int64), r"frames of int64 \[64, 64, 3\]"),
+        (lambda video: (255 * video).astype(np.uint16), r"frames of uint16 \[64, 64, 3\]"),
+        (
+            lambda video: np.full_like(video, 255),
+            r"frames of float32 \[64, 64, 3\] from 255 to 255",
+        ),
+        (lambda video: video - 1, r"frames of float32 \[64, 64, 3\] from -"),
+        (
+            lambda video: np.where(video == video[3, 2, 1, 0], np.nan, video),
+            r"frames of \S+ \[64, 64, 3\] from nan to nan",
+        ),
+        (lambda video: video[:0], "no frame"),
+        (lambda video: None, "no frame"),
+        (lambda video: video[0], r"frames of float32 \[64, 3\]"),
+        (lambda video: video[..., 0], r"frames of float32 \[64, 64\]"),
+        (lambda video: video[..., [0, 1, 2, 2]], r"frames of float32 \[64, 64, 4\]"),
+        (lambda video: video[:, :0], r"frames of float32 \[0, 64, 3\]"),
+        (lambda video: [video[0], video[1, 1:]], r"float32 \[64, 64, 3\] and .* \[63, 64, 3\]"),
+    ],
+)
+def test_what_is_no_clip_is_refused(shapes, change, got: str) -> None:
+    _, score, videos, captions = shapes
+    with pytest.raises(ValueError, match=rf"a video must be \[T, H, W, 3\], .*, got {got}"):
+        score.score(change(videos[0]), captions[0])
+
+
+def test_a_caption_that_is_no_text_is_refused(shapes) -> None:
+    with pytest.raises(ValueError, match=r"a caption must be such as .*, got None"):
+        shapes[1].score(shapes[2][0], None)
+
+
 def test_captions_of_other_clips_hold_little(shapes) -> None:
     captions = shapes[3]
     assert mean(shapes, lambda video: video, captions[1:] + captions[:1]) < 0.4
