@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """How much of a caption a clip holds, read from its pixels without a network.
 
-    python scripts/shapes/score.py CAPTION VIDEO [VIDEO ...]
+    python scripts/shapes/score.py CAPTION [VIDEO ...]
 
-prints that of each video, and how far the others are from the first.
+prints that of each video, and how far the others are from the first. Without videos it prints
+nothing, and fails where the caption is none.
 
 `score` finds the shapes of a clip by their hue, as grounds are grey, and reads kind, motion and
 speed from the area that each covers over the frames. What it reads is compared with what the
@@ -287,18 +288,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("caption", help="what the videos should show")
-    parser.add_argument("videos", type=Path, nargs="+", help="the first is the reference")
+    parser.add_argument("videos", type=Path, nargs="*", help="the first is the reference")
     given = parser.parse_args(argv)
     try:
-        first, *others = clips = [_read(path) for path in given.videos]
+        said_by(given.caption)
+        clips = [_read(path) for path in given.videos]
         scores = [score(clip, given.caption) for clip in clips]
     except ValueError as error:
         parser.error(str(error))
-    if any(clip.shape != first.shape for clip in others):
+    if any(clip.shape != clips[0].shape for clip in clips):
         parser.error("videos must have the same size and length")
     for path, found, clip in zip(given.videos, scores, clips, strict=True):
-        apart = "" if clip is first else f", PSNR {psnr(clip, first):.1f} dB from {given.videos[0]}"
-        print(f"{path}: {found:.0%} of the caption{apart}")
+        apart = f", PSNR {psnr(clip, clips[0]):.1f} dB from {given.videos[0]}"
+        print(f"{path}: {found:.0%} of the caption{'' if clip is clips[0] else apart}")
     return 0
 
 

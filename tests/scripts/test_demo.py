@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -67,10 +68,11 @@ def checkout(tmp_path: Path) -> Path:
     An empty line ends a command.
     """
     shutil.copytree(REPOSITORY / "scripts", tmp_path / "scripts")
-    (tmp_path / "scripts" / "_environment.sh").write_text(
-        f'use_environment() {{ ARGUMENTS=("$@"); PYTHON="{tmp_path}/bin/python"; '
-        f'ENVIRONMENT="{tmp_path}"; cd "{tmp_path}"; }}\n'
-    )
+    with (tmp_path / "scripts" / "_environment.sh").open("a") as environment:
+        environment.write(
+            f'use_environment() {{ ARGUMENTS=("$@"); PYTHON="{tmp_path}/bin/python"; '
+            f'ENVIRONMENT="{tmp_path}"; cd "{tmp_path}"; }}\n'
+        )
     (tmp_path / "bin").mkdir()
     for name in ("python", "sglang"):
         command = tmp_path / "bin" / name
@@ -104,7 +106,7 @@ def test_the_demo_prints_what_the_readme_shows_and_leaves_two_videos(
     monkeypatch.chdir(checkout)
     generations = sorted(_commands(checkout / "sglang"), key=lambda words: "dense" not in words[-3])
     printed = "".join(output(main, *words) for words in generations)
-    ((script, *compared),) = _commands(checkout / "python")
+    *_, (script, *compared) = _commands(checkout / "python")
     assert script == "scripts/shapes/score.py"
     printed += output(score, *compared)
     excerpt = _without_figures(_excerpt("demo output"))
@@ -125,5 +127,37 @@ def test_the_demo_takes_another_sentence(checkout: Path) -> None:
         assert [words[i + 1] for i, word in enumerate(words) if word == "--prompt"] == [sentence]
         assert words[-1] == "torch_sdpa" or "sparse" in words[-3]
         assert "2" in words
-    ((_, caption, *_),) = _commands(checkout / "python")
-    assert caption == sentence
+    (_, *checked), (_, *compared) = _commands(checkout / "python")
+    assert checked == ["--", sentence]  # before anything is generated
+    assert compared[0] == sentence
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--prompt"], '--prompt needs a sentence, such as "a red ball .* ground"'),
+        (["--prompt", "a red fox runs"], "--prompt: a caption must be .*, got 'a red fox runs'"),
+        (["--prompt="], "--prompt: a caption must be such as .*, got ''"),
+        (["--prompt", "--seed", "2"], "--prompt: a caption must be such as .*, got '--seed'"),
+    ],
+)
+def test_the_demo_refuses_what_is_no_caption_before_it_generates(
+    checkout: Path, words: list[str], problem: str
+) -> None:
+    (checkout / "bin" / "python").write_text(f"#!/bin/sh\nexec '{sys.executable}' \"$@\"\n")
+    demo = [str(checkout / "scripts" / "demo"), *words]
+    done = subprocess.run(demo, cwd=checkout, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert re.fullmatch(f"error: {problem}\n", done.stderr)
+    assert not (checkout / "sglang").exists()
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--seed", "2", "-h"]])
+def test_the_demo_says_what_it_does_and_does_nothing(checkout: Path, words: list[str]) -> None:
+    demo = [str(checkout / "scripts" / "demo"), *words]
+    done = subprocess.run(demo, cwd=checkout, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("From nothing to two videos")
+    assert "scripts/demo [--constraints FILE] [--prompt " in done.stdout
+    assert "set -euo" not in done.stdout
+    assert not {"sglang", "python"} & {path.name for path in checkout.iterdir()}
