@@ -60,6 +60,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NO_CAPTION = 0.1
 AVERAGE = 0.999
 TRAINING_SEEDS = 1_000_000  # below are those of evaluations
+STEPS_OF_VAE = 12_000
 CURVE_EVERY = 50
 PIXELS = 64 * 17 * 128 * 128  # that are drawn and encoded at once
 
@@ -307,7 +308,7 @@ def train_vae(size: Size, state: Path, options: argparse.Namespace) -> Any:
     """
     torch.manual_seed(0)
     vae = make_vae(size).to(DEVICE)
-    training = Training({"vae": vae}, state / "vae.pt", steps=options.steps or 12_000)
+    training = Training({"vae": vae}, state / "vae.pt", steps=options.steps or STEPS_OF_VAE)
     stage, left = size.stages[0], options.seconds
     side, short = min(64, stage.height), min(5, stage.frames)
     for frames, until in ((short, training.steps * 3 // 4), (stage.frames, training.steps)):
@@ -359,8 +360,7 @@ def autoencoder(size: Size, state: Path, options: argparse.Namespace) -> Any:
 
         vae = AutoencoderKLWan.from_pretrained(options.vae)
         return vae.to(DEVICE).requires_grad_(False)
-    options_of_vae = argparse.Namespace(**{**vars(options), "seconds": 0, "steps": None})
-    vae = train_vae(size, state, options_of_vae)
+    vae = train_vae(size, state, argparse.Namespace(**{**vars(options), "seconds": 0}))
     normalise(vae, size)
     return vae
 
@@ -568,6 +568,19 @@ def _share(holds: Sequence[bool]) -> str:
     return f"{sum(holds) / len(holds):.3f}" if holds else "none"
 
 
+def require_trained(size: Size, options: argparse.Namespace) -> None:
+    """Raise a ValueError where a state that is exported lacks steps."""
+    wanted = {"transformer": sum(stage.steps for stage in size.stages)}
+    if options.vae is None:
+        wanted["vae"] = options.steps or STEPS_OF_VAE
+    for part, steps in wanted.items():
+        path = options.out / f"{part}.pt"
+        found = torch.load(path, map_location="cpu", mmap=True)["step"] if path.exists() else None
+        if found is None or found < steps:
+            got = "no such file" if found is None else f"{found:,}"
+            raise ValueError(f"{path} must have all {steps:,} steps, got {got}; train {part} first")
+
+
 def options() -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the options."""
     yield "--size", {"choices": sorted(SIZES), "default": "small"}
@@ -596,6 +609,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if given.part == "export":
         given.seconds = 0
+        try:
+            require_trained(size, given)
+        except ValueError as error:
+            parser.error(str(error))
     pipeline = train_transformer(size, given.out, given)
     if leave_ranks():
         return 0

@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -197,8 +198,30 @@ def test_a_model_is_trained_in_pieces_and_saved(tmp_path, monkeypatch, capsys) -
     folder = tmp_path / "model"
     train.main(["vae", *common, "--steps", "4", "--folder", str(tmp_path / "vae")])
     words = ["transformer", *common, "--folder", str(folder), "--evaluate", "1"]
-    train.main([*words, "--vae", str(tmp_path / "vae")])
+    export = ["export", *common, "--folder", str(folder)]
+    with_vae = ["--vae", str(tmp_path / "vae")]
+
+    def refusal(*more: str) -> str:
+        capsys.readouterr()
+        with pytest.raises(SystemExit):
+            train.main([*export, *more])
+        assert not folder.exists()
+        return capsys.readouterr().err.splitlines()[-1].partition("error: ")[2]
+
     said = capsys.readouterr().out
+    state = tmp_path / "state" / "transformer.pt"
+    told = f"{state} must have all 6 steps, got %s; train transformer first"
+    assert refusal(*with_vae) == told % "no such file"
+    torch.save({"step": 5}, state)
+    assert refusal(*with_vae) == told % "5"
+    state.unlink()
+    train.main([*words, *with_vae])
+    said += capsys.readouterr().out
+    shutil.rmtree(folder)
+    told = f"{tmp_path / 'state' / 'vae.pt'} must have all 12,000 steps, got 4; train vae first"
+    assert refusal() == told
+    train.main([*export, *with_vae])
+    said += capsys.readouterr().out
     assert "3 of 4 steps" in said
     assert "4 of 4 steps" in said
     assert "6 of 6 steps" in said
