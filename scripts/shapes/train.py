@@ -10,7 +10,9 @@ several GPUs, which share every batch, start `transformer` by `python -m torch.d
 --nproc-per-node N`.
 
 A run stops after `--seconds` and leaves its state in STATE, with which the next one goes on. Clips
-are made on the device; seeds are fixed. The curve of the loss is in STATE/vae.csv and
+are made on the device. Seeds are fixed, and so is the result for runs that stop at the same steps
+only: the transformer's clips are drawn anew when a run begins, by a seed that has the step at which
+it did, and the optimiser's moments begin anew. The curve of the loss is in STATE/vae.csv and
 STATE/transformer.csv.
 
 The transformer is trained by flow matching (Lipman et al. 2023; Esser et al. 2024, eq. 13): at
@@ -59,7 +61,14 @@ from models import (
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NO_CAPTION = 0.1
 AVERAGE = 0.999
-TRAINING_SEEDS = 1_000_000  # below are those of evaluations
+TRAINING_SEEDS = 1_000_000
+"""The first seed of clips that are trained on; those of evaluations are below."""
+EVALUATION_SEEDS = 500_000
+"""The first seed of clips that are evaluated, a seed for as many as are drawn at once.
+
+Far from `study.SEED`: a model that is chosen by its evaluations is chosen by no caption of
+the study.
+"""
 STEPS_OF_VAE = 12_000
 CURVE_EVERY = 50
 PIXELS = 64 * 17 * 128 * 128  # that are drawn and encoded at once
@@ -540,7 +549,7 @@ def evaluate(pipeline: Any, size: Size, count: int, steps: int) -> None:
     held: dict[str, dict[str, list[bool]]] = {"generated": {}, "real": {}}
     at_once = clips_at_once(stage, count)
     for number in range(-(-count // at_once)):
-        scenes, real = clips_of(stage, 7 + number, at_once)
+        scenes, real = clips_of(stage, EVALUATION_SEEDS + number, at_once)
         captions = [scene.caption for scene in scenes]
         with autocast():
             made = pipeline(

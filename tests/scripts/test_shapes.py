@@ -235,6 +235,30 @@ def test_a_model_is_trained_in_pieces_and_saved(tmp_path, monkeypatch, capsys) -
     assert np.isfinite(video).all()
 
 
+def test_evaluations_draw_neither_clips_of_the_study_nor_of_training(study, monkeypatch) -> None:
+    train = importlib.import_module("train")
+    size, seeds, clips_of = train.SIZES["smoke"], [], train.clips_of
+    stage = size.stages[-1]
+
+    class Pipeline:
+        def set_progress_bar_config(self, **_: object) -> None: ...
+
+        def __call__(self, captions, **_: object):
+            shape = (len(captions), stage.frames, stage.height, stage.width, 3)
+            return SimpleNamespace(frames=np.zeros(shape, np.float32))
+
+    def noted(stage, seed: int, count: int):
+        seeds.append(seed)
+        return clips_of(stage, seed, count)
+
+    monkeypatch.setattr(train, "clips_of", noted)
+    monkeypatch.setattr(train, "PIXELS", 1)  # a seed has one clip only, as those of size large have
+    train.evaluate(Pipeline(), size, 6, 2)
+    assert len({*seeds}) == 6
+    assert min(seeds) > study.SEED + 1000
+    assert max(seeds) < train.TRAINING_SEEDS - 1000
+
+
 def test_tokens_that_are_drawn_stay_in_their_places(monkeypatch) -> None:
     monkeypatch.syspath_prepend("scripts/shapes")
     train = importlib.import_module("train")
