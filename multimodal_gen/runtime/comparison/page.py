@@ -187,17 +187,19 @@ def _context(report: Report) -> dict[str, Any]:
 def _glance(report: Report) -> list[tuple[str, str, str]]:
     """Return what the fastest runs of each verdict are: label, names and speed.
 
-    Those whose speed the clips do not tell from the fastest's are named with it.
+    Those whose speed the clips do not tell from the fastest's are named with it. Within the noise
+    it is the reference where nothing is faster than it by more than chance.
     """
     found = []
+    candidates = [run for run in report.candidates if not was_dense(run)]
     for word, label in (
         ("within the noise of dense kernels", "Fastest within the noise"),
         ("visible", "Fastest with a visible difference"),
     ):
         timed = [
             (-run.speed.mean, run.name, run)
-            for run in (*report.floor, *report.candidates)
-            if run.verdict and run.verdict.word == word and run.speed and not was_dense(run)
+            for run in (*report.floor, *candidates)
+            if run.verdict and run.verdict.word == word and run.speed
         ]
         if timed:
             *_, fastest = min(timed, key=lambda each: each[:2])
@@ -205,6 +207,9 @@ def _glance(report: Report) -> list[tuple[str, str, str]]:
             hint = f"{_speed(fastest)} x the reference's speed"
             if not is_faster(fastest.speed, report.reference.speed):
                 hint += ", no faster than its own noise"
+                if word != "visible":
+                    names = [report.reference.name]
+                    hint = "the reference: nothing within the noise is faster by more than chance"
             found.append((label, " or ".join(names), hint))
     for word, label in (("broken", "Broken"), ("failed", "Failed")):
         names = [run.name for run in report.runs if run.verdict and run.verdict.word == word]

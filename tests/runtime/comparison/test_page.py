@@ -22,7 +22,7 @@ from multimodal_gen.runtime.comparison.plots import (
     series_of,
     time_against_quality,
 )
-from multimodal_gen.runtime.comparison.record import FrameMetrics, LayerErrors, Report
+from multimodal_gen.runtime.comparison.record import FrameMetrics, LayerErrors, Report, Run
 from multimodal_gen.runtime.comparison.verdict import MEASURES, SCORE, judged
 from tests.helpers.reports import make_report
 
@@ -410,6 +410,43 @@ def test_the_fastest_is_named_with_those_that_are_as_fast(
     (won,) = re.findall(r"<dt>Fastest with a visible difference</dt><dd>([^\n]*)", page)
     assert sorted(won.split(" or ")) == ["as-fast", one.name]
     assert re.search(r"<dt>Failed</dt><dd>cut-short", page)
+
+
+@pytest.mark.parametrize(
+    ("speed", "won", "hint"),
+    [
+        (0.61, "torch_sdpa", "the reference: nothing within the noise is faster by more than"),
+        (1.0, "torch_sdpa", "the reference: nothing within the noise is faster by more than"),
+        (2.0, "block_sparse", "2.00 [2.00, 2.00] x the reference"),
+    ],
+)
+def test_within_the_noise_the_reference_wins_unless_an_exact_kernel_is_faster(
+    report: Report, folder: Path, tmp_path: Path, speed: float, won: str, hint: str
+) -> None:
+    """The block-sparse kernel with all blocks is one, unlike a candidate that was dense."""
+    (sparse,) = few(report).candidates
+    (exact,) = report.floor
+    assert exact.cost is not None
+
+    def at(name: str, backend: str, speed: float) -> Run:
+        clips = tuple(
+            replace(clip, seconds=other.seconds / speed)
+            for clip, other in zip(exact.generations, report.reference.generations, strict=True)
+        )
+        return replace(exact, name=name, backend=backend, generations=clips, layers=())
+
+    floor = (at("block_sparse", sparse.backend, speed), at("flex_attn", "flex_attn", 0.31))
+    dense = at("dense-run", sparse.backend, 3.0)
+    changed = judged(replace(report, floor=floor, candidates=(dense, sparse)))
+    assert {run.verdict.word for run in (*changed.floor, changed.candidates[0]) if run.verdict} == {
+        "within the noise of dense kernels"
+    }
+    page = written(changed, folder, tmp_path / "report.html")
+    ((name, said),) = re.findall(
+        r"<dt>Fastest within the noise</dt><dd>([^\n]*)\n\s*<small>([^<]*)", page
+    )
+    assert name == won
+    assert said.startswith(hint)
 
 
 def test_candidates_are_compared_with_the_best_of_them(
