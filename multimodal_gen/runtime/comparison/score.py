@@ -45,7 +45,7 @@ class Score:
         rgb = np.repeat(frames, 3, -1) if frames.shape[-1] == 1 else frames[..., :3]
         try:
             given = self.function(np.array(rgb), prompt)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             problem = f"{type(error).__name__}: {first_line(error)}"
         else:
             figure = _number(given)

@@ -106,6 +106,25 @@ def test_what_is_no_share_is_refused(given: Any, got: str) -> None:
         score.of(CLIP, "a fox")
 
 
+@pytest.mark.parametrize(
+    ("error", "got"),
+    [
+        (RuntimeError("no\nweights"), "RuntimeError: no"),
+        (SystemExit(3), "SystemExit: 3"),
+        (SystemExit(), "SystemExit: SystemExit"),
+    ],
+)
+def test_a_function_that_fails_is_refused(error: BaseException, got: str) -> None:
+    """One that asks Python to exit fails, too: it would end the comparison without a word."""
+
+    def fail(video: Any, prompt: str) -> float:
+        raise error
+
+    message = rf"for every clip, got {got} from 'f' for \[5, 8, 8, 3\] and the prompt 'a fox'"
+    with pytest.raises(UsageError, match=message):
+        Score("f", fail).of(CLIP, "a fox")
+
+
 def test_what_is_no_function_at_all_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"score must be a function or FILE\.py:function, got 3"):
         read_score(3)
