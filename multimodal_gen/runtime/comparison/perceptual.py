@@ -53,6 +53,8 @@ def measure_perceptual(frames: Any, reference: Any, fps: float) -> tuple[dict[st
         # A package whose torchvision was built for another torch fails in its import so, too.
         except (RuntimeError, ValueError, OSError, ImportError) as error:
             reasons.append(f"{label}: {first_line(error)}")
+        except Exception as error:  # a defect of the package
+            reasons.append(f"{label}: {type(error).__name__}: {first_line(error)}")
     return found, reasons
 
 

@@ -70,6 +70,25 @@ def test_a_package_that_cannot_be_imported_is_a_reason(monkeypatch: pytest.Monke
     assert reasons[1].startswith("ST-LPIPS: import of stlpips_pytorch halted")
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (AttributeError("no attribute 'shape'"), "AttributeError: no attribute 'shape'"),
+        (KeyError("fps"), "KeyError: 'fps'"),
+        (ValueError("too small"), "too small"),
+    ],
+)
+def test_whatever_a_package_raises_is_a_reason(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
+) -> None:
+    def fail(frames: Any, reference: Any, fps: float) -> float:
+        raise error
+
+    fine = ("fine", "FINE", lambda *clips: 1.0, "torch", "")
+    monkeypatch.setattr(module, "_METRICS", (("bad", "BAD", fail, "torch", ""), fine))
+    assert measure_perceptual(*black_and_white(), 16.0) == ({"fine": 1.0}, [f"BAD: {said}"])
+
+
 def test_st_lpips_sees_few_frames_spread_evenly_and_forgives_a_shift() -> None:
     pytest.importorskip("stlpips_pytorch.stlpips", reason="needs the extra `perceptual`")
     clip = moving()
