@@ -11,8 +11,10 @@ None is a video as people see one: LPIPS and ST-LPIPS look at frames, one by one
 
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ FRAMES = 16
 DISPLAY = "standard_fhd"
 """ColorVideoVDP's name of what the clip is seen on: 1920 x 1080 on 24 inches, from 0.6 m."""
 
+_STRAY = ("interp", "third_party", "video_source", "video_source_yuv")
 _LPIPS_WEIGHTS = "alexnet-owt-7be5be79.pth"
 _BATCH = 8
 
@@ -82,16 +85,36 @@ def _st_lpips(frames: Any, reference: Any, fps: float) -> float:
 
 
 def _cvvdp(frames: Any, reference: Any, fps: float) -> float:
-    path = [*sys.path]
-    try:
-        import pycvvdp  # its modules import each other by a path that it adds
-    finally:
-        sys.path[:] = path
+    pycvvdp = _import_cvvdp()
     metric = pycvvdp.cvvdp(display_name=DISPLAY, device=torch.device("cpu"), quiet=True)
     rate = fps if len(frames) > 1 else 0  # of a picture
     clips = [each.copy() for each in (frames, reference)]
     jod, _ = metric.predict(*clips, dim_order="FHWC", frames_per_second=rate)
     return min(10.0, float(jod))
+
+
+def _import_cvvdp() -> Any:
+    """Import ColorVideoVDP, and leave nothing behind of how its modules import each other.
+
+    They do as `_STRAY`, by a path that it adds. Others may have modules of these names: those are
+    neither taken for its own nor lost.
+    """
+    if "pycvvdp" in sys.modules:
+        return sys.modules["pycvvdp"]
+    path, others = [*sys.path], _pop_stray()
+    spec = find_spec("pycvvdp")
+    sys.path[:0] = (spec and spec.submodule_search_locations) or ()
+    try:
+        return import_module("pycvvdp")
+    finally:
+        sys.path[:] = path
+        _pop_stray()
+        sys.modules.update(others)
+
+
+def _pop_stray() -> dict[str, ModuleType]:
+    names = [name for name in sys.modules if name.partition(".")[0] in _STRAY]
+    return {name: sys.modules.pop(name) for name in names}
 
 
 def _mean_distance(

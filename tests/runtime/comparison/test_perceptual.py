@@ -4,6 +4,7 @@ import sys
 import types
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -105,7 +106,48 @@ def test_st_lpips_sees_few_frames_spread_evenly_and_forgives_a_shift() -> None:
     assert 0 < shifted < far / 2
 
 
-def test_color_video_vdp_is_ten_for_equal_clips_and_leaves_no_path_behind() -> None:
+STRAY = {"interp", "third_party", "video_source", "video_source_yuv"}
+PYCVVDP = """
+import os, sys
+sys.path.append(os.path.dirname(__file__))
+from interp import jod
+from third_party.cpuinfo import cpuinfo
+
+class cvvdp:
+    def __init__(self, **options):
+        pass
+
+    def predict(self, *clips, **options):
+        return jod, cpuinfo
+"""
+
+
+@pytest.mark.parametrize("imported", [True, False])
+def test_color_video_vdp_leaves_modules_of_others_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, imported: bool
+) -> None:
+    """Its own are imported under names such as `interp`, which a user's folder may have, too."""
+    package = tmp_path / "pycvvdp"
+    (package / "third_party").mkdir(parents=True)
+    (package / "__init__.py").write_text(PYCVVDP)
+    (package / "interp.py").write_text("jod = 9.0\n")
+    (package / "third_party" / "cpuinfo.py").write_text("cpuinfo = None\n")
+    (tmp_path / "interp.py").write_text("raise RuntimeError('of a user')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    others = {"interp": types.ModuleType("interp")} if imported else {}
+    path = [*sys.path]
+    with patch.dict(sys.modules):
+        for name in [each for each in sys.modules if each.partition(".")[0] in {"pycvvdp", *STRAY}]:
+            del sys.modules[name]
+        sys.modules.update(others)
+        for _ in range(2):
+            assert measure_perceptual(*black_and_white(), 16.0)[0]["cvvdp"] == 9.0
+        assert {name: sys.modules[name] for name in STRAY & {*sys.modules}} == others
+        assert "third_party.cpuinfo" not in sys.modules
+    assert sys.path == path
+
+
+def test_color_video_vdp_is_ten_for_equal_clips_and_leaves_nothing_behind() -> None:
     pytest.importorskip("torchvision", reason="needs the extra `perceptual`")
     if "pycvvdp" not in available():
         pytest.skip("needs the extra `perceptual`")
@@ -113,6 +155,7 @@ def test_color_video_vdp_is_ten_for_equal_clips_and_leaves_no_path_behind() -> N
     for equal in (clip, clip[:1]):  # a video and a picture
         assert measure_perceptual(equal, equal, 16.0)[0]["cvvdp"] == 10.0
     assert sys.path == path
+    assert not STRAY & {*sys.modules}
     faint = (clip + np.random.default_rng(0).integers(-4, 5, clip.shape)).clip(0, 255)
     strong = (clip + np.random.default_rng(0).integers(-40, 41, clip.shape)).clip(0, 255)
     near, far = (
