@@ -29,6 +29,7 @@ DISPLAY = "standard_fhd"
 
 _STRAY = ("interp", "third_party", "video_source", "video_source_yuv")
 _LPIPS_WEIGHTS = "alexnet-owt-7be5be79.pth"
+_LPIPS_PIXELS, _ST_LPIPS_PIXELS = 31, 21  # along either axis, for their poolings
 _BATCH = 8
 
 
@@ -62,6 +63,7 @@ def measure_perceptual(frames: Any, reference: Any, fps: float) -> tuple[dict[st
 
 
 def _lpips(frames: Any, reference: Any, fps: float) -> float:
+    _check_size(frames, _LPIPS_PIXELS)
     weights = Path(torch.hub.get_dir(), "checkpoints", _LPIPS_WEIGHTS)
     if not weights.is_file():
         raise OSError(
@@ -70,12 +72,12 @@ def _lpips(frames: Any, reference: Any, fps: float) -> float:
         )
     import lpips
 
-    # AlexNet's pooling leaves nothing of frames that are smaller than about 63 pixels.
     distance = lpips.LPIPS(net="alex", version="0.1", verbose=False).eval()
     return _mean_distance(distance, frames, reference, range(len(frames)))
 
 
 def _st_lpips(frames: Any, reference: Any, fps: float) -> float:
+    _check_size(frames, _ST_LPIPS_PIXELS)
     from stlpips_pytorch import stlpips
 
     distance = stlpips.LPIPS(net="alex", variant="shift_tolerant", verbose=False)
@@ -91,6 +93,14 @@ def _cvvdp(frames: Any, reference: Any, fps: float) -> float:
     clips = [each.copy() for each in (frames, reference)]
     jod, _ = metric.predict(*clips, dim_order="FHWC", frames_per_second=rate)
     return min(10.0, float(jod))
+
+
+def _check_size(frames: Any, least: int) -> None:
+    height, width = frames.shape[1:3]
+    if min(height, width) < least:
+        raise ValueError(
+            f"needs frames of at least {least}x{least} pixels, these have {width}x{height}"
+        )
 
 
 def _import_cvvdp() -> Any:

@@ -26,7 +26,8 @@ class FakeDistance(torch.nn.Module):
 
 
 def black_and_white() -> tuple[Any, Any]:
-    return np.full((10, 4, 4, 3), 255, np.uint8), np.zeros((10, 4, 4, 3), np.uint8)
+    shape = (10, 32, 32, 3)
+    return np.full(shape, 255, np.uint8), np.zeros(shape, np.uint8)
 
 
 def moving(frames: int = 20) -> Any:
@@ -61,6 +62,30 @@ def test_lpips_is_measured_only_where_its_weights_are(
     (tmp_path / "checkpoints" / "alexnet-owt-7be5be79.pth").touch()
     monkeypatch.setitem(sys.modules, "lpips", types.SimpleNamespace(LPIPS=FakeDistance))
     assert measure_perceptual(*black_and_white(), 16.0)[0] == {"lpips": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("package", "label", "least"),
+    [("lpips", "LPIPS", 31), ("stlpips_pytorch", "ST-LPIPS", 21)],
+)
+def test_a_clip_that_is_too_small_is_a_reason(
+    monkeypatch: pytest.MonkeyPatch, package: str, label: str, least: int
+) -> None:
+    monkeypatch.setattr(module, "find_spec", lambda name: name == package or None)
+    monkeypatch.setitem(sys.modules, package, None)  # it is not imported for nothing
+    for height, width in ((least - 1, 64), (64, least - 1)):
+        small = np.zeros((2, height, width, 3), np.uint8)
+        reasons = measure_perceptual(small, small, 16.0)[1]
+        said = (
+            f"{label}: needs frames of at least {least}x{least} pixels, these have {width}x{height}"
+        )
+        assert said in reasons
+
+
+def test_st_lpips_takes_the_least_size_that_it_is_said_to() -> None:
+    pytest.importorskip("stlpips_pytorch.stlpips", reason="needs the extra `perceptual`")
+    least = np.zeros((1, 21, 21, 3), np.uint8)
+    assert measure_perceptual(least, least, 16.0)[0]["st_lpips"] == 0.0
 
 
 def test_a_package_that_cannot_be_imported_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
