@@ -256,7 +256,9 @@ class SparseMethodImpl(AttentionImpl):
     def _keeps_all(self, context: ForwardContext) -> str | None:
         """Return what is said of parameters that leave nothing out in any step, else None."""
         grid, total = context.latent_grid, context.num_steps
-        if self.config.skips() is not None or grid is None or (self._varies and total is None):
+        if self.config.skips() is not None or self.router.keeps_all(self.config):
+            return None
+        if grid is None or (self._varies and total is None):
             return None
         # The last step first: it is the least likely to keep all.
         steps = reversed(range(total or 0)) if self._varies else (context.current_timestep,)

@@ -127,10 +127,14 @@ class VideoSparseH3Router(Router[VideoSparseH3Config]):
         """Return the tiles."""
         return Cut(_TILES[settings.vsa_tile_size])
 
+    def keeps_all(self, settings: VideoSparseH3Config) -> bool:
+        """Return whether the layer is one of those that keep all tiles."""
+        site, dense = self.layer.site, settings.vsa_dense_layers
+        return dense is not None and site is not None and site.layer in dense
+
     def budget(self, settings: VideoSparseH3Config, blocks: int, tokens: int) -> Budget:
         """Return how many tiles are kept; with competition, besides as many as there are pieces."""
-        site, dense = self.layer.site, settings.vsa_dense_layers
-        if dense is not None and site is not None and site.layer in dense:
+        if self.keeps_all(settings):
             return Budget(blocks, blocks)
         sparsity = ratio_now(settings.sparsity)
         # In decimals, as people write them: 1 - 0.7 is more than 0.3 in binary.

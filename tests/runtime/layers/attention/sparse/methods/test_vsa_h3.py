@@ -19,7 +19,7 @@ from multimodal_gen.runtime.layers.attention.backends.registry import find_backe
 from multimodal_gen.runtime.layers.attention.request import LayerSite
 from multimodal_gen.runtime.layers.attention.scope import scope_from
 from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import recorded_pairs
-from multimodal_gen.runtime.managers.forward_context import TextSpan
+from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 from tests.helpers.inputs import QKV, random
 from tests.helpers.methods import DEFINED, Defined, best, drawn_call, picks, tiles
@@ -248,6 +248,17 @@ def test_dense_steps_and_layers_keep_the_coarse_stage(mode, given, step, kept) -
     out = gated(given, qkv, H3.grid, gate, text, step=step)
     want = of_fastvideo(qkv, gate, prefix, H3.grid, 1 - kept, exempt=mode == "exempt")
     torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("named", "told"), [({"vsa_dense_layers": "0-2"}, 0), ({"sparsity": 0}, 1)]
+)
+def test_layers_that_are_named_to_keep_all_are_no_mistake(named, told, caplog) -> None:
+    layer = replace(H3.method, given={"sparsity": 0.75, **named}).layer()
+    qkv = H3.inputs(None, kv_heads=2)
+    with torch.no_grad(), set_forward_context(0, latent_grid=H3.grid, num_steps=2):
+        layer(*qkv)
+    assert caplog.text.count("leaves nothing out") == told
 
 
 def test_text_that_competes_may_be_left_out_and_text_leaves_out_nothing() -> None:
