@@ -62,9 +62,9 @@ def calibrated(scope: SelectionScope, model: nn.Module) -> SelectionScope:
     if not wants or found is None:
         return scope
     from multimodal_gen.runtime.layers.attention.sparse.methods.skip_softmax import (
-        SkipCurve,
         SkipSoftmaxConfig,
     )
+    from multimodal_gen.runtime.layers.attention.sparse.skip_curve import SkipCurve
 
     name = f"sparse_attention_config of {type(model).__name__}"
 

@@ -29,7 +29,8 @@ from multimodal_gen.runtime.generator.load import denoisers
 from multimodal_gen.runtime.generator.run import Handle, observe
 from multimodal_gen.runtime.layers.attention.call import AttentionCall, watching
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
-from multimodal_gen.runtime.layers.attention.sparse.methods.skip_softmax import BLOCK, SkipCurve
+from multimodal_gen.runtime.layers.attention.sparse.methods.skip_softmax import BLOCK
+from multimodal_gen.runtime.layers.attention.sparse.skip_curve import SkipCurve
 from multimodal_gen.runtime.layers.attention.sparse.tiles import layout_of
 from multimodal_gen.runtime.managers.forward_context import current_forward_context
 from multimodal_gen.runtime.server_args import ServerArgs

@@ -11,11 +11,10 @@ from multimodal_gen.runtime.layers.attention.config import build_config, config_
 from multimodal_gen.runtime.layers.attention.request import LayerSite
 from multimodal_gen.runtime.layers.attention.sparse.methods.skip_softmax import (
     BLOCK,
-    FORMULA,
-    SkipCurve,
     SkipSoftmaxBackend,
     SkipSoftmaxConfig,
 )
+from multimodal_gen.runtime.layers.attention.sparse.skip_curve import FORMULA, SkipCurve
 from tests.helpers.methods import method, picks
 from tests.helpers.reference import reference_attention
 from tests.helpers.skipping import attend_blocks, nearest_scores, peaked_inputs
