@@ -32,6 +32,7 @@ from multimodal_gen.integrations.trained_layers import (
     GATE,
     PROJECTION,
     SpareGate,
+    Stored,
     attach_child,
     attach_projection,
     find_gates,
@@ -40,6 +41,7 @@ from multimodal_gen.integrations.trained_layers import (
     new_projection,
     owner_of,
     stored_layers,
+    stored_parameters,
 )
 from multimodal_gen.runtime.described_tokens import DescribedTokens
 from multimodal_gen.runtime.distributed.groups import ParallelGroups
@@ -132,13 +134,15 @@ class DenoiserPlan:
         self._graphed = None if graphs is None or not self._patched else self._graph(graphs)
         gated = {m.name: m.module for m in self._gated() if m.layer.takes_gate}
         spare = self._gated() if scope.spare_gates else ()
-        self._gates = find_gates(component.model, {m.name: m.module for m in spare} or gated)
+        stored = stored_parameters(component.model) if self._patched else {}
+        wanted = {m.name: m.module for m in spare} or gated
+        self._gates = find_gates(component.model, wanted, stored)
         projected = {m.name: m.layer.head_size for m in self._patched if m.layer.takes_projection}
-        self._projections = find_projections(component.model, projected)
+        self._projections = find_projections(stored, projected)
         self._lost = self._lost_parts(bool(gated), bool(projected))
         self._unread = [
-            *self._unread_parts(GATE, "coarse", self._gated(), {m.name for m in spare} or gated),
-            *self._unread_parts(PROJECTION, "linear", self._patched, projected),
+            *self._unread_parts(stored, GATE, "coarse", self._gated(), wanted),
+            *self._unread_parts(stored, PROJECTION, "linear", self._patched, projected),
         ]
         self._new_parts = self._make_trainable(gated, projected) if train else 0
 
@@ -389,22 +393,28 @@ class DenoiserPlan:
         return lost
 
     def _unread_parts(
-        self, part: str, branch: str, places: Iterable[_PatchedModule], read: Collection[str]
+        self,
+        stored: Stored,
+        part: str,
+        branch: str,
+        places: Iterable[_PatchedModule],
+        read: Collection[str],
     ) -> Iterator[str]:
         """Say which trained parts of its checkpoint are not used.
 
         What no layer can be given, though a layer's method takes it, is warned of.
 
         Args:
+            stored: what came with the model.
             part: what they are called.
             branch: what they are for.
             places: the modules that can be given one.
             read: the names of those that it is read for.
         """
-        stored = stored_layers(self.model, part) if self._patched else []
+        came = stored_layers(stored, part)
         known = {m.name for m in places}
-        lost = [x for x in stored if owner_of(x, known) is None]
-        idle = [x for x in stored if x not in lost and owner_of(x, read) is None]
+        lost = [x for x in came if owner_of(x, known) is None]
+        idle = [x for x in came if x not in lost and owner_of(x, read) is None]
         cls = type(self.model).__name__
         for unread, why in (
             (lost, f"no layer of {cls} can be given them"),

@@ -31,8 +31,8 @@ Stored: TypeAlias = Mapping[str, Path | torch.Tensor]
 """Parameters by their keys: the file of each, or itself."""
 
 
-def stored_parameters(model: nn.Module, name: str) -> Stored:
-    """Return the parameters of layers called `name` that came with a model.
+def stored_parameters(model: nn.Module) -> Stored:
+    """Return the parameters of gates and projections that came with a model.
 
     Only heads of files are read. Nothing is found where the model comes from no folder of this
     machine.
@@ -41,24 +41,24 @@ def stored_parameters(model: nn.Module, name: str) -> Stored:
 
     held = getattr(model, TRAINED, None)
     if held is not None:
-        return {key: value for key, value in held.items() if _is_of(key, name)}
+        return {key: value for key, value in held.items() if _is_of(key, GATE, PROJECTION)}
     found: dict[str, Path] = {}
     folder = find_checkpoint(model).folder
     for path in () if folder is None else weight_files(folder):
         with safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 - not a mapping
-                if _is_of(key, name):
+                if _is_of(key, GATE, PROJECTION):
                     found.setdefault(key, path)
     return found
 
 
-def _is_of(key: str, name: str) -> bool:
-    return f".{key.rpartition('.')[0]}".endswith(f".{name}")
+def _is_of(key: str, *names: str) -> bool:
+    return f".{key.rpartition('.')[0]}".endswith(tuple(f".{name}" for name in names))
 
 
-def stored_layers(model: nn.Module, name: str) -> list[str]:
-    """Return the dotted names of the layers called `name` that came with a model, in order."""
-    return [*dict.fromkeys(key.rpartition(".")[0] for key in stored_parameters(model, name))]
+def stored_layers(stored: Stored, name: str) -> list[str]:
+    """Return the dotted names of the layers called `name`, in order."""
+    return [*dict.fromkeys(key.rpartition(".")[0] for key in stored if _is_of(key, name))]
 
 
 def read_linear(
@@ -178,12 +178,15 @@ def wan_projections(
     return query, key, GatedValue(value=value, gate=project(hidden_states))
 
 
-def find_gates(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, nn.Linear]:
+def find_gates(
+    model: nn.Module, modules: Mapping[str, nn.Module], stored: Stored
+) -> dict[str, nn.Linear]:
     """Read the gates of attention modules from the files that a model was loaded from.
 
     Args:
         model: a model of diffusers.
         modules: its attention modules, by dotted name.
+        stored: what came with it.
 
     Returns:
         The gates by the name of their attention module; empty where the model comes from no
@@ -192,15 +195,14 @@ def find_gates(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, 
     Raises:
         UsageError: a gate does not fit its module.
     """
-    files = stored_parameters(model, GATE) if modules else {}
     gates = {}
     for name, module in modules.items():
-        prefix = next((each for each in _gate_names(name) if f"{each}.weight" in files), None)
+        prefix = next((each for each in _gate_names(name) if f"{each}.weight" in stored), None)
         if prefix is not None:
             query = getattr(module, "to_q", None)
             shape = tuple(getattr(query, size, None) for size in ("out_features", "in_features"))
             dtype = compute_dtype(module, model)
-            gates[name] = read_linear(files, prefix, dtype, shape, "as the query's projection")
+            gates[name] = read_linear(stored, prefix, dtype, shape, "as the query's projection")
     return gates
 
 
@@ -240,11 +242,11 @@ def _zero(inputs: int, outputs: int, dtype: torch.dtype) -> nn.Linear:
 PROJECTION = "proj_l"
 
 
-def find_projections(model: nn.Module, sizes: Mapping[str, int]) -> dict[str, nn.Linear]:
+def find_projections(stored: Stored, sizes: Mapping[str, int]) -> dict[str, nn.Linear]:
     """Read the projections of attention modules from the files that a model was loaded from.
 
     Args:
-        model: a model of diffusers.
+        stored: what came with the model.
         sizes: channels per head of its attention modules, by dotted name.
 
     Returns:
@@ -254,15 +256,13 @@ def find_projections(model: nn.Module, sizes: Mapping[str, int]) -> dict[str, nn
     Raises:
         UsageError: a projection does not fit its module.
     """
-    files = stored_parameters(model, PROJECTION) if sizes else {}
     found: dict[str, nn.Linear] = {}
-    for key in files:
-        prefix, _, part = key.rpartition(".")
+    for prefix in stored_layers(stored, PROJECTION):
         name = owner_of(prefix, sizes)
-        if name is None or part != "weight":
+        if name is None or f"{prefix}.weight" not in stored:
             continue
         shape, meaning = (sizes[name],) * 2, "channels of a head to channels of a head"
-        projection = read_linear(files, prefix, torch.float32, shape, meaning)
+        projection = read_linear(stored, prefix, torch.float32, shape, meaning)
         # Zero is what training starts from: then there is nothing to add.
         if any(bool(p.any()) for p in projection.parameters()):
             found[name] = projection

@@ -12,7 +12,7 @@ from torch import nn
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.diffusers import apply
-from multimodal_gen.integrations.trained_layers import find_gates
+from multimodal_gen.integrations.trained_layers import find_gates, stored_parameters
 from multimodal_gen.runtime.comparison.layers import Replay
 from multimodal_gen.runtime.generator.attention_check import exact_rows, row_errors, sample_rows
 from multimodal_gen.runtime.layers.attention.call import watching
@@ -187,7 +187,7 @@ def test_blocks_with_gates_compile_into_one_graph(folder, coarse_branch):
 def test_gates_have_the_dtype_the_model_computes_in(folder):
     gates_for(folder)
     model = load(folder).transformer.bfloat16()
-    gates = find_gates(model, {"blocks.0.attn1": model.blocks[0].attn1})
+    gates = find_gates(model, {"blocks.0.attn1": model.blocks[0].attn1}, stored_parameters(model))
     assert gates["blocks.0.attn1"].weight.dtype == torch.bfloat16
     assert not gates["blocks.0.attn1"].weight.requires_grad
 
@@ -203,14 +203,16 @@ def test_sharded_files_are_searched_too(folder):
     tensors["blocks.1.to_gate_compress.weight"] = wanted[1][0]
     save_file(tensors, shards[1], metadata={"format": "pt"})
     modules = {f"blocks.{i}.attn1": model.blocks[i].attn1 for i in range(2)}
-    (name,) = gates = find_gates(model, modules)
+    (name,) = gates = find_gates(model, modules, stored_parameters(model))
     assert name == "blocks.1.attn1"
     assert torch.equal(gates[name].weight, wanted[1][0])
 
 
 def test_a_model_from_nowhere_has_no_gates():
     model, _ = COMMON["wan"].make()
-    assert find_gates(model, {"blocks.0.attn1": model.blocks[0].attn1}) == {}
+    assert (
+        find_gates(model, {"blocks.0.attn1": model.blocks[0].attn1}, stored_parameters(model)) == {}
+    )
 
 
 def test_gates_of_another_width_are_refused_before_anything_changes(folder, coarse_branch):

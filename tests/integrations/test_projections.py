@@ -10,7 +10,7 @@ from torch import nn
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.diffusers import apply
-from multimodal_gen.integrations.trained_layers import find_projections
+from multimodal_gen.integrations.trained_layers import find_projections, stored_parameters
 from tests.integrations.conftest import generate, load
 
 FILE = "diffusion_pytorch_model.safetensors"
@@ -70,7 +70,8 @@ def latents(folder, **options):
 def test_projections_are_found_wherever_training_left_them(folder, owner):
     wanted = store(folder, owner=owner)
     model = load(folder).transformer
-    found = find_projections(model, {f"blocks.{i}.attn1": head_size(folder) for i in range(2)})
+    sizes = {f"blocks.{i}.attn1": head_size(folder) for i in range(2)}
+    found = find_projections(stored_parameters(model), sizes)
     assert sorted(found) == ["blocks.0.attn1", "blocks.1.attn1"]
     for block, (weight, bias) in wanted.items():
         projection = found[f"blocks.{block}.attn1"]
@@ -165,7 +166,7 @@ def test_projections_that_belong_to_no_layer_are_warned_of(folder, caplog):
 
 
 def test_a_model_from_nowhere_has_no_projections():
-    assert find_projections(nn.Linear(2, 2), {"blocks.0.attn1": 2}) == {}
+    assert find_projections(stored_parameters(nn.Linear(2, 2)), {"blocks.0.attn1": 2}) == {}
 
 
 def test_projections_of_another_size_are_refused_before_anything_changes(folder):
