@@ -55,6 +55,10 @@ BY_DATA = {
         "svg2_first_layers_fp": 0,
         "svg2_first_times_fp": 0,
     },
+    "nabla_attn": {"P": 0.5, "add_sta": False, "tile_size": [2, 2, 4]},
+    "draft_attn": {"sparsity_ratio": 0.5, "pool_h": 2, "pool_w": 4},
+    "bsa_attn": {"kv_cumulative_threshold": 0.9, "tile_size": [2, 2, 4]},
+    "video_sparse_attn_h3": {"sparsity": 0.5, "vsa_mode": "compete"},
 }
 
 
