@@ -167,6 +167,18 @@ def test_the_method_is_tried_again_ever_more_seldom_and_in_every_generation():
     assert steps_that_are_dense(layer, qkv, range(2, 19), "b") == [*range(2, 17), 18]
 
 
+@pytest.mark.parametrize("method", BY_DATA)
+def test_a_rank_learns_of_its_own_heads(method):
+    impl, (q, k, v) = make_layer(method, BY_DATA[method], dense_above=0.2).attn_impl, inputs()
+    mine = slice(1, HEADS)
+    for step in range(2):
+        context = ForwardContext(current_timestep=step, num_steps=9, latent_grid=GRID)
+        reason = impl.dense_reason(q[:, :, mine], k[:, :, mine], context, first_head=1)
+        if step == 0:
+            impl.forward(q[:, :, mine], k[:, :, mine], v[:, :, mine], context, first_head=1)
+    assert "kept more than 0.2 of the pairs when last tried" in str(reason)
+
+
 @pytest.mark.parametrize(("above", "dense"), [((True, True), True), ((True, False), False)])
 def test_all_calls_of_a_step_must_have_kept_too_much(above, dense):
     kept = KeptTooMuch()

@@ -44,8 +44,7 @@ def attend_groups(
         pairs = kept_pairs(groups.cluster_mask, groups.queries.counts, groups.keys.counts)
         batch, heads = groups.cluster_mask.shape[:2]
         share = density_of_pairs(pairs / (batch * heads), call.layout, call.mask)
-    if call.first_head == 0:  # the first heads of a call stand for all of it
-        layer.dense_above.learn(share, 0, context)
+    layer.dense_above.learn(share, 0, context)
     layer.note(context, share, heads)
     out = router.attend_upstream(settings, call, None, lambda: groups) if call.on_package else None
     if out is None:

@@ -158,8 +158,7 @@ def attend_by_rows(
         share = kept = layout.density(pairs.double() / (batch * heads * layout.num_video**2))
         if out is None:
             out = attend_choice(call, chunks, bits)
-            if call.first_head == 0:  # the first heads of a call stand for all of it
-                layer.dense_above.learn(kept, math.prod(known.tile), context)
+            layer.dense_above.learn(kept, math.prod(known.tile), context)
     layer.note(context, share, call.query.shape[2])
     return out
 
