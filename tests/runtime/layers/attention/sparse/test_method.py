@@ -188,6 +188,7 @@ EVERYTHING = (
     ("sla", {"topk_ratio": 1.0}),
     ("sol", {"tau": -1000.0}),
     ("nabla", {"P": 1.0}),
+    ("nabla", {"add_sta": True, "wT": 99, "wH": 99, "wW": 99}),
     ("draft", {"sparsity_ratio": 0.0}),
     ("bsa", {"query_keep_ratio": 1.0, "kv_cumulative_threshold": 1.0}),
     ("bsa", {"query_keep_ratio": 1.0, "min_kv_blocks": 99}),

@@ -26,6 +26,7 @@ What differs from them, or is easily missed:
 Shapes: B batch, H heads, D head size, R and N tiles of queries and of keys.
 """
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
@@ -41,8 +42,16 @@ from multimodal_gen.runtime.layers.attention.config import (
 )
 from multimodal_gen.runtime.layers.attention.sparse.base import Tail, tail_option
 from multimodal_gen.runtime.layers.attention.sparse.method import SparseBackend
-from multimodal_gen.runtime.layers.attention.sparse.router import BlockStats, Budget, Cut, Router
-from multimodal_gen.runtime.layers.attention.sparse.windows import Window
+from multimodal_gen.runtime.layers.attention.sparse.router import (
+    BlockStats,
+    Budget,
+    Cut,
+    KnownCall,
+    Router,
+)
+from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout
+from multimodal_gen.runtime.layers.attention.sparse.windows import Window, tiles_of
+from multimodal_gen.runtime.managers.forward_context import ForwardContext
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 
@@ -82,6 +91,18 @@ class NablaRouter(Router[NablaConfig]):
     """The tiles that hold most of a row's mass, and those nearby."""
 
     chooses = "map"
+
+    def known(
+        self, settings: NablaConfig, whole: SequenceLayout, heads: slice, context: ForwardContext
+    ) -> KnownCall:
+        """Return that all tiles are kept, too, where the neighbourhood covers the grid."""
+        known = super().known(settings, whole, heads, context)
+        tiles = tiles_of(known.layout.grid, known.tile)
+        widths = (settings.wT, settings.wH, settings.wW)
+        num, far = math.prod(tiles), any(w // 2 < n - 1 for w, n in zip(widths, tiles, strict=True))
+        if far or not settings.add_sta:
+            return known
+        return known._replace(share=1.0, budget=Budget(num, num))
 
     def cut(self, settings: NablaConfig, grid: Window) -> Cut:
         """Return the tiles."""

@@ -107,3 +107,22 @@ def test_nearby_tiles_are_kept_besides_a_share_of_all() -> None:
         return nearby | DEFINED["cube"].choose(*given, kept=kept, own=False)
 
     replace(NABLA, choose=choose).check(TEXT, rule={"kept": 3}, method="topk", P=0.2)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"wT": 6, "wH": 2, "wW": 4}, True),
+        ({"wT": 6, "wH": 2, "wW": 4, "method": "topk"}, True),
+        ({"wT": 5, "wH": 2, "wW": 4}, False),
+        ({"wT": 6, "wH": 1, "wW": 4}, False),
+        ({"wT": 6, "wH": 2, "wW": 3}, False),
+        ({"add_sta": False, "wT": ..., "wH": ..., "wW": ...}, False),
+    ],
+)
+def test_a_neighbourhood_of_all_tiles_is_told_to_leave_nothing_out(given, told, caplog) -> None:
+    grid = (4, 4, 8)  # four tiles, two and three
+    layer = NABLA.method.layer(**{"P": 0.1, "tile_size": [1, 2, 3], **given})
+    run_sparse(layer, NABLA.method.inputs(grid), grid, known={"num_steps": 2})
+    assert ("nabla_attn leaves nothing out in any step" in caplog.text) == told
+    assert (layer.report().entries[0].density == 1) == told
