@@ -146,9 +146,15 @@ class BsaRouter(Router[BsaConfig]):
 
     def choose(self, settings: BsaConfig, stats: BlockStats, budget: Budget | None) -> torch.Tensor:
         """Return the tiles that are kept."""
-        if budget is not None:
-            return stats.mark_best(budget.kept)
         mass, least = ratio_now(settings.kv_cumulative_threshold), settings.min_kv_blocks
+        if budget is not None:
+            if mass < 1 and stats.layout is not None:  # a cache will have more
+                self.layer.warnings.warn(
+                    f"{self.layer.label} of {self.layer.component or 'a layer'} leaves no keys "
+                    f"out: the latent grid {stats.layout.grid} has no more tiles than "
+                    f"`min_kv_blocks`, {least}"
+                )
+            return stats.mark_best(budget.kept)
         return stats.mark_by_scores(partial(_holding, mass=mass, least=least))
 
 

@@ -80,8 +80,9 @@ class DraftRouter(Router[DraftConfig]):
         return Cut((1, settings.pool_h, settings.pool_w))
 
     def budget(self, settings: DraftConfig, blocks: int, tokens: int) -> Budget | None:
-        """Return all patches where nothing is left out; else the data decide for a row."""
-        return Budget(blocks, blocks) if ratio_now(settings.sparsity_ratio) == 0 else None
+        """Return all patches where none can be left out; else the data decide for a row."""
+        sparsity = ratio_now(settings.sparsity_ratio)
+        return Budget(blocks, blocks, 1 - sparsity) if blocks == 1 or not sparsity else None
 
     def choose(
         self, settings: DraftConfig, stats: BlockStats, budget: Budget | None

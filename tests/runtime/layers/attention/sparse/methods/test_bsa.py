@@ -146,3 +146,22 @@ def test_a_ring_and_a_cache_are_refused_with_the_reason_where_queries_are_compar
     )
     assert limits.cache == "`query_keep_ratio` below 1 compares the queries of a whole video"
     assert backend.limits(BSA.method.config(query_keep_ratio=1.0)) == type(limits)()
+
+
+@pytest.mark.parametrize(
+    ("grid", "given", "is_told"),
+    [
+        ((4, 4, 4), {}, True),
+        ((4, 4, 16), {}, True),
+        ((4, 4, 16), {"min_kv_blocks": 3}, False),
+        ((4, 4, 4), {"kv_cumulative_threshold": 1.0}, False),
+    ],
+)
+def test_tiles_that_are_kept_whatever_they_hold_are_told_of(grid, given, is_told, caplog) -> None:
+    given = {"kv_cumulative_threshold": 0.5, "min_kv_blocks": 4, "tile_size": [4, 4, 4], **given}
+    layer, qkv = BSA.method.layer(**given), BSA.method.inputs(grid)
+    for _ in range(2):
+        run_sparse(layer, qkv, grid)
+    told = [r.getMessage() for r in caplog.records]
+    want = f"bsa_attn of a layer leaves no keys out: the latent grid {grid} has no more tiles than "
+    assert told == ([f"{want}`min_kv_blocks`, 4"] if is_told else [])

@@ -88,3 +88,15 @@ def test_rows_of_a_head_keep_different_numbers() -> None:
     qkv = DRAFT.inputs()
     kept = DRAFT.choose(qkv, *DRAFT.cut(DRAFT.grid, None)).sum(-1)
     assert len(set(kept.flatten().tolist())) > 3
+
+
+@pytest.mark.parametrize(("pool_w", "told"), [(16, True), (4, False)])
+def test_a_video_of_one_patch_is_told_that_it_is_kept(pool_w, told, caplog) -> None:
+    grid = (1, 4, 8)
+    layer = DRAFT.method.layer(sparsity_ratio=0.9, pool_h=4, pool_w=pool_w)
+    run_sparse(layer, DRAFT.method.inputs(grid), grid)
+    said = (
+        "draft_attn of a layer attends to 100% of the pairs, not to the 10% that were asked for: "
+        "the latent grid (1, 4, 8) has 1 block, which is kept"
+    )
+    assert (said in caplog.text) == told
