@@ -7,7 +7,8 @@ from typing import Any, Generic, Protocol, TypeVar
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 
 # Of requests that never say that they have ended, so many branches are remembered.
-_MAX_BRANCHES = 8
+MAX_BRANCHES = 8
+_MAX_LOST = 256
 
 Branch = tuple[str, str | None, Hashable]
 _Run = tuple[str, str | None]
@@ -27,6 +28,7 @@ class KeptSteps(Generic[_KeptT]):
 
     def __init__(self) -> None:
         self._found: OrderedDict[Branch, _KeptT] = OrderedDict()
+        self._lost: OrderedDict[Branch, None] = OrderedDict()
         self._calls: OrderedDict[_Run, tuple[int, int]] = OrderedDict()  # the last step, and number
 
     def __len__(self) -> int:
@@ -63,29 +65,39 @@ class KeptSteps(Generic[_KeptT]):
             return None
         return found
 
+    def has_lost(self, branch: Branch | None) -> bool:
+        """Whether what there was of a branch went for want of room, and nothing was kept since."""
+        return branch in self._lost
+
     def store(self, branch: Branch | None, found: _KeptT, num_steps: int | None) -> None:
         """Keep an entry for the next step; after the last one, drop what there is."""
         if branch is None:
             return
         if num_steps is not None and found.step >= num_steps - 1:
             self.drop(branch)
-        else:
-            _remember(self._found, branch, found)
+            return
+        self._lost.pop(branch, None)
+        lost = _remember(self._found, branch, found)
+        if lost is not None:
+            _remember(self._lost, lost, None, _MAX_LOST)
 
     def drop(self, branch: Branch | None) -> None:
         """Drop what there is of a branch."""
         if branch is not None:
             self._found.pop(branch, None)
+            self._lost.pop(branch, None)
 
     def end(self, request_id: str) -> None:
         """Drop what there is of a request."""
         self._found = OrderedDict(x for x in self._found.items() if x[0][0] != request_id)
+        self._lost = OrderedDict(x for x in self._lost.items() if x[0][0] != request_id)
         self._calls = OrderedDict(x for x in self._calls.items() if x[0][0] != request_id)
 
 
-def _remember(known: OrderedDict[Any, Any], place: _Run | Branch, what: object) -> None:
-    """Set an entry, the newest; of too many the oldest goes."""
+def _remember(
+    known: OrderedDict[Any, Any], place: _Run | Branch, what: object, most: int = MAX_BRANCHES
+) -> Any:
+    """Set an entry, the newest; of too many the oldest goes, and its place is returned."""
     known[place] = what
     known.move_to_end(place)
-    if len(known) > _MAX_BRANCHES:
-        known.popitem(last=False)
+    return known.popitem(last=False)[0] if len(known) > most else None

@@ -156,15 +156,21 @@ def test_masks_whose_writes_are_not_counted_choose_anew() -> None:
             BEST.check(qkv=qkv, token_mask=mask, layer=layer, step=step, known=known())
 
 
+def layer_that_tells() -> tuple[Any, WarnOnce]:
+    """Return a layer, and what its user is told."""
+    layer, told = BEST.method.layer(kv_heads=1, refresh_every=4), WarnOnce()
+    layer.attn_impl.layer = layer.attn_impl._kept._layer = replace(
+        layer.attn_impl.layer, warnings=told
+    )
+    return layer, told
+
+
 def told_by(calls: list[dict[str, Any]], **given: Any) -> tuple[str, ...]:
     """Return what the user of a layer is told of calls, step by step."""
-    layer, qkv = BEST.method.layer(kv_heads=1, refresh_every=4), BEST.inputs()
-    layer.attn_impl.layer = layer.attn_impl._kept._layer = replace(
-        layer.attn_impl.layer, warnings=WarnOnce()
-    )
+    (layer, told), qkv = layer_that_tells(), BEST.inputs()
     for step, call in enumerate(calls):
         run_sparse(layer, qkv, BEST.grid, step=step, known=known(**given), **call)
-    return layer.attn_impl.layer.warnings.given
+    return told.given
 
 
 def test_calls_that_it_serves_nothing_are_told_of_once() -> None:
@@ -177,6 +183,29 @@ def test_calls_that_it_serves_nothing_are_told_of_once() -> None:
     assert "that have another mask than the step before" in told
     for calls in ([{}] * 3, [{"attn_mask": mask}] * 3):
         assert told_by(calls) == ()
+
+
+@pytest.mark.parametrize("other", ["branch_key", "request_id"])
+@pytest.mark.parametrize(("number", "is_told"), [(8, False), (9, True), (20, True)])
+def test_more_branches_than_are_kept_are_told_of_once(other, number, is_told) -> None:
+    (layer, told), qkv = layer_that_tells(), BEST.inputs()
+    for step in range(3):
+        for i in range(number):
+            run_sparse(layer, qkv, BEST.grid, step=step, known=known(**{other: str(i)}))
+    want = (
+        "`refresh_every` of cube_sparse_attn of a layer is 4, and calls choose blocks anew that "
+        "had 8 others, of requests and of branches of guidance, since the step before, and no more "
+        "are kept; run fewer at a time"
+    )
+    assert told.given == ((want,) if is_told else ())
+
+
+def test_requests_that_were_left_are_not_told_of() -> None:
+    (layer, told), qkv = layer_that_tells(), BEST.inputs()
+    for i in range(20):
+        for step in (1, 2):
+            run_sparse(layer, qkv, BEST.grid, step=step, known=known(request_id=str(i)))
+    assert told.given == ()
 
 
 def test_a_share_that_changes_chooses_anew() -> None:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from multimodal_gen.errors import UnsupportedBackendError, UsageError
 from multimodal_gen.kernels.engine import records_gradient
 from multimodal_gen.kernels.static_cache import being_captured
-from multimodal_gen.runtime.layers.attention.sparse.kept_steps import KeptSteps
+from multimodal_gen.runtime.layers.attention.sparse.kept_steps import MAX_BRANCHES, KeptSteps
 from multimodal_gen.runtime.layers.attention.sparse.router import ANY_GRID, Router, SparseLayer
 from multimodal_gen.runtime.layers.attention.sparse.tiles import ENGINE, SparseCall
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
@@ -145,11 +145,16 @@ class KeptChoices(KeptSteps[Chosen]):
         kind = (settings, call.layout, shapes, call.first_head, device, mask)
         found = self.find(branch, step)
         if branch is None:
-            self._tell_of("no `request_id`; give `set_forward_context` one")
+            self._tell_of("have no `request_id`; give `set_forward_context` one")
+        elif step and self.has_lost(branch):
+            self._tell_of(
+                f"had {MAX_BRANCHES} others, of requests and of branches of guidance, since the "
+                f"step before, and no more are kept; run fewer at a time"
+            )
         elif found is not None and found.kind[:-1] == kind[:-1] and found.kind != kind:
             self._tell_of(
-                "another mask than the step before, by its memory and version; give all steps one "
-                "bool tensor that is not written to, nor made in torch.inference_mode"
+                "have another mask than the step before, by its memory and version; give all steps "
+                "one bool tensor that is not written to, nor made in torch.inference_mode"
             )
         if found is None or found.kind != kind or step - found.step >= self._every:
             found = Chosen(step, kind, call.mask)
@@ -163,5 +168,5 @@ class KeptChoices(KeptSteps[Chosen]):
         """Warn, once, of calls that choose anew whatever was chosen before."""
         self._layer.warnings.warn(
             f"`refresh_every` of {self._label} of {self._layer.component or 'a layer'} is "
-            f"{self._every}, and calls choose blocks anew that have {what}"
+            f"{self._every}, and calls choose blocks anew that {what}"
         )
