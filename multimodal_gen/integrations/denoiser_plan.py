@@ -110,7 +110,7 @@ class DenoiserPlan:
         self._known = adapter is not None
         self._adapter = adapter or ModelAdapter(classes=())
         self._scope, self._dropped = (scope, False) if adapter else without_sparse(scope)
-        self._scope = calibrated(self._scope, component.model)
+        self._scope = calibrated(self._scope, component.model, component.name)
         self.failures: list[str] = []
         self._installed = False
         self._tracker = tracker

@@ -48,8 +48,10 @@ def without_sparse(scope: SelectionScope) -> tuple[SelectionScope, bool]:
     return changed, True
 
 
-def calibrated(scope: SelectionScope, model: nn.Module) -> SelectionScope:
+def calibrated(scope: SelectionScope, model: nn.Module, component: str) -> SelectionScope:
     """Return `scope` with the checkpoint's curve where skip-softmax was asked for without one.
+
+    Warns of names that the curve ignores and the component does not have.
 
     Raises:
         ConfigError: the checkpoint's `sparse_attention_config` cannot be read, and nothing else
@@ -86,6 +88,14 @@ def calibrated(scope: SelectionScope, model: nn.Module) -> SelectionScope:
                 f"dense is left dense"
             )
             return asked
+        modules = [path.replace("_orig_mod.", "") for path, _ in model.named_modules()]
+        for pattern in curve.ignore:
+            only = replace(curve, ignore=(pattern,))
+            if not any(only.ignores(component, module) for module in modules):
+                scope.warnings.warn(
+                    f"{name} ignores {short(pattern)}, which no module of {component} is called; "
+                    f"nothing is left dense for it"
+                )
         return replace(asked, config=replace(own, sparse_attention_config=curve))
 
     return replace(

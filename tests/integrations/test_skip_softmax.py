@@ -1,5 +1,7 @@
 """Skip-softmax in a pipeline: the curve that a checkpoint brings."""
 
+import copy
+
 import pytest
 
 from multimodal_gen.errors import ConfigError
@@ -73,6 +75,29 @@ def test_a_threshold_gets_past_a_curve_that_cannot_be_read(fresh, caplog, curve)
     assert name in caplog.text
     assert "; it goes by `threshold` alone, and nothing that the calibration leaves" in caplog.text
     assert any(entry.skipped is not None for entry in entries)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "told"),
+    [
+        ("blocks.0.attn1", 0),
+        ("transformer.blocks.?.attn2", 0),
+        ("blocks.0.attn1.attn", 1),
+        ("transformer_2.blocks.0.attn1", 1),
+        ("layers.*", 1),
+    ],
+)
+def test_names_to_ignore_that_the_model_lacks_are_told_of(fresh, caplog, pattern, told):
+    pipe = fresh("wan")
+    curve = copy.deepcopy(CURVE)
+    curve["config_groups"]["group_0"]["ignore"] = ["blocks.1.attn1", pattern]
+    pipe.transformer.register_to_config(sparse_attention_config=curve)
+    with apply(pipe, attention_backend="skip_softmax"):
+        said = [r.getMessage() for r in caplog.records if "ignores" in r.getMessage()]
+    assert said == told * [
+        f"sparse_attention_config of WanTransformer3DModel ignores {pattern!r}, which no module of "
+        f"transformer is called; nothing is left dense for it"
+    ]
 
 
 def test_components_and_rules_get_the_curve_too(fresh):
