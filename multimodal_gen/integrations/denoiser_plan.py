@@ -358,6 +358,7 @@ class DenoiserPlan:
 
         Raises:
             UnsupportedBackendError: a layer's backend has no backward pass.
+            UsageError: a parameter of its sparse method is for calls without gradients.
         """
         for patched in self._patched:
             patched.layer.layer.require_backward()

@@ -248,7 +248,7 @@ def apply(
             and a denoiser does not tell its steps; or `cuda_graph` or `compile_ahead` is, and there
             are several ranks; or `cuda_graph`, and a CUDA graph cannot repeat a denoiser's calls;
             or `compile_ahead`, and there is no NVIDIA GPU, the target is no pipeline, or is not
-            called so.
+            called so; or `train`, and a parameter is for calls without gradients.
         ConfigError: a setting cannot be read or does not fit its backend.
         UnsupportedBackendError: a requested backend cannot serve a layer; or, with `strict`, a
             sparse one was asked for, and the latent grid of no denoiser is known.

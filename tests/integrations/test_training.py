@@ -148,6 +148,25 @@ def test_what_cannot_be_trained_is_refused_before_anything_changes(model):
 
 
 @pytest.mark.parametrize(
+    ("given", "rule"),
+    [
+        ({"refresh_every": 4}, "`refresh_every` of video_sparse_attn must be 1 where a gradient"),
+        ({"skip_below": 30}, "`skip_below` of video_sparse_attn must be left out where a gradient"),
+    ],
+)
+def test_parameters_without_gradients_are_refused_before_anything_changes(model, given, rule):
+    before = list(model.state_dict())
+    with pytest.raises(UsageError, match=rule):
+        apply(
+            model,
+            attention_backend="video_sparse_attn",
+            attention_backend_config=given,
+            train=True,
+        )
+    assert list(model.state_dict()) == before
+
+
+@pytest.mark.parametrize(
     ("method", "given", "remedy"),
     [
         (

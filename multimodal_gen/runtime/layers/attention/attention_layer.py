@@ -224,9 +224,12 @@ class AttentionLayer(nn.Module):
         Raises:
             UnsupportedBackendError: a backend that was asked for has no backward pass; says what to
                 do.
+            UsageError: a parameter of a sparse method is for calls without gradients.
         """
         for entry in self.schedule():
             entry.primary.with_features(Feature.BACKWARD)
+            if entry.primary.method is not None:
+                entry.primary.method.require_backward()
 
     def set_projection(self, linear: nn.Linear | None) -> None:
         """Give the layer its trained projection, which methods without one leave alone.

@@ -326,6 +326,8 @@ class SparseMethodImpl(AttentionImpl):
                 f"`v` of {self.label} must have the shape of k {list(key.shape)}, got "
                 f"{list(value.shape)}; run such layers on a dense backend"
             )
+        if records_gradient(query, key, value):
+            self.require_backward()
         return SparseCall(
             query=query,
             key=key,
@@ -338,17 +340,27 @@ class SparseMethodImpl(AttentionImpl):
             **own,
         )
 
+    def require_backward(self) -> None:
+        """Raise a `UsageError` for a parameter that calls with gradients cannot have."""
+        skips, every = self.config.skips(), self.config.refresh_every
+        if skips is not None:
+            rule, got = f"`{skips[0]}` of {self.label} must be left out", skips[1]
+            reason = "a backward pass does not know what a kernel left out"
+        elif every > 1:
+            rule, got = f"`refresh_every` of {self.label} must be 1", every
+            reason = "weights move between steps"
+        else:
+            return
+        raise UsageError(
+            f"{rule} where a gradient is asked for, got {got:g}: {reason}; remove it, or call the "
+            f"layer under torch.no_grad()"
+        )
+
     def _skip_for(self, *qkv: torch.Tensor) -> Skip | None:
         """Return what leaves products out, counted on their device; None for nothing."""
         skips, below = self.config.skips(), self.config.decibels(qkv[1].shape[1])
         if skips is None or below is None:
             return None
-        if records_gradient(*qkv):
-            raise UsageError(
-                f"`{skips[0]}` of {self.label} must be left out where a gradient is asked for, got "
-                f"{skips[1]:g}: a backward pass does not know what a kernel left out; remove it, "
-                f"or call the layer under torch.no_grad()"
-            )
         device, last = qkv[0].device, self._skip
         counts = None if last is None else last.counts
         if counts is None or counts.device != device:

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from multimodal_gen.errors import UnsupportedBackendError, UsageError
-from multimodal_gen.kernels.engine import records_gradient
+from multimodal_gen.errors import UnsupportedBackendError
 from multimodal_gen.kernels.static_cache import being_captured
 from multimodal_gen.runtime.layers.attention.sparse.kept_steps import MAX_BRANCHES, KeptSteps
 from multimodal_gen.runtime.layers.attention.sparse.router import ANY_GRID, Router, SparseLayer
@@ -124,15 +123,8 @@ class KeptChoices(KeptSteps[Chosen]):
         """Return what serves a call, to which is added what it has to choose; asked once a call.
 
         Raises:
-            UsageError: a gradient is asked for.
             UnsupportedBackendError: the call is captured in a CUDA graph.
         """
-        if records_gradient(call.query, call.key, call.value):
-            raise UsageError(
-                f"`refresh_every` of {self._label} must be 1 where a gradient is asked for, got "
-                f"{self._every}: weights move between steps; remove it, or call the layer under "
-                f"torch.no_grad()"
-            )
         branch, step = self.branch(context), context.current_timestep
         if branch is not None and being_captured():
             raise UnsupportedBackendError(
