@@ -27,12 +27,13 @@ Shapes: B batch, H heads, D head size, R and N tiles of queries and of keys.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import ClassVar, Literal
 
 import torch
 
+from multimodal_gen.errors import ConfigError
 from multimodal_gen.runtime.layers.attention.config import (
     EngineKernel,
     Ratio,
@@ -72,6 +73,9 @@ class NablaConfig(SparseConfig):
         tail: what becomes of tiles that are not kept: `none` drops them; `pooled` counts each by
             the mean of its keys and values.
         kernel: which kernel runs; `auto` takes the fastest one supported.
+
+    Raises:
+        ConfigError: a width is given without `add_sta`.
     """
 
     P: Ratio = option(0.9, "share of the mass of a row to keep, or of its tiles", ge=0, le=1)
@@ -85,6 +89,16 @@ class NablaConfig(SparseConfig):
     )
     tail: Tail = tail_option()  # noqa: RUF009 - it returns a field
     kernel: EngineKernel = option("auto", "kernel that runs")
+
+    def check(self) -> None:
+        """Widths are of a neighbourhood."""
+        widths = [field for field in fields(self) if field.name in ("wT", "wH", "wW")]
+        given = [x.name for x in widths if getattr(self, x.name) != x.default]
+        if given and not self.add_sta:
+            raise ConfigError(
+                f"`{given[0]}` of nabla_attn must not be given with add_sta false, which keeps no "
+                f"tiles nearby, got {getattr(self, given[0])}; remove one"
+            )
 
 
 class NablaRouter(Router[NablaConfig]):

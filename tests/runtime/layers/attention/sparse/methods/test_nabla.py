@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from multimodal_gen.errors import ConfigError
 from multimodal_gen.runtime.layers.attention.sparse.tiles import fit_tile
 from multimodal_gen.runtime.layers.attention.sparse.windows import tiles_of
 from tests.helpers.methods import DEFINED, Defined, drawn_call, holding, picks, tiles
@@ -16,6 +17,7 @@ from tests.helpers.reference import reference_attention
 from tests.helpers.sparse import run_sparse, text_places, tokens_of_tiles
 
 NABLA = DEFINED["nabla"]
+ALONE = {"add_sta": False, "wT": ..., "wH": ..., "wW": ...}
 TEXT = text_places(NABLA.grid, 35)["text last"]
 
 
@@ -25,7 +27,7 @@ def defined(grid, tile, mass, widths) -> Defined:
     _, *counts = tiles_of(grid, tile)
     given = {**NABLA.method.given, "P": mass, "tile_size": list(tile)}
     if widths is None:
-        given["add_sta"] = False
+        given |= ALONE
     else:
         given |= dict(zip(("wT", "wH", "wW"), widths, strict=True))
     return replace(
@@ -89,7 +91,7 @@ def test_it_keeps_what_the_authors_code_keeps(thr: float) -> None:
 
 @pytest.mark.parametrize(("share", "kept"), [(0.0, 1), (0.25, 4), (0.99, 17)])
 def test_a_share_of_the_tiles_may_be_kept_instead(share: float, kept: int) -> None:
-    given = {"method": "topk", "P": share, "add_sta": False}
+    given = {"method": "topk", "P": share, **ALONE}
     layer, _, mask = replace(NABLA, choose=DEFINED["cube"].choose).check(
         TEXT, rule={"kept": kept, "own": False}, **given
     )
@@ -98,7 +100,7 @@ def test_a_share_of_the_tiles_may_be_kept_instead(share: float, kept: int) -> No
 
 
 def test_the_best_tile_is_kept_at_no_mass() -> None:
-    NABLA.check(TEXT, rule={"mass": 0.0, "widths": None}, P=0.0, add_sta=False)
+    NABLA.check(TEXT, rule={"mass": 0.0, "widths": None}, P=0.0, **ALONE)
 
 
 def test_nearby_tiles_are_kept_besides_a_share_of_all() -> None:
@@ -117,7 +119,7 @@ def test_nearby_tiles_are_kept_besides_a_share_of_all() -> None:
         ({"wT": 5, "wH": 2, "wW": 4}, False),
         ({"wT": 6, "wH": 1, "wW": 4}, False),
         ({"wT": 6, "wH": 2, "wW": 3}, False),
-        ({"add_sta": False, "wT": ..., "wH": ..., "wW": ...}, False),
+        (ALONE, False),
     ],
 )
 def test_a_neighbourhood_of_all_tiles_is_told_to_leave_nothing_out(given, told, caplog) -> None:
@@ -126,3 +128,10 @@ def test_a_neighbourhood_of_all_tiles_is_told_to_leave_nothing_out(given, told, 
     run_sparse(layer, NABLA.method.inputs(grid), grid, known={"num_steps": 2})
     assert ("nabla_attn leaves nothing out in any step" in caplog.text) == told
     assert (layer.report().entries[0].density == 1) == told
+
+
+@pytest.mark.parametrize("name", ["wT", "wH", "wW"])
+def test_a_width_without_a_neighbourhood_is_refused(name: str) -> None:
+    said = f"`{name}` of nabla_attn must not be given with add_sta false, .* got 5; remove one"
+    with pytest.raises(ConfigError, match=said):
+        NABLA.method.layer(**{**ALONE, name: 5})
