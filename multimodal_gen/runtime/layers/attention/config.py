@@ -488,6 +488,18 @@ class SparseConfig(BackendConfig):
             f"dense; give fewer, such as {parts[0].given.partition('=')[0]}=0"
         )
 
+    def layers_beyond(self, total: int | None) -> str | None:
+        """Return what is said of `dense_layers` that a model of so many layers lacks, else None."""
+        named = self.dense_layers
+        if total is None or named is None:
+            return None
+        if all(max(first, last or 0) < total for first, last in named.ranges):
+            return None
+        return (
+            f"is to keep layers dense that this model lacks: dense_layers={named}, of layers "
+            f"0-{total - 1}; give layers that it has"
+        )
+
 
 def _named(value: IndexSelector | SigmaSelector | float) -> StepSet:
     """Return what a selector names; of a share or a number it is the first indices."""

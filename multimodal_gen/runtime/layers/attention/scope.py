@@ -268,7 +268,8 @@ def with_dense_parts(
         schedule: who asks for what; the first entry whose steps hold is the one that runs.
         site: where the layer sits.
         platform: where it runs.
-        warnings: of the pipeline, which gets one where all of its layers are dense.
+        warnings: of the pipeline, which gets one where all of its layers are dense, or some that
+            it lacks are to be.
 
     Raises:
         ConfigError: a sparse backend was asked for without parameters it must have, or with a share
@@ -279,9 +280,10 @@ def with_dense_parts(
     found: list[tuple[StepSet | None, BackendPreference]] = []
     for steps, asked in schedule:
         config = _sparse_config(asked, platform)
-        never = config and config.never_sparse("layers", site.num_layers)
-        if never is not None:
-            warnings.warn(f"{asked.backend} {never}")
+        total = site.num_layers
+        odd = config and (config.never_sparse("layers", total) or config.layers_beyond(total))
+        if odd is not None:
+            warnings.warn(f"{asked.backend} {odd}")
         found += [(steps, asked)] if config is None else _parts(steps, asked, site, config)
     return tuple(found)
 

@@ -96,6 +96,29 @@ def test_the_pipeline_is_told_where_every_layer_is_dense(backend, config, given)
     ]
 
 
+@pytest.mark.parametrize(
+    ("given", "number", "is_told"),
+    [
+        ("0-1,38", 4, True),
+        ("2-4", 4, True),
+        ("4-", 4, True),
+        ("3-", 4, False),
+        ("0,2-3", 4, False),
+        ("38", None, False),
+    ],
+)
+def test_the_pipeline_is_told_of_dense_layers_that_it_lacks(given, number, is_told) -> None:
+    told, ask = WarnOnce(), asked(dense_layers=given)
+    for layer in range(4):
+        site = LayerSite(layer=layer, num_layers=number)
+        with_dense_parts(((None, ask),), site, PlatformEnum.CPU, told)
+    said = (
+        f"{ask.backend} is to keep layers dense that this model lacks: dense_layers={given}, of "
+        f"layers 0-3; give layers that it has"
+    )
+    assert told.given == ((said,) if is_told else ())
+
+
 @pytest.mark.parametrize("role", [AttentionRole.CROSS, AttentionRole.ENCODER])
 def test_other_roles_have_no_dense_parts(role: AttentionRole) -> None:
     assert parts(asked(dense_steps="0-3"), role=role) == [(None, "")]
