@@ -27,6 +27,7 @@ class KeptTooMuch:
     _tried: tuple[str | None, int] | None = None  # request, step
     _limit: float = 1.0
     _answers: list[tuple[torch.Tensor, torch.cuda.Event | None]] = field(default_factory=list)
+    _above: bool | None = None  # all calls of the step whose answers were read; None once settled
     _pause: int = _FIRST_PAUSE
     _dense_until: int = -1
 
@@ -50,7 +51,8 @@ class KeptTooMuch:
             if self._tried is None or tried[0] != self._tried[0] or tried[1] < self._tried[1]:
                 self._pause = _FIRST_PAUSE  # another generation
             self._tried, self._limit, self._dense_until = tried, limit, tried[1]
-            self._answers = []
+            self._answers, self._above = [], None
+        self._read(wait=False)
         if above.device.type != "cuda":
             self._answers.append((above, None))
             return
@@ -67,23 +69,31 @@ class KeptTooMuch:
         request, step = self._tried
         if context.request_id != request or context.current_timestep <= step:
             return None
-        if self._answers:
+        if self._above is not None:
             self._settle(step)
         return self._limit if context.current_timestep <= self._dense_until else None
 
     def _settle(self, step: int) -> None:
         """Read the answers of a step that is over."""
-        above = True
-        for answer, event in self._answers:
-            if event is not None:
-                event.synchronize()
-            above = above and bool(answer)
-        self._answers = []
+        self._read(wait=True)
+        above, self._above = self._above, None
         if above:
             self._dense_until = step + self._pause
             self._pause *= 2
         else:
             self._pause = _FIRST_PAUSE
+
+    def _read(self, *, wait: bool) -> None:
+        """Read the answers that are there, or all; a step may have any number of calls."""
+        left, self._above = [], self._above is not False
+        for answer, event in self._answers:
+            if event is not None and wait:
+                event.synchronize()
+            if wait or (answer.is_cpu if event is None else event.query()):  # type: ignore[no-untyped-call]
+                self._above = self._above and bool(answer)
+            else:
+                left.append((answer, event))
+        self._answers = left
 
 
 # Runs of a layer that are remembered; a run has one grid and one length of text.

@@ -179,7 +179,10 @@ def test_a_rank_learns_of_its_own_heads(method):
     assert "kept more than 0.2 of the pairs when last tried" in str(reason)
 
 
-@pytest.mark.parametrize(("above", "dense"), [((True, True), True), ((True, False), False)])
+@pytest.mark.parametrize(
+    ("above", "dense"),
+    [((True, True), True), ((True, False), False), ((False, True, True), False)],
+)
 def test_all_calls_of_a_step_must_have_kept_too_much(above, dense):
     kept = KeptTooMuch()
     for answer in above:  # both guidance branches, say
@@ -189,6 +192,14 @@ def test_all_calls_of_a_step_must_have_kept_too_much(above, dense):
     found = kept.limit_passed(ForwardContext(current_timestep=4, request_id="a"))
     assert found == (0.5 if dense else None)
     assert kept.limit_passed(ForwardContext(current_timestep=4, request_id="b")) is None
+
+
+def test_calls_of_one_step_hold_no_more_and_more_memory():
+    kept, context = KeptTooMuch(), ForwardContext(current_timestep=0)  # a training loop, say
+    for _ in range(20):
+        kept.learn(torch.tensor(True), 0.5, context)
+    assert len(kept._answers) == 1
+    assert kept.limit_passed(ForwardContext(current_timestep=1)) == 0.5
 
 
 @pytest.mark.parametrize("above", [0.999, 1.0, None])
