@@ -63,7 +63,7 @@ def _number(given: object) -> float:
     """Return a number of Python, NumPy or torch; NaN for anything else."""
     try:
         return float(given) if hasattr(given, "__float__") else math.nan
-    except (TypeError, ValueError, RuntimeError):  # of several numbers
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # none, or too large
         return math.nan
 
 

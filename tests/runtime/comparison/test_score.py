@@ -94,6 +94,7 @@ def test_a_file_that_fails_is_refused(tmp_path: Path, line: str) -> None:
         (float("nan"), "nan"),
         (None, "None"),
         ("0.5", "'0.5'"),
+        pytest.param(10**400, "1000", id="more than a float holds"),
         (np.zeros(3), "array"),
         (torch.zeros(2), "tensor"),
     ],
