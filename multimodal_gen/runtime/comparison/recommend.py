@@ -8,11 +8,12 @@ Good enough is what meets every limit that is given, as a mean over prompts and 
 
 Without any limit it is what is within the noise of dense kernels. A run that is broken or did not
 finish is never good enough, and neither is one that lacks a figure that is limited, nor a sparse
-method that was dense in every call: its time is a dense kernel's. Exact kernels may win, too; the
-reference wins where something is good enough, but nothing that is faster by more than chance: the
-interval of the speed must lie above 1, and above the reference's own noise. The fastest makes the
-most clips, from the prompt to the pixels, paired by clip: a step in the middle tells little of a
-cache, or of a schedule that starts with dense steps.
+method that was dense in every call: its time is a dense kernel's. Exact kernels may win, too, that
+of sparse methods among the noise as any; the reference wins where something is good enough, but
+nothing that is faster by more than chance: the interval of the speed must lie above 1, and above
+the reference's own noise. The fastest makes the most clips, from the prompt to the pixels, paired
+by clip: a step in the middle tells little of a cache, or of a schedule that starts with dense
+steps.
 """
 
 import math
@@ -137,7 +138,9 @@ def recommend(report: Report, limits: Limits) -> Recommendation:
         return Recommendation(run=None, nearest=None, reasons=(text + " ".join(broken),))
     finished = [run for run in report.runs[1:] if run.status == "done" and run.speed is not None]
     finished.sort(key=_speed, reverse=True)
-    misses = {run.name: _misses(run, limits) for run in finished}
+    # Among the noise, the kernel of sparse methods that keeps everything is an exact one.
+    dense = {run.name for run in report.candidates if was_dense(run)}
+    misses = {run.name: _misses(run, limits, is_dense=run.name in dense) for run in finished}
     good = next((run for run in finished if not misses[run.name]), None)
     if good is not None:
         others = as_fast(good, [run for run in finished if not misses[run.name]])
@@ -156,7 +159,7 @@ def recommend(report: Report, limits: Limits) -> Recommendation:
             )
         return Recommendation(run=good, nearest=None, reasons=tuple(reasons))
     sound = [run for run in finished if run.verdict is None or run.verdict.word != "broken"]
-    nearest = min(sound, key=lambda run: (was_dense(run), _shortfall(run, limits)), default=None)
+    nearest = min(sound, key=lambda run: (run.name in dense, _shortfall(run, limits)), default=None)
     if nearest is None:
         text = "No run of this comparison finished unbroken, so there is nothing to recommend."
         return Recommendation(run=None, nearest=None, reasons=(text,))
@@ -300,13 +303,13 @@ def _speed(run: Run) -> float:
     return run.speed.mean
 
 
-def _misses(run: Run, limits: Limits) -> list[str]:
-    """Return why a run is not good enough."""
+def _misses(run: Run, limits: Limits, *, is_dense: bool) -> list[str]:
+    """Return why a run is not good enough; `is_dense`, for a sparse method that was dense."""
     word = run.verdict.word if run.verdict else "unknown"
     if word == "broken":
         assert run.verdict is not None
         return [f"it is broken: {' '.join(run.verdict.reasons).rstrip('.')}"]
-    if was_dense(run):
+    if is_dense:
         return ["it was dense in every call, so its figures say nothing of the method"]
     if not limits.given:
         known = word if word == "visible" else "not known to be noise"

@@ -10,7 +10,7 @@ import yaml
 
 from multimodal_gen.cli.batch import asked_for, jobs_of
 from multimodal_gen.errors import ConfigError
-from multimodal_gen.runtime.comparison.configurations import read_configurations
+from multimodal_gen.runtime.comparison.configurations import EXACT_KERNELS, read_configurations
 from multimodal_gen.runtime.comparison.recommend import (
     GRID,
     Limits,
@@ -161,6 +161,20 @@ def test_a_sparse_method_that_was_dense_throughout_is_not_recommended() -> None:
     nearest = recommend(replace(report(dense, FAST), floor=()), Limits(min_psnr=59)).nearest
     assert nearest is not None
     assert nearest.name == "fast"
+
+
+def test_an_exact_kernel_of_a_sparse_method_is_recommended_as_any_exact_kernel() -> None:
+    (kernel,) = (text for text in EXACT_KERNELS if text.startswith("video_sparse_attn"))
+    fields = {"backend": "video_sparse_attn", "configuration": kernel, "density": 1}
+    noise = run("block_sparse", 0.6, 60.0, 60.0, **fields)
+    for limits in (Limits(), Limits(min_psnr=40)):
+        found = recommend(judged(replace(report(SLOW), floor=(noise,))), limits)
+        assert found.run is not None
+        assert found.run.name == "block_sparse"
+        assert found.reasons[0].startswith(f"{kernel} is the fastest that is good enough")
+    found = recommend(judged(replace(report(FAST), floor=(noise,))), Limits(min_psnr=61))
+    assert found.nearest is not None
+    assert found.nearest.name == "block_sparse"
 
 
 def test_the_reference_is_recommended_where_it_is_faster() -> None:
