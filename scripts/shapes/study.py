@@ -599,15 +599,17 @@ def front_of(rows: Sequence[Mapping[str, str]], seconds: Mapping[str, float]) ->
     ]
 
 
-def _front(given: argparse.Namespace) -> list[str]:
-    """Return the front, dense attention apart, by the rows of screen and times.
-
-    Raises:
-        SystemExit: there are none yet.
-    """
+def _need_rows(part: str, given: argparse.Namespace) -> None:
+    """Raise SystemExit where the rows of times and screen, which a part is made of, are missing."""
     missing = [x for x in ("times", "screen") if not (given.out / f"{x}.csv").exists()]
     if missing:
-        raise SystemExit(f"front needs the rows of {' and '.join(missing)} in {given.out}")
+        needed = " and ".join(missing)
+        raise SystemExit(f"{part} needs the rows of {needed} in {given.out}; run {needed} first")
+
+
+def _front(given: argparse.Namespace) -> list[str]:
+    """Return the front, dense attention apart, by the rows of screen and times."""
+    _need_rows("front", given)
     timed = {
         row["configuration"]: float(row["seconds"])
         for row in read(given.out / "times.csv")
@@ -679,6 +681,7 @@ def _fine_tune(
 
 def pictures(given: argparse.Namespace) -> None:
     """Draw what the rows say, and a clip of dense attention and of what is shown."""
+    _need_rows("pictures", given)
     draw_curves(joined(given.out), given.out / "study.svg")
     found = dict(clips_in(sorted(given.out.glob("screen*/report-*.json")), prompt=PICTURED))
     names = {"torch_sdpa": "dense", **{text: name for name, text in configurations()}}
@@ -833,6 +836,28 @@ def _run_shards(argv: Sequence[str], count: int) -> None:
         raise RuntimeError("a part of the study failed, see above; the same command goes on")
 
 
+def _require_sound(given: argparse.Namespace) -> None:
+    """Raise a ValueError where an option is none that a part can use."""
+    for name in ("captions", "steps", "processes"):
+        count = getattr(given, name)
+        if count is not None and count < 1:
+            raise ValueError(
+                f"--{name} must be at least 1, got {count}; leave it out for its default"
+            )
+    try:
+        re.compile(given.only)
+    except re.error as error:
+        raise ValueError(
+            f"--only must be a regular expression, got {given.only!r}: {error}; a backslash takes "
+            f"a sign as it is"
+        ) from None
+    if given.part != "pictures" and not (given.model / "model_index.json").is_file():
+        raise ValueError(
+            f"--model must be the folder of a pipeline, with its model_index.json, got "
+            f"{str(given.model)!r}; `train.py export` writes one"
+        )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -848,6 +873,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shard", type=int, help=argparse.SUPPRESS)
     argv = sys.argv[1:] if argv is None else argv
     given = parser.parse_args(argv)
+    try:
+        _require_sound(given)
+    except ValueError as error:
+        parser.error(str(error))
     whole = given.shard is None
     for part in PARTS if given.part == "all" else (given.part,):
         try:

@@ -436,7 +436,8 @@ def test_times_are_rows_at_once_and_the_same_command_goes_on(study, tmp_path, mo
 
     monkeypatch.setattr(study, "_timed", timed)
     monkeypatch.setattr(study, "learnt_by", lambda *_: {0: []})
-    words = ["times", "--size", "smoke", "--model", "none", "--out", str(tmp_path)]
+    (tmp_path / "model_index.json").touch()
+    words = ["times", "--size", "smoke", "--model", str(tmp_path), "--out", str(tmp_path)]
     words += ["--only", "^sage_attn", "--commit", "abc"]
     with pytest.raises(KeyboardInterrupt):
         study.main(words)
@@ -542,6 +543,40 @@ def test_curves_and_clips_are_drawn_from_rows_and_comparisons(study, tmp_path) -
     shown = 1 + sum(x in names.values() for x in study.STUDY["shown"])
     with Image.open(tmp_path / "clips.jpg") as picture:
         assert picture.size == (5 * 208, shown * (125 + 22))
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ["times", "--model", "none"],
+            "--model must be the folder of a pipeline, with its model_index.json, got 'none'; ",
+        ),
+        (["screen", "--only", "("], "--only must be a regular expression, got '(': missing ), "),
+        (["times", "--processes", "0"], "--processes must be at least 1, got 0; leave it out"),
+        (["front", "--captions", "0"], "--captions must be at least 1, got 0; leave it out"),
+        (["trained", "--steps", "-1"], "--steps must be at least 1, got -1; leave it out"),
+    ],
+)
+def test_options_that_no_part_can_use_are_one_line(study, tmp_path, capsys, words, told) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        study.main(
+            [words[0], "--model", "scripts/shapes/small", "--out", str(tmp_path), *words[1:]]
+        )
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.partition("error: ")[2].startswith(told)
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("part", ["front", "pictures"])
+def test_parts_that_are_made_of_rows_say_which_they_lack(study, tmp_path, part: str) -> None:
+    words = [part, "--model", "scripts/shapes/small", "--out", str(tmp_path)]
+    told = f"^{part} needs the rows of times and screen in {tmp_path}; run times and screen first$"
+    with pytest.raises(SystemExit, match=told):
+        study.main(words)
+    (tmp_path / "screen.csv").touch()
+    with pytest.raises(SystemExit, match="the rows of times in"):
+        study.main(words)
 
 
 @pytest.mark.slow
