@@ -578,8 +578,10 @@ def _share(holds: Sequence[bool]) -> str:
 
 
 def require_trained(size: Size, options: argparse.Namespace) -> None:
-    """Raise a ValueError where a state that is exported lacks steps."""
-    wanted = {"transformer": sum(stage.steps for stage in size.stages)}
+    """Raise a ValueError where a state that is exported, or trained on, lacks steps."""
+    wanted = {}
+    if options.part == "export":
+        wanted["transformer"] = sum(stage.steps for stage in size.stages)
     if options.vae is None:
         wanted["vae"] = options.steps or STEPS_OF_VAE
     for part, steps in wanted.items():
@@ -616,12 +618,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given.folder is not None:
             vae.half().save_pretrained(given.folder)
         return 0
+    try:
+        require_trained(size, given)
+    except ValueError as error:
+        parser.error(str(error))
     if given.part == "export":
         given.seconds = 0
-        try:
-            require_trained(size, given)
-        except ValueError as error:
-            parser.error(str(error))
     pipeline = train_transformer(size, given.out, given)
     if leave_ranks():
         return 0

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -201,10 +202,10 @@ def test_a_model_is_trained_in_pieces_and_saved(tmp_path, monkeypatch, capsys) -
     export = ["export", *common, "--folder", str(folder)]
     with_vae = ["--vae", str(tmp_path / "vae")]
 
-    def refusal(*more: str) -> str:
+    def refusal(*more: str, of: Sequence[str] = export) -> str:
         capsys.readouterr()
         with pytest.raises(SystemExit):
-            train.main([*export, *more])
+            train.main([*of, *more])
         assert not folder.exists()
         return capsys.readouterr().err.splitlines()[-1].partition("error: ")[2]
 
@@ -215,11 +216,13 @@ def test_a_model_is_trained_in_pieces_and_saved(tmp_path, monkeypatch, capsys) -
     torch.save({"step": 5}, state)
     assert refusal(*with_vae) == told % "5"
     state.unlink()
+    of_vae = f"{tmp_path / 'state' / 'vae.pt'} must have all 12,000 steps, got 4; train vae first"
+    assert refusal(of=words) == of_vae
+    assert not state.exists()
     train.main([*words, *with_vae])
     said += capsys.readouterr().out
     shutil.rmtree(folder)
-    told = f"{tmp_path / 'state' / 'vae.pt'} must have all 12,000 steps, got 4; train vae first"
-    assert refusal() == told
+    assert refusal() == of_vae
     train.main([*export, *with_vae])
     said += capsys.readouterr().out
     assert "3 of 4 steps" in said
