@@ -31,6 +31,7 @@ def compare(
     replayed_steps: int | None = None,
     layers_for: int | None = None,
     score: str | Callable[[Any, str], float] | None = None,
+    perceptual: bool = True,
     page: bool = True,
     negative_prompt: str | None = None,
     height: int | None = None,
@@ -64,6 +65,8 @@ def compare(
         score: function of a clip, uint8 [T, H, W, 3], and its prompt that returns a number in
             [0, 1], or its place as "FILE.py:function"; every clip is scored by it, the reference's
             too. Default: none.
+        perceptual: whether LPIPS, ST-LPIPS and ColorVideoVDP are measured where their packages are
+            installed; the last two take minutes of a CPU for a clip. Default: yes.
         page: whether to write report.html too, which needs the extra `compare`. Default: yes.
         negative_prompt: what to keep out. Default: none.
         height: in pixels. Default: the pipeline's, as for all of the following.
@@ -89,7 +92,7 @@ def compare(
             f"pipe must be a diffusers pipeline, got a {type(pipe).__name__}; a bare model "
             f"generates nothing"
         )
-    for name, flag in (("resume", resume), ("page", page)):
+    for name, flag in (("resume", resume), ("perceptual", perceptual), ("page", page)):
         expect(name, flag, bool, "True or False")
     expect("say", say, Callable, "a function of a line")
     expect("reference", reference, str, "text such as 'torch_sdpa'")
@@ -107,6 +110,7 @@ def compare(
         replayed_steps=_count(replayed_steps, "replayed_steps", 0),
         layers_for=_count(layers_for, "layers_for", 1),
         score=score,
+        perceptual=perceptual,
     )
     args = ServerArgs(
         model_path=str(getattr(pipe, "name_or_path", "") or type(pipe).__name__),

@@ -43,6 +43,7 @@ def compare(tmp_path: Path, **changes: Any) -> Any:
         ({"score": len}, r"score must be a function of a clip \[T, H, W, 3\] and its prompt, got"),
         ({"say": 3}, "say must be a function of a line, got 3"),
         ({"resume": "no"}, "resume must be True or False, got 'no'"),
+        ({"perceptual": 0}, "perceptual must be True or False, got 0"),
         ({"page": None}, "page must be True or False, got None"),
         ({"output": None}, "output must be the path of a folder, got None"),
         ({"output": ""}, "output must be the path of a folder, got ''"),

@@ -94,6 +94,7 @@ class Plan:
         layers_for: prompts and seeds whose calls are replayed, one of each prompt first; None for
             all.
         score: what clips are scored by, or None.
+        perceptual: whether clips have the metrics of packages of their own.
     """
 
     prompts: tuple[str, ...]
@@ -106,6 +107,7 @@ class Plan:
     replayed_steps: int | None = None
     layers_for: int | None = None
     score: Score | None = None
+    perceptual: bool = True
 
     def __post_init__(self) -> None:
         if not self.prompts or not self.seeds:
@@ -157,6 +159,7 @@ def plan_of(
     replayed_steps: int | None = None,
     layers_for: int | None = None,
     score: object = None,
+    perceptual: bool = True,
     spell: Callable[[str], str] = str,
 ) -> Plan:
     """Return the plan of a comparison; see `Plan`, and `read_configurations` for its texts.
@@ -172,6 +175,7 @@ def plan_of(
         replayed_steps: see `Plan`.
         layers_for: see `Plan`.
         score: a function, or a text FILE.py:function, as `read_score` takes it; None for no scores.
+        perceptual: see `Plan`.
         spell: what messages call an argument of a name; by default that name.
     """
     (dense,) = read_configurations([reference], name=spell("reference"))
@@ -191,6 +195,7 @@ def plan_of(
         replayed_steps=replayed_steps,
         layers_for=layers_for,
         score=None if score is None else read_score(score, name=spell("score")),
+        perceptual=perceptual,
     )
 
 

@@ -42,7 +42,7 @@ _XPSNR = re.compile(r"XPSNR +y: *(\S+)")
 
 
 def measure_frames(
-    frames: Any, reference: Any, *, fps: float = 16.0
+    frames: Any, reference: Any, *, fps: float = 16.0, perceptual: bool = True
 ) -> tuple[FrameMetrics, tuple[str, ...]]:
     """Compare a clip, or an image as a clip of one frame, with its reference.
 
@@ -51,6 +51,7 @@ def measure_frames(
             out. Any size.
         reference: what it should be, in the same shape.
         fps: frames per second, by which XPSNR weighs motion. Default: 16.
+        perceptual: whether those of `perceptual.py` are computed, too. Default: yes.
 
     Returns:
         The metrics, None where there is none, and a sentence for each that says why. `non_finite`
@@ -69,10 +70,10 @@ def measure_frames(
         )
     frames, reference = _as_rgb(frames), _as_rgb(reference)
     found, reasons = _measure_with_ffmpeg(frames, reference, fps)
-    perceptual, others = measure_perceptual(frames, reference, fps)
+    more, others = measure_perceptual(frames, reference, fps) if perceptual else ({}, [])
     metrics = FrameMetrics(
         **found,
-        **perceptual,
+        **more,
         flicker=_flicker(frames),
         flicker_reference=_flicker(reference),
         constant=any(map(_loses_everything, frames, reference)),

@@ -204,13 +204,14 @@ class Results:
         reference = self._stored_generation(self._plan.reference, prompt, seed)
         assert reference is not None, "the reference runs first"
         made = self._generation_key(configuration, prompt, seed)
-        key = self._store.key(metrics=made, packages=available())
+        perceptual = self._plan.perceptual
+        key = self._store.key(metrics=made, packages=available() if perceptual else ())
         stored = self._store.find(StoredMetrics, key)
         if stored is None:
             paths = (generation.frames_path, reference.generation.frames_path)
             clips = [self._store.read_array(path) for path in paths if path is not None]
             try:
-                metrics, notes = measure_frames(clips[0], clips[1], fps=self.fps)
+                metrics, notes = measure_frames(*clips, fps=self.fps, perceptual=perceptual)
             except UsageError as error:
                 self.notes.append(f"{configuration.name}: no metrics of frames: {error}")
                 return generation

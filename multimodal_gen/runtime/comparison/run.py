@@ -443,7 +443,7 @@ class Comparison:
         if clip in self._references:  # in an earlier thread, if it was made in this run
             self._references[clip].result()
         # Networks on the CPU would take time from the next clip, and its clock would run on.
-        if not available():
+        if not (self._plan.perceptual and available()):
             self._results.measured(configuration, generation)
             self._results.scored(generation)
 

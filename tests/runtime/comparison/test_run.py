@@ -12,6 +12,7 @@ import torch
 
 import multimodal_gen
 from multimodal_gen.errors import UsageError
+from multimodal_gen.runtime.comparison import perceptual
 from multimodal_gen.runtime.comparison import run as comparing
 from multimodal_gen.runtime.comparison.record import Report, Run, read_record
 from multimodal_gen.runtime.layers.attention.sparse import method
@@ -432,6 +433,24 @@ def test_a_reference_that_cannot_be_written_beside_the_next_run_ends_the_compari
             **arguments("flux", num_inference_steps=1, replayed_steps=None),
         )
     assert not (tmp_path / "out" / "report.json").exists()
+
+
+def test_metrics_of_packages_are_left_out_until_they_are_asked_for(
+    tiny_pipeline: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metric = ("st_lpips", "ST-LPIPS", lambda *_: 0.25, "numpy", "numpy is")
+    monkeypatch.setattr(perceptual, "_METRICS", (metric,))
+    given = arguments("flux", backends=[EXACT], output=tmp_path / "out", num_inference_steps=1)
+    given |= {"replayed_steps": 0, "floor": ()}
+    lines: list[str] = []
+    pipe = loaded(tiny_pipeline("flux"))
+    without = multimodal_gen.compare(pipe, **given, perceptual=False).candidates[0].frames_mean
+    given |= {"resume": True, "say": lines.append}
+    found = multimodal_gen.compare(pipe, **given).candidates[0].frames_mean
+    assert not generated(lines)
+    assert without is not None
+    assert without.st_lpips is None
+    assert found == dataclasses.replace(without, st_lpips=0.25)
 
 
 @pytest.mark.slow
