@@ -34,6 +34,8 @@ RowsOf: TypeAlias = Callable[[str], Sequence[Row]]
 LIMIT = 0.03
 """How far below that of dense attention a score may be, at the lower end of the interval."""
 DENSE, AUTO = "torch_sdpa", "auto"
+PERCEPTUAL = {"st_lpips": ("ST-LPIPS", ".4f"), "cvvdp": ("JOD", ".2f")}
+"""What only the first captions of the front have: its name on the page, and its digits."""
 VARIANTS = {"tail": "with its tail", "dense first": "with its first steps dense"}
 
 
@@ -225,10 +227,11 @@ def _exact(study: Study) -> Iterator[str]:
 
 def _by_time(settings: Iterable[Setting], study: Study) -> Iterator[str]:
     """Yield a table of settings, the fastest first."""
-    yield from _table(
-        ["", "score less dense", "time", "speed", "pairs kept", "layer error", "PSNR", "VMAF"]
-    )
-    for each in sorted(settings, key=lambda each: each.seconds):
+    settings = sorted(settings, key=lambda each: each.seconds)
+    more = [name for name in PERCEPTUAL if any(each.row.get(name) for each in settings)]
+    head = ["", "score less dense", "time", "speed", "pairs kept", "layer error", "PSNR", "VMAF"]
+    yield from _table([*head, *(f"{PERCEPTUAL[name][0]}, first captions" for name in more)])
+    for each in settings:
         yield _line(
             [
                 each.shown,
@@ -239,6 +242,7 @@ def _by_time(settings: Iterable[Setting], study: Study) -> Iterator[str]:
                 _figure(each.row, "layer_error", ".4f"),
                 _figure(each.row, "psnr", ".1f", " dB"),
                 _figure(each.row, "vmaf", ".0f"),
+                *(_figure(each.row, name, PERCEPTUAL[name][1]) for name in more),
             ]
         )
 

@@ -20,6 +20,11 @@ goes on where it was stopped. `--processes` shares the configurations out, and u
 rows are in FOLDER/PART-NUMBER.csv. Several may share a GPU, as the shapes model mostly waits for
 the host; `times` refuses that. The captions are those of clips that training did not see; the score
 of these clips and that of captions swapped among them are rows, too.
+
+`front --perceptual` adds ST-LPIPS and ColorVideoVDP to the rows of the best settings. Both run on
+the CPU, where a clip of size large takes two cores some 90 s, so they are measured on the first few
+captions, whose clips are made once more, after all else. Without it there are none, even where
+their packages are installed.
 """
 
 import argparse
@@ -54,7 +59,8 @@ Rows = list[dict[str, Any]]
 STUDY = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
 SEED = 11
 """Of the captions: below the seeds of training, and not that of its evaluations."""
-METRICS = ("psnr", "ssim", "xpsnr", "vmaf", "st_lpips", "cvvdp")
+PERCEPTUAL = ("st_lpips", "cvvdp")
+METRICS = ("psnr", "ssim", "xpsnr", "vmaf", *PERCEPTUAL)
 APART = {"difference": "mean", "low": "low", "high": "high"}
 ENDS = ("real clips", "captions swapped")
 DENSE = "torch_sdpa"
@@ -170,6 +176,42 @@ def front(given: argparse.Namespace, names: Mapping[str, str]) -> None:
     _by_captions(given, "front", given.model, names, share=(given.shard, given.processes))
 
 
+def perceptual(given: argparse.Namespace, names: Mapping[str, str]) -> None:
+    """Add ST-LPIPS and ColorVideoVDP of the first captions to the front's best settings.
+
+    The best are those whose score is shown to be not clearly less than that of dense attention.
+
+    Args:
+        given: the command line.
+        names: those of the configurations.
+
+    Raises:
+        SystemExit: they could not be measured.
+    """
+    rows = {row["name"]: row for row in read(given.out / "front.csv")}
+    best = {
+        text: name
+        for text, name in names.items()
+        if (low := rows.get(name, {}).get("low")) and float(low) >= -CLEAR
+        if not all(rows[name][metric] for metric in PERCEPTUAL)
+    }
+    if not best:
+        return
+    pipe, to, few = _pipeline(given.model), given.out / "perceptual", _scenes("front", given)
+    report = compared(
+        pipe, given, "front", few[:TOGETHER], [*best], to, noise=False, perceptual=True
+    )
+    found = {
+        row["name"]: {metric: row.get(metric) for metric in PERCEPTUAL}
+        for row in rows_of(report, best, given.commit)
+        if row["name"] in best.values()
+    }
+    if any(None in metrics.values() for metrics in found.values()):
+        raise SystemExit(f"--perceptual could not be measured: {'; '.join(report.notes)}")
+    path = given.out / "front-0.csv"
+    write([{**row, **found.get(row["name"], {})} for row in read(path)], path)
+
+
 def _by_captions(
     given: argparse.Namespace,
     part: str,
@@ -241,6 +283,7 @@ def compared(
     to: Path,
     *,
     noise: bool,
+    perceptual: bool = False,
 ) -> Any:
     """Return the report of a comparison of configurations, which goes on where it was stopped.
 
@@ -255,6 +298,7 @@ def compared(
         texts: the configurations.
         to: folder of the comparison.
         noise: whether other exact kernels are compared, too.
+        perceptual: whether ST-LPIPS and ColorVideoVDP are measured, too.
     """
     import multimodal_gen
 
@@ -269,6 +313,7 @@ def compared(
         resume=to.exists(),
         layers_for=2,
         score=score,
+        perceptual=perceptual,
         page=False,
         height=stage.height,
         width=stage.width,
@@ -838,6 +883,8 @@ def _run_shards(argv: Sequence[str], count: int) -> None:
 
 def _require_sound(given: argparse.Namespace) -> None:
     """Raise a ValueError where an option is none that a part can use."""
+    from multimodal_gen.runtime.comparison.perceptual import available
+
     for name in ("captions", "steps", "processes"):
         count = getattr(given, name)
         if count is not None and count < 1:
@@ -856,6 +903,13 @@ def _require_sound(given: argparse.Namespace) -> None:
             f"--model must be the folder of a pipeline, with its model_index.json, got "
             f"{str(given.model)!r}; `train.py export` writes one"
         )
+    if given.perceptual and given.part not in ("front", "all"):
+        raise ValueError(f"--perceptual must be given with front or all, got {given.part}")
+    if given.perceptual and not {"stlpips_pytorch", "pycvvdp"} <= {*available()}:
+        raise ValueError(
+            "--perceptual must have its packages, which are not installed; install the extra "
+            "`perceptual`"
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -870,6 +924,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--captions", type=int, help="how many (those of the part)")
     parser.add_argument("--steps", type=int, help="of fine-tuning (those of the study)")
     parser.add_argument("--processes", type=int, default=1, help="how many share the GPUs (1)")
+    text = "add ST-LPIPS and ColorVideoVDP to the front's best settings"
+    parser.add_argument("--perceptual", action="store_true", help=text)
     parser.add_argument("--shard", type=int, help=argparse.SUPPRESS)
     argv = sys.argv[1:] if argv is None else argv
     given = parser.parse_args(argv)
@@ -888,6 +944,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             if whole and part in SHARED:
                 _gather(part, given)
+        if given.perceptual and whole and part == "front":
+            perceptual(given, _named(given, _front(given)))
+            _gather(part, given)
     return 0
 
 

@@ -1,5 +1,6 @@
 """The score reads clips of shapes as their captions say, and falls with what a clip loses."""
 
+import csv
 import importlib
 import json
 import math
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from multimodal_gen.runtime.comparison import perceptual
 from multimodal_gen.runtime.comparison.configurations import read_configurations
 
 FRAMES, SIDE, COUNT = 17, 64, 16
@@ -580,6 +582,88 @@ def test_parts_that_are_made_of_rows_say_which_they_lack(study, tmp_path, part: 
     (tmp_path / "screen.csv").touch()
     with pytest.raises(SystemExit, match="the rows of times in"):
         study.main(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["screen"], "--perceptual must be given with front or all, got screen"),
+        (["front"], "--perceptual must have its packages, which are not installed; install"),
+    ],
+)
+def test_perceptual_metrics_that_cannot_be_had_are_refused(
+    study, tmp_path, monkeypatch, capsys, words, told
+) -> None:
+    monkeypatch.setattr(perceptual, "available", lambda: ("pycvvdp",))
+    words = [*words, "--model", "scripts/shapes/small", "--out", str(tmp_path), "--perceptual"]
+    with pytest.raises(SystemExit, match="2"):
+        study.main(words)
+    assert capsys.readouterr().err.splitlines()[-1].partition("error: ")[2].startswith(told)
+
+
+def write_front(study, folder: Path, names: dict[str, str], scores: Sequence[float]) -> None:
+    """Write the rows of a front of two pieces."""
+    for piece in ("front-0", "front-1"):
+        rows, clips = [], []
+        for (text, name), score in zip(names.items(), scores, strict=True):
+            row = {"name": name, "configuration": text, "status": "done", "clips": 2}
+            if text != study.DENSE:
+                row |= {**dict.fromkeys(study.APART, score - 1), **dict.fromkeys(study.METRICS)}
+            rows.append({**row, "score": score})
+            kept = {"name": name, "seed": 0, "score": score}
+            clips += [{**kept, "caption": f"{piece} {caption}"} for caption in "xy"]
+        study.write(rows, folder / f"{piece}.csv")
+        study.write(clips, folder / f"{piece}_clips.csv")
+
+
+def test_the_best_of_the_front_have_perceptual_metrics_where_they_are_asked_for(
+    study, tmp_path, monkeypatch
+) -> None:
+    names = {"torch_sdpa": "torch_sdpa", "a:{}": "good", "b:{}": "bad"}
+    figures: dict[str, float | None] = {"st_lpips": 0.125, "cvvdp": 9.5}
+    asked: list[tuple[list[str], int, bool]] = []
+
+    def compared(pipe, given, part, scenes, texts, to, *, noise, perceptual):
+        asked.append((texts, len(scenes), perceptual))
+        run = {"status": "done", "generations": (), "layers": (), "differences": {}, "cost": None}
+        mean = SimpleNamespace(**{**dict.fromkeys(study.METRICS, 0.0), **figures})
+        return SimpleNamespace(
+            reference=SimpleNamespace(configuration="torch_sdpa", frames_mean=None, **run),
+            candidates=[SimpleNamespace(configuration=x, frames_mean=mean, **run) for x in texts],
+            floor=(),
+            notes=("CVVDP: no display",),
+            environment=SimpleNamespace(device="cpu", versions={}),
+        )
+
+    monkeypatch.setattr(study, "compared", compared)
+    monkeypatch.setattr(study, "_pipeline", lambda _: None)
+    monkeypatch.setattr(study, "_front", lambda _: [*names])
+    monkeypatch.setattr(study, "configurations", lambda only="": ((y, x) for x, y in names.items()))
+    monkeypatch.setattr(study, "PARTS", {"front": lambda _: None})
+    monkeypatch.setattr(perceptual, "available", lambda: ("stlpips_pytorch", "pycvvdp"))
+    write_front(study, tmp_path, names, (1.0, 1.0, 0.5))
+    words = ["front", "--model", "scripts/shapes/small", "--out", str(tmp_path)]
+
+    def files() -> dict[str, str]:
+        return {path.name: path.read_text() for path in tmp_path.glob("*.csv")}
+
+    study.main(words)
+    before = files()
+    figures["cvvdp"] = None
+    with pytest.raises(SystemExit, match="could not be measured: CVVDP: no display"):
+        study.main([*words, "--perceptual"])
+    assert files() == before
+    figures["cvvdp"] = 9.5
+    study.main([*words, "--perceptual"])
+    assert asked == 2 * [(["a:{}"], study.TOGETHER, True)]
+    found = {row["name"]: row for row in study.read(tmp_path / "front.csv")}
+    assert [found[name]["cvvdp"] for name in names.values()] == ["", "9.5", ""]
+    assert found["good"]["st_lpips"] == "0.125"
+    for row in found.values():
+        row |= {"st_lpips": "", "cvvdp": ""}
+    assert [*found.values()] == [*csv.DictReader(before["front.csv"].splitlines())]
+    study.main([*words, "--perceptual"])  # they are measured once
+    assert len(asked) == 2
 
 
 @pytest.mark.slow

@@ -118,6 +118,19 @@ def test_the_front_is_a_table_by_time(page, results) -> None:
     assert lines[3].startswith("| `a x=1` with its tail | -0.025 [-0.105, +0.055] | 6.0 s | 1.67 |")
 
 
+def test_metrics_that_some_rows_have_are_columns_more(page, results) -> None:
+    plain = block(page, results, "front").splitlines()
+    rows = results.rows_of("study_front.csv")
+    for row in rows:
+        measured = row["name"] == "a x=1"
+        row |= {"st_lpips": "0.12345" if measured else "", "cvvdp": "9.5" if measured else ""}
+    results.write("front", rows)
+    found = block(page, results, "front").splitlines()
+    assert found[0] == f"{plain[0]} ST-LPIPS, first captions | JOD, first captions |"
+    assert found[2] == f"{plain[2]} 0.1235 | 9.50 |"
+    assert found[3].replace(" ", "") == f"{plain[3]}||".replace(" ", "")
+
+
 def test_what_keeps_every_pair_has_a_table_of_its_own(page, results, monkeypatch) -> None:
     assert "| `" not in block(page, results, "exact")
     monkeypatch.setitem(NAMES, "c", "c")
