@@ -8,7 +8,7 @@ from multimodal_gen.runtime.managers.forward_context import ForwardContext
 
 # Of requests that never say that they have ended, so many branches are remembered.
 MAX_BRANCHES = 8
-_MAX_LOST = 256
+_MAX_NAMES = 256  # of which no entry is remembered
 
 Branch = tuple[str, str | None, Hashable]
 _Run = tuple[str, str | None]
@@ -49,7 +49,7 @@ class KeptSteps(Generic[_KeptT]):
             return *run, (context.cfg_branch, 0)
         last, calls = self._calls.get(run, (step, -1))
         calls = calls + 1 if last == step else 0
-        _remember(self._calls, run, (step, calls))
+        _remember(self._calls, run, (step, calls), _MAX_NAMES)
         return *run, (None, calls)
 
     def find(self, branch: Branch | None, step: int) -> _KeptT | None:
@@ -79,7 +79,7 @@ class KeptSteps(Generic[_KeptT]):
         self._lost.pop(branch, None)
         lost = _remember(self._found, branch, found)
         if lost is not None:
-            _remember(self._lost, lost, None, _MAX_LOST)
+            _remember(self._lost, lost, None, _MAX_NAMES)
 
     def drop(self, branch: Branch | None) -> None:
         """Drop what there is of a branch."""

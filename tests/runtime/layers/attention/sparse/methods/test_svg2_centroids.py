@@ -36,6 +36,13 @@ def test_calls_of_a_step_whose_branch_is_unknown_are_branches_in_turn() -> None:
     assert cache.branch(context(4, branch=None)) == second
 
 
+def test_the_branches_of_many_requests_at_a_time_are_their_own() -> None:
+    cache = CentroidCache()
+    requests = [str(i) for i in range(20)]
+    branches = [cache.branch(context(3, name, None)) for _ in range(2) for name in requests]
+    assert len({*branches}) == 40
+
+
 @pytest.mark.parametrize(
     ("kept", "asked", "found"), [(3, 4, True), (3, 3, True), (3, 2, False), (0, 0, False)]
 )
