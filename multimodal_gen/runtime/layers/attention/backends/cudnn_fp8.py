@@ -7,7 +7,7 @@ the largest value, which no average of values exceeds.
 Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side. Graphs name dimensions
 in the order B, H, S, D, whatever the memory's.
 
-Tested by simulation only: the calls are checked against a package with the same signatures.
+Tests without a GPU check the calls against a package with the same signatures.
 """
 
 import threading
