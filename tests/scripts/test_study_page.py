@@ -149,6 +149,22 @@ def test_a_method_has_its_settings_with_what_all_of_them_share(page, results) ->
     assert len(found) == 2, "and none of the other method"
 
 
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [(0.32455, "0.3246"), (0.001, "0.0010"), (0.00012, "1.2e-4"), (2e-05, "2e-5"), (0.0, "< 1e-5")],
+)
+def test_an_error_of_layers_says_what_it_is_and_is_not_rounded_away(
+    page, results, error, shown
+) -> None:
+    rows = results.rows_of("study_screen.csv")
+    results.write("screen", [{**row, "layer_error": error} for row in rows])
+    lines = block(page, results, "settings a").splitlines()
+    assert "1 - cosine is of the rows that a layer gives" in " ".join(lines)
+    head, *cells = [line.split("|")[1:] for line in lines if line.startswith(("| |", "| `a"))]
+    place = [title.strip() for title in head].index("1 - cosine")
+    assert {each[place].strip() for each in cells} == {shown}
+
+
 def test_what_a_tail_adds_is_paired_with_the_same_setting_without(page, results) -> None:
     assert "| `a x=1`, with its tail | +0.100 [-0.331, +0.531] | 1.20 |" in block(
         page, results, "variants"
