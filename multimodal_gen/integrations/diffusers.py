@@ -36,7 +36,7 @@ from multimodal_gen.runtime.distributed.timing import sum_of
 from multimodal_gen.runtime.generator.attention_guard import AttentionGuard
 from multimodal_gen.runtime.guard_bounds import parse_guard_bounds
 from multimodal_gen.runtime.layers.attention.config import BackendConfig
-from multimodal_gen.runtime.layers.attention.request import LayerSite
+from multimodal_gen.runtime.layers.attention.request import AttentionRole, LayerSite
 from multimodal_gen.runtime.layers.attention.scope import SelectionScope, scope_from
 from multimodal_gen.runtime.layers.attention.warn_once import WarnOnce
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
@@ -308,6 +308,8 @@ def apply(
             "cuda_graph must be given for a denoiser, got a target without one; leave it out"
         )
     check_overrides(scope, [layer.site for plan in plans for layer in plan.layers])
+    if guard is not None and guard.bounds.sparse is None:
+        _warn_unbounded(denoisers, guard, scope)
     ahead = None
     if compile_ahead is not False:
         arguments = {} if compile_ahead is True else compile_ahead
@@ -380,6 +382,29 @@ def _nothing_applied(
         f"apply() must find attention modules to take over, it looked at "
         f"{looked_at or 'no model at all'} and found none that it can{why}"
     )
+
+
+def _warn_unbounded(
+    denoisers: list[DenoiserPlan], guard: AttentionGuard, scope: SelectionScope
+) -> None:
+    """Tell of sparse methods that round as well, which a bound of rounding may seem to be for."""
+    for plan in denoisers:
+        bound = (
+            entry.primary
+            for layer in plan.layers
+            if layer.site.role is AttentionRole.SELF
+            for entry in layer.layer.schedule()
+        )
+        names = {
+            each.selection.backend for each in bound if each.is_sparse and each.operand_bits < 16
+        }
+        for name in sorted(names):
+            scope.warnings.warn(
+                f"attention_guard (--attention-guard) {guard.bounds} does not bound {name} of "
+                f"{plan.title}, which is sparse and rounds to 8 bits: its outputs are only tested "
+                f"to be finite; sparse=B, e.g. sparse=0.3, has it compared with exact attention, "
+                f"except where a gate or a trained projection adds to it"
+            )
 
 
 def _require_undescribed(denoisers: list[DenoiserPlan], described: DescribedTokens | None) -> None:

@@ -123,6 +123,27 @@ def test_layers_for_calls_that_look_different_are_guarded_too(eight_bits: None) 
     assert guard.report().tested == 2
 
 
+@pytest.mark.parametrize(
+    ("backend", "bounds", "warned"),
+    [
+        ("sage_sla_attn", 0.05, True),
+        ("sage_sla_attn", {"quantized": 1e-4}, True),
+        ("sage_sla_attn", "sparse=0.3", False),
+        ("sage_sla_attn", None, False),
+        ("sla_attn", 0.05, False),
+    ],
+)
+def test_a_sparse_method_that_rounds_is_warned_of_where_no_bound_is_its_own(
+    backend: str, bounds: Any, warned: bool, fresh, caplog
+) -> None:
+    with apply(fresh("wan"), attention_backend=backend, attention_guard=bounds):
+        pass
+    told = [text for text in caplog.messages if "does not bound" in text]
+    assert len(told) == warned
+    assert all("of transformer (WanTransformer3DModel)" in each for each in told)
+    assert all("only tested to be finite; sparse=B, e.g. sparse=0.3," in each for each in told)
+
+
 def test_a_guard_changes_nothing_where_all_is_well(fresh) -> None:
     pipe = fresh("wan")
     asked = {"attention_backend": "sliding_tile_attn", "attention_backend_config": FEW_TILES}

@@ -53,7 +53,6 @@ from multimodal_gen.runtime.layers.attention.request import AttentionRole, Layer
 from multimodal_gen.runtime.layers.attention.scope import SelectionScope, scope_from
 from multimodal_gen.runtime.layers.attention.warn_once import WarnOnce
 from multimodal_gen.runtime.managers.forward_context import TextSpan, use_forward_context
-from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.settings import read_mapping
 
 logger = logging.getLogger(__name__)
@@ -234,8 +233,7 @@ class _Run:
         if layer is None:
             layer = ModuleAttention(site, params, dtype, self.scope)
             self.layers[site.name, False] = layer
-        rounds = any(entry.primary.rounds for entry in layer.layer.schedule())
-        rounds = rounds or layer.layer.backend is AttentionBackendEnum.SAGE_SLA_ATTN
+        rounds = any(entry.primary.operand_bits < 16 for entry in layer.layer.schedule())
         if not exact or not rounds:
             return layer
         if (site.name, True) not in self.layers:

@@ -66,6 +66,9 @@ class AttentionGuard:
     compute a guidance branch each, a layer that missed on one of them is exact on all, from the
     same call on.
 
+    Attributes:
+        bounds: see `Args`.
+
     Args:
         bounds: the errors that layers may have.
         before: the guard of an earlier generation of the same layers, whose misses and turns are
@@ -73,7 +76,7 @@ class AttentionGuard:
     """
 
     def __init__(self, bounds: GuardBounds, before: "AttentionGuard | None" = None) -> None:
-        self._bounds = bounds
+        self.bounds = bounds
         # Misses as they are of outputs that are not finite, and on the device: the error, whether
         # the output is not finite, and whether the truth is not; of all ranks of a sequence.
         self._pending: list[tuple[GuardMiss, torch.Tensor]] = []
@@ -121,7 +124,7 @@ class AttentionGuard:
             self._unchecked.update(filter(None, [unchecked]))
             return serve(call)
         self._tested += 1
-        limit = self._bounds.sparse if bound.is_sparse else self._bounds.quantized
+        limit = self.bounds.sparse if bound.is_sparse else self.bounds.quantized
         only_finite = "" if limit is not None else NO_BOUND
         if call.gate is not None or (
             call.projection is not None and "projection" in bound.impl.takes
@@ -216,8 +219,8 @@ class AttentionGuard:
         self._read()
         missed = {**self._found, **self._missed}
         return GuardReport(
-            quantized=self._bounds.quantized,
-            sparse=self._bounds.sparse,
+            quantized=self.bounds.quantized,
+            sparse=self.bounds.sparse,
             calls=self._calls,
             tested=self._tested,
             missed=tuple(missed.values()),

@@ -207,10 +207,15 @@ class Binding:
         return self._alternate(reason, lambda: bind(self.demand.dense(reason), own=False))
 
     @property
+    def operand_bits(self) -> int:
+        """To how many bits its backend rounds operands; 16 where it does not."""
+        cls, variant = declared(self.selection, self.demand.request)
+        return min(cls.operand_bits, variant.operand_bits)
+
+    @property
     def rounds(self) -> bool:
         """Whether its backend rounds operands to less than 16 bits; of dense ones alone."""
-        cls, variant = declared(self.selection, self.demand.request)
-        return min(cls.operand_bits, variant.operand_bits) < 16 and not self.is_sparse
+        return self.operand_bits < 16 and not self.is_sparse
 
     def exact(self, reason: str) -> "Binding":
         """Return what serves calls that it may only approximate: itself where it does not."""

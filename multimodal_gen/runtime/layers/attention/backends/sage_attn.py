@@ -65,6 +65,7 @@ SPAS_SAGE_VARIANT = replace(
         capability=Capability(exact=((8, 0), (8, 6), (8, 7), (8, 9), (9, 0))),
     ),
     dtypes=HALF_DTYPES,
+    operand_bits=8,
 )
 """The declaration of SpargeAttn, for every method that it can compute."""
 
