@@ -245,9 +245,10 @@ def test_sparse_methods_have_a_bound_of_their_own_and_none_unless_given() -> Non
         assert (told in text) != bad
 
 
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("backend", ["sage_attn", "sliding_tile_attn"])
 def test_an_output_that_is_not_finite_is_computed_again_at_once(
-    eight_bits: None, backend: str, monkeypatch: pytest.MonkeyPatch
+    eight_bits: None, backend: str, bad: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     guard = AttentionGuard(GuardBounds(quantized=10.0))
     config = TILES if backend == "sliding_tile_attn" else None
@@ -257,7 +258,7 @@ def test_an_output_that_is_not_finite_is_computed_again_at_once(
 
     def overflows(*args: Any, **kwargs: Any) -> Any:
         out = forward(*args, **kwargs)
-        out[0, -1, 0, 0] = torch.inf  # in no sampled row, or in one
+        out[0, -1, 0, 0] = bad  # in no sampled row, or in one
         return out
 
     monkeypatch.setattr(cls, "forward", overflows)
@@ -267,6 +268,19 @@ def test_an_output_that_is_not_finite_is_computed_again_at_once(
     (miss,) = guard.report().missed
     assert (miss.error, miss.step) == (None, 0)
     assert "was not finite in step 0" in str(miss)
+
+
+def test_an_output_that_should_be_zero_has_an_error_without_bound(
+    eight_bits: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guard = AttentionGuard(GuardBounds(quantized=1e6))
+    blocks = layers(1, guard, attention_backend="sage_attn")
+    q, k, v = inputs()
+    monkeypatch.setattr(blocks[0].attn_impl, "forward", lambda *a, **kw: torch.ones_like(q))
+    outs = [step(guard, blocks, i, [(q, k, torch.zeros_like(v))])[0] for i in range(2)]
+    assert outs[0].all()
+    assert not outs[1].any()
+    assert [miss.error for miss in guard.report().missed] == [torch.inf]
 
 
 def test_a_layer_that_missed_before_its_turn_waits_for_none(
