@@ -227,7 +227,8 @@ def apply(
             `sparse`, the bound of sparse methods (by default none: what they drop is meant),
             whose layers then run dense. An output that is not finite is computed again densely at
             once, whatever the bounds. Ranks decide together. Not under CUDA graphs. Or an
-            `AttentionGuard`, whose bounds count and whose findings are gone on with.
+            `AttentionGuard`, whose bounds count and whose findings are gone on with. None, or
+            False: no guard.
         cuda_graph: keep calls of the denoisers as CUDA graphs: the second of a kind is captured,
             and later ones are replayed on copies of their arguments, with copies of the outputs.
             Where a graph could not repeat a call it is refused, or, where that turns out later, a

@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from numbers import Real
 
-from multimodal_gen.errors import ConfigError, short
+from multimodal_gen.errors import ConfigError, nearest, short
 from multimodal_gen.settings import mapping_of
 
 _FORM = (
-    "a finite number above 0, for backends that round to 8 bits or less, or quantized=B,sparse=B"
+    "a finite number above 0, for backends that round to 8 bits or less, or quantized=B,sparse=B, "
+    "in Python also a mapping of these"
 )
 
 
@@ -42,34 +43,43 @@ class GuardBounds:
         return f"quantized={self.quantized},sparse={self.sparse}"
 
 
+_KEYS = tuple(field.name for field in fields(GuardBounds))
+
+
 def parse_guard_bounds(value: object, *, name: str = "attention_guard") -> GuardBounds | None:
-    """Return bounds in any of their forms; None for None.
+    """Return bounds in any of their forms; None for None and False.
 
     Args:
         value: a number such as 0.05, a mapping with the keys `quantized` and `sparse`, which may be
-            None, or either as text, such as "0.05" or "quantized=0.05,sparse=0.3".
+            None, or either as text, such as "0.05" or "quantized=0.05,sparse=none".
         name: what messages call it.
 
     Raises:
         ConfigError: it is something else, or a bound is not a finite number above 0.
     """
-    if value is None or isinstance(value, GuardBounds):
+    if value is None or value is False:
+        return None
+    if isinstance(value, GuardBounds):
         return value
     if not isinstance(value, (str, Mapping)):
         return GuardBounds(quantized=_bound(value, value, name))
     if isinstance(value, str) and "=" not in value and "{" not in value:
         return GuardBounds(quantized=_bound(value, value, name))
     given = mapping_of(value, name, "quantized=B,sparse=B")
-    unknown = [key for key in given if key not in {field.name for field in fields(GuardBounds)}]
+    unknown = [key for key in given if key not in _KEYS]
     if unknown or not given:
-        raise _wrong(value, name)
+        raise _wrong(value, name, *unknown)
     return GuardBounds(
         **{
             key: _bound(bound, value, name)
             for key, bound in given.items()
-            if key != "sparse" or bound is not None
+            if key != "sparse" or not _is_none(bound)
         }
     )
+
+
+def _is_none(bound: object) -> bool:
+    return bound is None or (isinstance(bound, str) and bound.strip().lower() == "none")
 
 
 def _bound(bound: object, value: object, name: str) -> float:
@@ -88,5 +98,7 @@ def _is_bound(value: object) -> bool:
     return 0 < value < math.inf
 
 
-def _wrong(value: object, name: str) -> ConfigError:
-    return ConfigError(f"{name} must be {_FORM}, got {short(value)}; give for example 0.05")
+def _wrong(value: object, name: str, *unknown: object) -> ConfigError:
+    hint = nearest(str(unknown[0]), _KEYS) if unknown else ""
+    remedy = hint or "; give for example 0.05"
+    return ConfigError(f"{name} must be {_FORM}, got {short(value)}{remedy}")

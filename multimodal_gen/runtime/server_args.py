@@ -451,7 +451,7 @@ class ServerArgs:
         Mapping[str, object] | float | str | None,
         Setting(
             metavar="BOUND",
-            check=lambda setting, value: str(parse_guard_bounds(value, name=setting.flag)),
+            check=lambda setting, value: _guard_bounds(value, setting.flag),
             help="Compare 64 rows of one in 17 calls of each self-attention layer with exact "
             "attention: layers whose relative error is above the bound, e.g. 0.05, run in 16 bits "
             "from their next call on. The bound is that of backends that round to 8 bits; "
@@ -693,6 +693,11 @@ class ServerArgs:
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
+
+
+def _guard_bounds(value: object, flag: str) -> str | None:
+    bounds = parse_guard_bounds(value, name=flag)
+    return None if bounds is None else str(bounds)
 
 
 def _settings() -> Mapping[str, Setting]:

@@ -320,3 +320,7 @@ def test_graphs_of_whole_calls_are_not_made_of_calls_that_decide(other):
         args(cuda_graph=True, **other)
     assert flag in str(refused.value)
     assert args(cuda_graph=True, enable_torch_compile=True).cuda_graph
+
+
+def test_no_guard_is_also_false() -> None:
+    assert ServerArgs(model_path="m", attention_guard=False).attention_guard is None

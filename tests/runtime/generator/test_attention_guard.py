@@ -717,12 +717,15 @@ def test_layers_of_two_denoisers_may_have_the_same_name(eight_bits: None) -> Non
     ("value", "found"),
     [
         (None, None),
+        (False, None),
         (0.1, GuardBounds(quantized=0.1)),
         ("0.1", GuardBounds(quantized=0.1)),
         ("sparse=0.3", GuardBounds(sparse=0.3)),
         ({"quantized": 0.2, "sparse": 1}, GuardBounds(quantized=0.2, sparse=1.0)),
         ('{"quantized": 0.2}', GuardBounds(quantized=0.2)),
         ({"quantized": 0.05, "sparse": None}, GuardBounds()),
+        ("sparse=none", GuardBounds()),
+        ("quantized=0.1,sparse=None", GuardBounds(quantized=0.1)),
     ],
 )
 def test_bounds_have_several_forms(value: Any, found: GuardBounds | None) -> None:
@@ -739,6 +742,13 @@ def test_bounds_have_several_forms(value: Any, found: GuardBounds | None) -> Non
 def test_what_is_no_bound_is_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"attention_guard must be (a finite|quantized=B)"):
         parse_guard_bounds(value)
+
+
+def test_what_is_refused_is_told_what_would_do() -> None:
+    with pytest.raises(ConfigError, match=r"got 'quantised=0\.1', did you mean 'quantized'\?"):
+        parse_guard_bounds("quantised=0.1")
+    with pytest.raises(ConfigError, match=r"in Python also a mapping.*; give for example 0\.05"):
+        parse_guard_bounds("dense=1")
 
 
 @pytest.mark.parametrize("given", [{"quantized": -1.0}, {"sparse": "x"}, {"quantized": True}])
