@@ -253,12 +253,17 @@ class _Check:
         self, serve: Callable[[AttentionCall], torch.Tensor], call: AttentionCall
     ) -> torch.Tensor:
         """See `SplitCheck`; so are calls whose tokens are not split."""
+        layer, on_cpu = self._layer, call.query.device.type == "cpu"
+        before = {bound: bound.tally() for bound in layer.bindings()} if on_cpu else {}
         out = serve(call)
         finite = _is_finite(out)
-        fixed, sane = _finite_or_again(self._layer, serve, call, out, finite)
+        if on_cpu and not finite:  # what it gives is dropped: it counts as what serves it again
+            for bound in layer.bindings():
+                bound.count_again(bound.tally() - before.get(bound, Counter()), -1)
+        fixed, sane = _finite_or_again(layer, serve, call, out, finite)
         error = finite.new_zeros((), dtype=torch.float32)
         if self._compares:
-            rows, truth = sampled(self._layer, _with_all_keys(call), out, self._miss.step)
+            rows, truth = sampled(layer, _with_all_keys(call), out, self._miss.step)
             error, sane = row_errors(rows, truth)[1].max(), sane & truth.isfinite().all()
             if call.mask is None:  # else they may be padding; rounding may hide what they are
                 sane = sane & _is_finite(call.query)

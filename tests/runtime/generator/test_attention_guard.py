@@ -268,6 +268,10 @@ def test_an_output_that_is_not_finite_is_computed_again_at_once(
     (miss,) = guard.report().missed
     assert (miss.error, miss.step) == (None, 0)
     assert "was not finite in step 0" in str(miss)
+    ran = blocks[0].report()
+    reasons = [entry.selection.reason.partition(";")[0] for entry in ran.detours if entry.calls]
+    assert reasons == [attention_guard.AGAIN, attention_guard.MISSED]
+    assert [entry.calls for entry in (*ran.entries, *ran.detours)] == [0, 1, 1]
 
 
 def test_an_output_that_should_be_zero_has_an_error_without_bound(
