@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageError
+from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
 from multimodal_gen.runtime.layers.attention.backends.sage_attn import (
     SageAttention3Backend,
     SageAttention3Impl,
@@ -15,7 +16,7 @@ from multimodal_gen.runtime.layers.attention.backends.sage_attn import (
 )
 from multimodal_gen.runtime.layers.attention.config import build_config
 from multimodal_gen.runtime.layers.attention.request import AttentionRole, Feature
-from multimodal_gen.runtime.platforms import PlatformEnum
+from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 from tests.helpers.inputs import make_qkv
 from tests.helpers.tolerance import (
     assert_lse_within_error_budget,
@@ -239,6 +240,13 @@ def test_spargeattn_gets_a_mask_of_every_block(fake_package):
     causal = SageAttentionImpl(2, 64, 0.2, True, variant="spas_sage_attn")
     with pytest.raises(UnsupportedBackendError, match="has no causal variant of a mask"):
         causal.forward(q, k, v)
+
+
+@pytest.mark.parametrize("name", ["sage_attn", "sage_sla_attn", "sparge_attn"])
+def test_every_backend_of_spargeattns_kernel_knows_that_it_rounds(name):
+    backend = find_backend(AttentionBackendEnum(name), "cuda")
+    (variant,) = (each for each in backend.variants if each.name == "spas_sage_attn")
+    assert min(backend.operand_bits, variant.operand_bits) == 8
 
 
 @pytest.fixture
