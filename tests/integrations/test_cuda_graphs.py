@@ -9,7 +9,7 @@ import inspect
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -336,26 +336,129 @@ def test_weights_that_wrap_others_have_graphs_and_their_change_is_seen(change) -
     assert all(map(torch.equal, found, expected))
 
 
-CHANGES: dict[str, Callable[[Any], Any]] = {
-    "weights in place": lambda model: model.blocks[0].ffn.net[2].weight.data.mul_(2),
-    "weights elsewhere": lambda model: setattr(
-        model.blocks[0].ffn.net[2].weight, "data", model.blocks[0].ffn.net[2].weight.data * 2
+def narrow(model: Any) -> None:
+    """Let a block have half of its hidden features, in the same memory."""
+    first, _, last = model.blocks[0].ffn.net
+    for weight in (first.proj.weight, first.proj.bias, last.weight.data.T):
+        weight.data = weight.data[: len(weight) // 2]
+    last.weight.data = last.weight.data[:, : len(first.proj.bias)]
+
+
+# What changes a model, and whether its graph is dropped.
+CHANGES: dict[str, tuple[Callable[[Any], Any], bool]] = {
+    "weights in place": (lambda model: model.blocks[0].ffn.net[2].weight.data.mul_(2), False),
+    "weights elsewhere": (
+        lambda model: setattr(
+            model.blocks[0].ffn.net[2].weight, "data", model.blocks[0].ffn.net[2].weight.data * 2
+        ),
+        True,
     ),
-    "another module": lambda model: setattr(model.blocks[0], "ffn", torch.nn.Identity()),
-    "evaluation": lambda model: model.train(),
+    "a part of the weights": (narrow, True),
+    "another module": (lambda model: setattr(model.blocks[0], "ffn", torch.nn.Identity()), True),
+    "training": (lambda model: model.train(), True),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_model_that_changes_is_computed_as_it_is_then(change) -> None:
     (model, inputs), (other, _) = model_of(), model_of()
+    for each in (model, other):
+        each.blocks[0].ffn.net[1].p = 1.0  # in training, nothing is left
+    make, drops = CHANGES[change]
+    with apply(model, **DENSE, cuda_graph=True) as handle, apply(other, **DENSE):
+        before = outputs(model, inputs)
+        make(model), make(other)
+        found, expected = outputs(model, inputs), outputs(other, inputs)
+        report = handle.report()
+    assert report.graphs.denoisers[0].dropped == drops
+    assert replays(report) == (2 + 2 if drops else 2 + 4)
+    assert all(map(torch.equal, found, expected))
+    assert not any(map(torch.equal, found, before))
+
+
+def setting(owner: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    return lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
+
+
+CUDA, CONV = torch.backends.cuda, torch.backends.cudnn.conv
+# How torch computes: what reads it, what sets it, and another value.
+SETTINGS_OF_TORCH: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {
+    "products in fp32": (*setting(CUDA.matmul, "fp32_precision"), "tf32"),
+    "convolutions in fp32": (*setting(CONV, "fp32_precision"), "ieee"),
+    "sums in fp16": (*setting(CUDA.matmul, "allow_fp16_reduced_precision_reduction"), False),
+    "sums in bf16": (*setting(CUDA.matmul, "allow_bf16_reduced_precision_reduction"), False),
+    "flash": (CUDA.flash_sdp_enabled, CUDA.enable_flash_sdp, False),
+    "memory-efficient": (CUDA.mem_efficient_sdp_enabled, CUDA.enable_mem_efficient_sdp, False),
+    "math": (CUDA.math_sdp_enabled, CUDA.enable_math_sdp, False),
+    "cudnn": (CUDA.cudnn_sdp_enabled, CUDA.enable_cudnn_sdp, False),
+    "deterministic": (
+        torch.are_deterministic_algorithms_enabled,
+        torch.use_deterministic_algorithms,
+        True,
+    ),
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype, torch.float16),
+}
+
+
+@contextmanager
+def computed_with(name: str) -> Iterator[None]:
+    read, write, value = SETTINGS_OF_TORCH[name]
+    before = read()
+    assert before != value
+    write(value)
+    try:
+        yield
+    finally:
+        write(before)
+
+
+def strided(inputs: dict[str, Any]) -> dict[str, Any]:
+    latents = inputs["hidden_states"].transpose(-1, -2).contiguous().transpose(-1, -2)
+    return {**inputs, "hidden_states": latents}
+
+
+# What later calls are made in and with, of another kind than those before.
+OTHER_KINDS: dict[str, Callable[[Any, dict[str, Any]], tuple[Any, dict[str, Any]]]] = {
+    "strides": lambda model, inputs: (nullcontext(), strided(inputs)),
+    "both branches": lambda model, inputs: (model.cache_context("cond_uncond"), inputs),
+    **{
+        name: lambda model, inputs, name=name: (computed_with(name), inputs)
+        for name in SETTINGS_OF_TORCH
+    },
+}
+
+
+@pytest.mark.parametrize("other", OTHER_KINDS)
+def test_calls_of_another_kind_have_a_graph_of_their_own(other, recorder) -> None:
+    model, inputs = model_of()
+    with apply(model, **DENSE, cuda_graph=True) as handle:
+        outputs(model, inputs)
+        context, others = OTHER_KINDS[other](model, inputs)
+        with context:
+            found = outputs(model, others)
+        assert replays(handle.report()) == 2 + 2
+        outputs(model, inputs)
+        report = handle.report()
+    assert replays(report) == 2 + 2 + 4
+    assert (recorder.recorded, report.graphs.denoisers[0].dropped) == (2, 0)
+    context, others = OTHER_KINDS[other](model, inputs)
+    with apply(model, **DENSE), context:
+        assert all(map(torch.equal, found, outputs(model, others)))
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+def test_calls_under_autocast_have_no_graph(caplog) -> None:
+    (model, inputs), (other, _) = model_of(), model_of()
     with apply(model, **DENSE, cuda_graph=True) as handle, apply(other, **DENSE):
         outputs(model, inputs)
-        before = replays(handle.report())
-        CHANGES[change](model), CHANGES[change](other)
-        found, expected = outputs(model, inputs), outputs(other, inputs)
-        assert replays(handle.report()) > before
+        with torch.autocast("cpu", torch.bfloat16), warned(caplog, "autocast keeps copies"):
+            found, expected = outputs(model, inputs), outputs(other, inputs)
+        outputs(model, inputs)
+        report = handle.report()
     assert all(map(torch.equal, found, expected))
+    assert list(plain(report).values()) == [4]
+    assert replays(report) == 2 + 4
+    assert report.graphs.denoisers[0].dropped == 0
 
 
 @pytest.mark.parametrize("whole", [True, False])
