@@ -36,12 +36,11 @@ class ModelFacts:
     """What a graph of a model goes by; taken before every call, so that it is flat and short.
 
     The modules, which are held, so that no other one takes the identity of one; where their weights
-    lie, and which of these wrap others, as quantised ones do; their hooks and processors, what
-    adapters add how strongly, and a step cache.
+    lie, and which of these wrap others, as quantised ones do; their hooks, those of step caches
+    included, their processors, and what adapters add how strongly.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
         self._own = [vars(module) for module in model.modules()]
         self._inner = inner = self._own[1:]  # hooks of the model itself run around every call
         self._adapters = [own for own in inner if "scaling" in own or "merged_adapters" in own]
@@ -68,7 +67,7 @@ class ModelFacts:
             [_place(x) for x in weights],
             [x.numel() for x in weights],
             [id(x) for x in wrappers],
-            [(_place(x), x.numel()) for x in parts],
+            [_place(x) for x in parts],
             [each["training"] for each in own],
             [hook for each in inner for hook in each["_forward_hooks"].values()],
             [hook for each in inner for hook in each["_forward_pre_hooks"].values()],
@@ -77,7 +76,6 @@ class ModelFacts:
             [*processors],
             [repr(each.scale) for each in processors if hasattr(each, "scale")],
             [repr(each.get(name)) for each in self._adapters for name in ADAPTER_STATE],
-            [getattr(self._model, name, None) for name in ("_cache_config", "_is_cached")],
         )
 
 
@@ -126,7 +124,7 @@ def kind_of_call(
         (form, *(_kind_of_argument(each, device) for each in leaves)),
         None if padding is None else padding.kind(),
         (context.latent_grid, context.text_span, context.described, context.no_grid),
-        (context.batch, context.cfg_branch == "both"),
+        context.cfg_branch == "both",
         tuple(layer.step_kind(context) for layer in layers),
         _how_torch_computes(),
     )
