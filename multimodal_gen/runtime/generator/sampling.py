@@ -311,26 +311,30 @@ def check_sizes(pipe: Any, args: ServerArgs) -> None:
     """
     _check_steps(pipe, args)
     name = type(pipe).__name__
-    must_be_whole = name.startswith(_WHOLE_TOKENS) or _refuses_size(pipe, args)
+    asked = _asked_multiple(pipe, args)
     for option, value, token in zip(
         ("--height", "--width"), (args.height, args.width), token_size(pipe), strict=True
     ):
-        if value is None or value % token == 0:
+        whole = math.lcm(token, asked or 1)
+        if value is None or value % whole == 0:
             continue
-        lower = value // token * token
-        if must_be_whole or not lower:
-            rule = f"a multiple of {token}" if lower else f"at least {token}"
+        lower = value // whole * whole
+        if asked or name.startswith(_WHOLE_TOKENS) or not lower:
+            rule = f"a multiple of {whole}" if lower else f"at least {whole}"
+            why = f"one token of the transformer stands for {token} pixels"
+            if whole != token:
+                why = f"the pipeline asks for multiples of {asked}"
             raise UsageError(
-                f"{option} must be {rule} for {name}, got {value}: one token of the transformer "
-                f"stands for {token} pixels; try {f'{lower} or ' if lower else ''}{lower + token}"
+                f"{option} must be {rule} for {name}, got {value}: {why}; "
+                f"try {f'{lower} or ' if lower else ''}{lower + whole}"
             )
 
 
-def _refuses_size(pipe: Any, args: ServerArgs) -> bool:
-    """Whether the pipeline's own check of its arguments refuses a size that it cannot divide."""
+def _asked_multiple(pipe: Any, args: ServerArgs) -> int | None:
+    """Return what the pipeline's own check wants sizes to be a multiple of, if it refuses these."""
     check = getattr(pipe, "check_inputs", None)
     if check is None or (args.height is None and args.width is None):
-        return False
+        return None
     parameters = signature(type(pipe).__call__).parameters
     known = {name: p.default for name, p in parameters.items() if p.default is not Parameter.empty}
     known |= {"prompt": "a prompt"}
@@ -343,8 +347,9 @@ def _refuses_size(pipe: Any, args: ServerArgs) -> bool:
         with without(type(pipe).__module__, lambda _: True):  # what it warns of, it does again
             check(**wanted)
     except Exception as error:  # maybe of another argument, which is not given here
-        return isinstance(error, ValueError) and "divisible by" in str(error)
-    return False
+        found = re.search(r"divisible by (\d*)", str(error))
+        return int(found[1] or 1) if found and isinstance(error, ValueError) else None
+    return None
 
 
 def _check_steps(pipe: Any, args: ServerArgs) -> None:

@@ -292,6 +292,19 @@ def test_a_pipeline_that_does_not_round_needs_whole_tokens(size: int, tiny_pipel
         check_sizes(pipe, _args(height=size))
 
 
+@pytest.mark.parametrize(("size", "advice"), [(127, "112 or 128"), (120, "112 or 128"), (8, "16")])
+def test_sizes_are_of_the_multiple_that_the_pipeline_asks_for(
+    size: int, advice: str, tiny_pipeline
+) -> None:
+    pipe = DiffusionPipeline.from_pretrained(tiny_pipeline("wan"))
+    pipe.transformer.register_to_config(patch_size=(1, 1, 1))
+    assert token_size(pipe) == (8, 8)
+    why = f"got {size}: the pipeline asks for multiples of 16; try {advice}$"
+    with pytest.raises(UsageError, match=f"--width must be .* 16 for WanPipeline, {why}"):
+        check_sizes(pipe, _args(height=128, width=size))
+    check_sizes(pipe, _args(height=128, width=112))
+
+
 @pytest.mark.parametrize("family", ["ltx", "qwen_image"])
 def test_one_step_is_refused_where_the_scheduler_stretches_to_an_end(
     family: str, tiny_pipeline
