@@ -165,7 +165,7 @@ def _refused(error: Exception) -> str:
             f"the blocks of the model cannot be compiled, leave --enable-torch-compile out: {line}"
         )
     if isinstance(error, ValueError) and _modules(error)[-1].startswith(_REFUSING):
-        return f"the pipeline refuses its arguments: {line}"
+        return f"the pipeline refuses its arguments, change what it names: {line}"
     return ""
 
 

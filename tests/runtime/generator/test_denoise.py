@@ -253,7 +253,7 @@ def test_full_memory_inside_the_dispatch_is_told_as_such(monkeypatch) -> None:
 
 
 def test_a_refusal_by_a_scheduler_is_told_in_one_line() -> None:
-    rule = "the pipeline refuses its arguments: `num_inference_steps`: 1001 cannot be larger"
+    rule = "the pipeline refuses its arguments, change what it names: `num_inference_steps`: 1001"
     with pytest.raises(UsageError, match=rule), told_of_run():
         DDIMScheduler().set_timesteps(1001)
 
