@@ -37,7 +37,7 @@ from multimodal_gen.runtime.generator import PipelineIndex, pick_device
 from multimodal_gen.runtime.generator.chat_templates import limited_templates
 from multimodal_gen.runtime.generator.load import denoisers
 from multimodal_gen.runtime.generator.overridden import overridden
-from multimodal_gen.runtime.generator.sampling import check_arguments, prepare_call
+from multimodal_gen.runtime.generator.sampling import check_arguments, check_sizes, prepare_call
 from multimodal_gen.runtime.generator.scheduler import given_sigmas
 from multimodal_gen.runtime.generator.skeleton import load_rehearsed
 from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
@@ -88,11 +88,15 @@ def generation_of_args(args: ServerArgs, device: torch.device) -> Generation:
     Args:
         args: the generation.
         device: the GPU that it will run on.
+
+    Raises:
+        UsageError: an option does not fit the pipeline.
     """
     index = PipelineIndex.read(args.model_path, args.pipeline_class_name)
     check_arguments(index, args)
     args = replace(args, seed=args.seed or 0)
     pipe = load_rehearsed(index, args, device)
+    check_sizes(pipe, args)
     call = prepare_call(pipe, index, args)
     return Generation(
         pipe=pipe,

@@ -403,6 +403,13 @@ def test_no_folder_is_made_where_nothing_compiles_and_no_bar_is_shown_in_a_log(
     assert "Loading" not in capfd.readouterr().err
 
 
+def test_a_size_that_is_not_generated_is_not_rehearsed(tmp_path: Path) -> None:
+    folder = make_tiny_model("wan", tmp_path / "wan")
+    args = ServerArgs(model_path=str(folder), prompt="A fox", height=127, width=128)
+    with pytest.raises(UsageError, match=r"^--height must be a multiple of 16 .*; try 112 or 128$"):
+        generation_of_args(args, DEVICE)
+
+
 @pytest.mark.parametrize("family", ["wan", "hunyuan_video", "flux", "qwen_image"])
 def test_a_pipeline_is_rehearsed_without_its_weights(family: str, tmp_path: Path) -> None:
     folder = make_tiny_model(family, tmp_path / family)
