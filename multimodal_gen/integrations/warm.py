@@ -67,7 +67,10 @@ def warm(args: ServerArgs, output: Path | None = None) -> tuple[Place, tuple[Mad
             empty, or the pipeline cannot be called without data.
     """
     device = pick_device(args.device)
-    place, index = place_of_gpu(device), device.index or 0
+    try:
+        place, index = place_of_gpu(device), device.index or 0
+    except UsageError as error:
+        raise UsageError(f"{error}; run it on the machine that will generate") from error
     if output is not None:
         require_new(output)
     noted = rehearse(generation_of_args(args, device))
