@@ -301,6 +301,8 @@ def use(folder: Path, device: torch.device) -> int:
         if found.get("format") != _FORMAT:
             raise ValueError(f"it has format {short(found.get('format'))}, not {_FORMAT}")
         made_for, files = Place(**found["place"]), dict(found["files"])
+        if not files:
+            raise ValueError("it has no files")
     except (AttributeError, KeyError, MalformedError, TypeError, ValueError) as error:
         raise UsageError(
             f"{name} must be a folder that `sglang attention warm --output` made, got "

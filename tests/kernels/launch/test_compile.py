@@ -291,6 +291,9 @@ def test_a_folder_for_another_gpu_or_release_is_refused(
 ) -> None:
     folder, noted = shipped
     manifest = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps({**manifest, "files": {}}))
+    with pytest.raises(UsageError, match=r"it has no files; make it anew$"):
+        use(folder, DEVICE)
     changed = {"capability": "8.0", "machine": "sparc", "multimodal_gen": "0.0.9"}
     changed |= {"torch": "1.0", "triton": "3.0.0"}
     assert {"gpu", *changed} == manifest["place"].keys()
@@ -316,8 +319,11 @@ def test_a_folder_for_another_gpu_or_release_is_refused(
     ],
     ids=["empty", "list", "format", "place", "unknown"],
 )
-def test_a_folder_of_another_kind_is_refused(text: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / MANIFEST).write_text(text)
+def test_a_folder_of_another_kind_is_refused(
+    text: str | None, message: str, tmp_path: Path
+) -> None:
+    if text is not None:
+        (tmp_path / MANIFEST).write_text(text)
     start = r"^compiled_kernels \(--compiled-kernels\) must be a folder that `sglang attention warm"
     with pytest.raises(UsageError, match=rf"{start} --output` made, {message}"):
         use(tmp_path, DEVICE)
