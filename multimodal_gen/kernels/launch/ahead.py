@@ -306,7 +306,8 @@ def use(folder: Path, device: torch.device) -> int:
     except (AttributeError, KeyError, MalformedError, TypeError, ValueError) as error:
         raise UsageError(
             f"{name} must be a folder that `sglang attention warm --output` made, got "
-            f"{short(str(folder))}: {first_line(error)}; make it anew"
+            f"{short(str(folder))}: {first_line(error)}; "
+            f"{'make it anew' if manifest.is_file() else 'check the path'}"
         ) from error
     if replace(made_for, gpu=place.gpu) != place:
         raise UsageError(

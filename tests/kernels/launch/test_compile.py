@@ -316,8 +316,9 @@ def test_a_folder_for_another_gpu_or_release_is_refused(
         ('{"format": 1}', "got '.*': it has format 1, not 2; make it anew"),
         ('{"format": 2}', "got '.*': 'place'"),
         ('{"format": 2, "place": {"x": 1}, "files": {}}', "got '.*': .*unexpected keyword"),
+        (None, "got '.*': the file cannot be read: No such file or directory; check the path$"),
     ],
-    ids=["empty", "list", "format", "place", "unknown"],
+    ids=["empty", "list", "format", "place", "unknown", "missing"],
 )
 def test_a_folder_of_another_kind_is_refused(
     text: str | None, message: str, tmp_path: Path
