@@ -249,3 +249,7 @@ def _program_name() -> str:
 
 def _one_line(error: MultimodalGenError) -> str:
     return "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -64,6 +64,11 @@ def test_help_answers_in_three_tenths_of_a_second() -> None:
     assert min(seconds) < 0.3, seconds
 
 
+def test_the_module_of_the_command_line_is_a_program() -> None:
+    done = _python("-m", "multimodal_gen.cli.main", "--version")
+    assert (done.returncode, done.stdout[:15]) == (0, "multimodal_gen ")
+
+
 def test_help_names_the_commands(sglang) -> None:
     outcome = sglang("--help")
     assert outcome.code == 0
