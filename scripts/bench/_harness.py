@@ -294,14 +294,23 @@ class Bench:
         self.options = options
         self.wrong: list[str] = []
         """Names of what was wrong; the run fails at its end."""
-        self.asked: dict[str, bool] = {}
-        """Option that selects -> whether anything had such a name."""
+        self.asked: dict[str, dict[str, bool]] = {}
+        """Option that selects -> what there is -> whether it is selected."""
 
     def wants(self, name: str, option: str = "only") -> bool:
         """Tell whether what has this name is selected by an option, a pattern of names."""
         found = re.search(getattr(self.options, option), name) is not None
-        self.asked[option] = found or self.asked.get(option, False)
+        self.asked.setdefault(option, {})[name] = found
         return found
+
+    def unknown(self) -> str:
+        """Return which options select nothing, and what there is; empty where all do."""
+        return "; ".join(
+            f"--{option} of {self.name} must match one of {', '.join(map(repr, names))}, got "
+            f"{getattr(self.options, option)!r}"
+            for option, names in self.asked.items()
+            if not any(names.values())
+        )
 
     @contextmanager
     def case(self, name: str) -> Iterator[None]:

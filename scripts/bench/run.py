@@ -67,11 +67,11 @@ def make_parser(name: str, module: ModuleType) -> argparse.ArgumentParser:
     return parser
 
 
-def run(name: str, words: Sequence[str]) -> int | None:
+def run(name: str, words: Sequence[str]) -> int | str:
     """Run a benchmark on the words of its command line.
 
     Returns:
-        The exit status; None where nothing has a name that was asked for.
+        The exit status; what was asked for where nothing has such a name.
     """
     module = importlib.import_module("layers" if name in LAYERS else name)
     parser = make_parser(name, module)
@@ -90,7 +90,7 @@ def run(name: str, words: Sequence[str]) -> int | None:
         with torch.enable_grad():  # what one benchmark sets is not for the next
             bench = Bench(name, options)
             found = module.main(bench) if hasattr(module, "main") else run_cases(module, bench)
-            return None if False in bench.asked.values() else found or 0
+            return bench.unknown() or found or 0
     except argparse.ArgumentError as error:
         parser.error(str(error))
 
@@ -122,12 +122,10 @@ def main(words: Sequence[str] | None = None) -> int:
         got = f", got {', '.join(unknown)}" if unknown else "; --help says more"
         raise SystemExit(f"name benchmarks among {', '.join(BENCHMARKS)}{got}")
     codes = [run(name, words[len(names) :]) for name in names]
-    if codes == [None] * len(names):
-        print(
-            f"error: nothing of {', '.join(names)} has a name that was asked for", file=sys.stderr
-        )
-        return 2
-    return max(code for code in codes if code is not None)
+    known = [code for code in codes if isinstance(code, int)]
+    if not known:
+        print(f"error: {'; '.join(map(str, codes))}", file=sys.stderr)
+    return max(known, default=2)
 
 
 if __name__ == "__main__":
