@@ -42,6 +42,9 @@ from multimodal_gen.errors import UnsupportedBackendError
 
 RESULTS = Path(__file__).parent / "results"
 RUN = Path(__file__).with_name("run.py")
+STARTED = Path(getattr(sys.modules["__main__"], "__file__", None) or "").resolve()
+if STARTED.parent == RUN.resolve().parent and STARTED.name != RUN.name:
+    raise SystemExit(f"a benchmark is started by run.py: python3 {RUN} {STARTED.stem} --help")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -4,6 +4,8 @@ import csv
 import math
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -138,6 +140,14 @@ def test_the_list_tells_what_every_benchmark_asks(bench, capsys):
 def test_benchmarks_must_be_known(bench, words):
     with pytest.raises(SystemExit, match="name benchmarks among auto, backward"):
         bench("run").main(words)
+
+
+def test_a_benchmark_that_is_started_by_itself_says_how_to():
+    done = subprocess.run(
+        [sys.executable, str(BENCH / "dense.py"), "5B"], capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert re.fullmatch("a benchmark is started by run.py: .*run.py dense --help\n", done.stderr)
 
 
 def test_a_run_needs_the_commit_that_it_measures(bench, capsys):
