@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter
 
 from multimodal_gen.integrations.cuda_graphs import Recorder
+from multimodal_gen.integrations.graph_kinds import parts_of
 from multimodal_gen.kernels.block_sparse import api as block_sparse
 from multimodal_gen.kernels.quantized_attention import api as quantized
 
@@ -58,11 +59,13 @@ class _Recorded(TorchDispatchMode):
         if function in _READS:
             raise RuntimeError(f"operation not permitted when stream is capturing: {function}")
         found = function(*args, **kwargs)
-        schema = function._schema
-        written = schema.is_mutable
-        is_view = not written and any(x.alias_info is not None for x in schema.returns)
-        if not is_view:
-            made = () if written else _tensors(found)
+        written, made = function._schema.is_mutable, _tensors(found)
+        given = {
+            part.untyped_storage()._cdata for x in _tensors((args, kwargs)) for part in parts_of(x)
+        }
+        # Some that may give a view, as `reshape`, copy instead.
+        if written or not all(x.untyped_storage()._cdata in given for x in made):
+            made = () if written else made
             self.operations.append(_Operation(function, args, kwargs, made))
         return found
 

@@ -57,7 +57,7 @@ VSA = {"attention_backend": "video_sparse_attn", "attention_backend_config": {"t
 @pytest.fixture(autouse=True)
 def recorder(monkeypatch: pytest.MonkeyPatch) -> type[CpuRecorder]:
     class Counted(CpuRecorder):
-        pass
+        recorded = freed = 0
 
     monkeypatch.setattr(cuda_graphs, "Recorder", Counted)
     return Counted
@@ -239,6 +239,15 @@ def test_graphs_of_one_mode_serve_the_other(mode) -> None:
                 out = model(**inputs).sample
             assert torch.equal(out, expected[0])
         assert replays(handle.report()) == 2
+
+
+def test_what_may_be_a_view_is_recorded_where_it_copies(recorder) -> None:
+    with torch.inference_mode():
+        x = torch.arange(6.0).view(2, 3)
+        out, graph = recorder().record(lambda: x.T.reshape(6), x.device)
+        x += 1
+        graph.replay()
+        assert torch.equal(out, x.T.reshape(6))
 
 
 def test_arguments_that_are_no_tensors_are_part_of_a_kind(recorder) -> None:
