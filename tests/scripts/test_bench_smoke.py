@@ -90,6 +90,39 @@ def test_steps_under_a_guard_are_timed_next_to_those_without(run_bench, tmp_path
     assert [row["relative_error"] for row in rows] == ["0.0", "0.0"]
 
 
+def test_graphs_give_what_calls_give_and_are_timed_in_turns(run_bench, tmp_path):
+    pytest.importorskip("diffusers")
+    pytest.importorskip("accelerate")
+    result = run_bench("graphs", "--smoke", "--rounds", "1", "--out", tmp_path)
+    assert result.code == 0, result.out + result.err
+    with (tmp_path / "graphs.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    cases = ("smoke flux", "smoke wan", "smoke wan", "smoke helios chunk")
+    assert [row["case"] for row in rows[::2]] == [*cases]
+    for plain, graph in zip(rows[::2], rows[1::2], strict=True):
+        assert graph["contender"] == f"{plain['contender']}, cuda_graph"
+        assert (plain["relative_error"], graph["relative_error"]) == ("0.0", "0.0")
+        assert float(graph["host_ms"]) > 0
+
+
+def test_a_graph_that_gives_nearly_what_a_call_gives_is_wrong(
+    run_bench, bench, monkeypatch, tmp_path
+):
+    pytest.importorskip("diffusers")
+    pytest.importorskip("accelerate")
+    monkeypatch.setattr(bench("graphs"), "relative_error", lambda *_: 1e-12)
+    options = ("--smoke", "--only", "flux", "--rounds", "1", "--out", tmp_path)
+    result = run_bench("graphs", *options)
+    assert result.code == 1
+    assert "WRONG auto, cuda_graph: relative error 1.00e-12" in result.out
+
+
+def test_a_host_that_waits_in_spite_of_a_graph_is_told(bench):
+    pytest.importorskip("accelerate")
+    hosts = {"auto": [90.0], "auto, cuda_graph": [0.4, 3.0, 0.5], "sage_attn, cuda_graph": [1.5]}
+    assert bench("graphs").slow_hosts(hosts) == ["sage_attn, cuda_graph: host 1.50 ms"]
+
+
 def test_shares_of_steps_are_those_of_skip_softmax_and_no_bound_finds_more(bench):
     skip_bound, block, below = bench("skip_bound"), 16, 20.0
     q, k, v = peaked_inputs(16 * block, 2, 32, block)
