@@ -1,5 +1,7 @@
 """The definition against the papers' formulas, and against exact attention."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,7 +9,11 @@ from hypothesis import strategies as st
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.quantized_attention.api import quantized_attention
-from multimodal_gen.kernels.quantized_attention.packed import rotation
+from multimodal_gen.kernels.quantized_attention.packed import rotation, slots_of
+from multimodal_gen.kernels.quantized_attention.reference import (
+    key_mean_reference,
+    quantise_reference,
+)
 from tests.helpers.block_plans import PlanShape, dense_mask, random_plan
 from tests.helpers.drawn import plan_shapes
 from tests.helpers.inputs import make_qkv
@@ -139,6 +145,42 @@ def test_smoothing_is_what_keeps_an_offset_of_the_keys_harmless() -> None:
     rough = quantized_attention(q, far, v, plan, scale=0.125, mean=no_mean)
     with pytest.raises(AssertionError, match="cosine similarity is"):
         assert_within_error_budget(rough, q, far, v, scale=0.125, quantised=True)
+
+
+def test_what_queries_have_in_common_coarsens_their_steps_and_multiplies_those_of_keys() -> None:
+    shape, scale, tile = (1, 2048, 4, 128), 128**-0.5, 128
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(shape, generator=generator) for _ in range(3))
+    q, k = (
+        x + size * torch.randn(1, 1, 4, 128, generator=generator) for x, size in ((q, 2), (k, 3))
+    )
+    slots = slots_of(Blocks.regular(2048, tile), tile)
+    mean = key_mean_reference(k, slots)
+    packed = quantise_reference(
+        q, k, v, slots, slots, scale=scale, mean=mean, e4m3=False, permuted=False
+    )
+    q_steps = packed.q_scale.double()[..., None] * math.log(2) / scale
+    k_steps = packed.k_scale.double().repeat_interleave(tile, 2)[..., None]
+    query, key, value = (x.double().transpose(1, 2) for x in (q, k, v))
+    query, key = rotate(query), rotate(key - mean.double().unsqueeze(2))
+
+    def attended(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return (query @ key.transpose(2, 3) * scale).softmax(-1) @ value
+
+    def error(query: torch.Tensor, key: torch.Tensor) -> float:
+        return float((attended(query, key) - truth).norm() / truth.norm())
+
+    def derived(steps: torch.Tensor, others: torch.Tensor) -> float:
+        """Return the error of a score whose one side is rounded: steps evenly hit, by the other."""
+        lengths = others.square().sum(-1).mean()
+        return float((steps.square().mean() / 12 * lengths).sqrt() * scale)
+
+    truth, q8, k8 = attended(query, key), packed.q * q_steps, packed.k * k_steps
+    of_queries, of_keys = error(q8, key), error(query, k8)
+    assert of_keys > of_queries
+    assert error(q8, k8) == pytest.approx(math.hypot(of_queries, of_keys), rel=0.05)
+    assert of_queries == pytest.approx(derived(q_steps, key), rel=0.25)
+    assert of_keys == pytest.approx(derived(k_steps, query), rel=0.25)
 
 
 def test_lse_is_that_of_the_keys_as_they_were() -> None:
