@@ -141,6 +141,12 @@ def test_every_recipe_that_runs_here_runs_on_every_tiny_model(script, run_bench,
     assert result.out.count("left out: ") == len(left_out)
 
 
+def test_graphs_are_combined_with_what_they_serve(script):
+    found = [recipe for recipe in script.RECIPES.values() if recipe.get("cuda_graph")]
+    assert any({"attention_backend_config", "quantize"} <= recipe.keys() for recipe in found)
+    assert not any("cache" in recipe for recipe in found), "which decides in every step"
+
+
 def test_every_pipeline_has_a_tiny_model(script):
     assert {case.pipeline for case in script.SMOKE} == {case.pipeline for case in script.CASES}
     assert len(script.SMOKE) == 5
