@@ -1,6 +1,5 @@
 """One forward of Wan2.1-14B over several GPUs: `apply` against diffusers' context parallelism."""
 
-import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from _harness import DEVICE, Bench, version_of
 from _ranks import ONE, Contender, Ranks, sent_bytes
 from diffusers import ContextParallelConfig, WanTransformer3DModel
 from diffusers.models.attention_dispatch import attention_backend
-from wan_forward import CASES, SMOKE, Case, applied, build, check_report
+from wan_forward import CASES, SMOKE, Case, applied, build, check_report, twin_of
 
 from multimodal_gen import AttentionHandle
 from multimodal_gen.runtime.attention_report import AttentionReport
@@ -34,14 +33,9 @@ class Models:
         self.ranks, self.case, self.smoke = ranks, case, smoke
         self.plain, self.inputs = build(case)
 
-    def twin(self) -> WanTransformer3DModel:
-        """Return another model with the same weights, in the same memory."""
-        tensors = (*self.plain.parameters(), *self.plain.buffers())
-        return copy.deepcopy(self.plain, {id(x): x for x in tensors})
-
     def compiled(self) -> WanTransformer3DModel:
         """Return one whose blocks are compiled."""
-        twin = self.twin()
+        twin = twin_of(self.plain)
         # One GPU and several have other shapes; none should run in a graph made for any shape.
         backend = "eager" if self.smoke else "inductor"
         twin.compile_repeated_blocks(fullgraph=True, dynamic=False, backend=backend)
@@ -50,7 +44,7 @@ class Models:
     def stock(self, name: str, mesh: Mesh, **more: object) -> Contender:
         """Return a contender that is diffusers' own, with its context parallelism."""
         backend = "_native_cudnn" if DEVICE == "cuda" else "native"
-        model = self.plain if mesh == ONE else self.twin()
+        model = self.plain if mesh == ONE else twin_of(self.plain)
         if mesh != ONE:
             config = ContextParallelConfig(ulysses_degree=mesh.ulysses, ring_degree=mesh.ring)
             with attention_backend(backend):

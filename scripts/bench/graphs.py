@@ -12,7 +12,6 @@ call returns; with a graph that is less than a millisecond, or the run fails.
 Needs diffusers and accelerate.
 """
 
-import copy
 import math
 import statistics
 import time
@@ -136,11 +135,6 @@ SMOKE = (
 )
 
 
-def twin_of(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a model with the same weights, in the same memory."""
-    return copy.deepcopy(model, {id(x): x for x in (*model.parameters(), *model.buffers())})
-
-
 @contextmanager
 def deterministic() -> Iterator[None]:
     """Let kernels sum in the same order in every run; some do not otherwise."""
@@ -194,7 +188,7 @@ def measure(case: Case, bench: Bench) -> None:
         if DEVICE == "cpu":
             stack.enter_context(mock.patch.object(cuda_graphs, "Recorder", CpuRecorder))
         names = [name for x in case.backends for name in (x, f"{x}, {GRAPH}")]
-        twins = [(name, twin_of(model)) for name in names]
+        twins = [(name, wan_forward.twin_of(model)) for name in names]
         right, errors = bench.check(twins, error_of, EQUAL)
         runs = {name: (lambda own=own: call(own, latents[0])) for name, own in right.items()}
         times: Times = {name: [] for name in runs}

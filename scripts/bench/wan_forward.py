@@ -11,13 +11,14 @@ design: there it is checked that every self-attention ran sparse, at the density
 """
 
 import argparse
+import copy
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import yaml
@@ -34,6 +35,7 @@ SPARSE = yaml.safe_load(Path(__file__).with_name("models.yaml").read_text("utf-8
 TILE = (6, 8, 8)
 MODES = ("eager", "compiled")
 
+ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 Context = Callable[[], AbstractContextManager]
 Contexts = dict[str, Context]
 
@@ -85,6 +87,11 @@ def draw_weights(model: torch.nn.Module) -> None:
             torch.nn.init.normal_(parameter, std=0.02)
         else:
             torch.nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
+
+
+def twin_of(model: ModelT) -> ModelT:
+    """Return another model with the same weights, in the same memory."""
+    return copy.deepcopy(model, {id(x): x for x in (*model.parameters(), *model.buffers())})
 
 
 def build(case: Case) -> tuple[WanTransformer3DModel, dict[str, torch.Tensor]]:
