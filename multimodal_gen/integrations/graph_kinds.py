@@ -5,7 +5,9 @@ tensors, the latent grid and where text is, how the padding lies, what serves ev
 step, and how torch computes. What belongs to the model is looked at before every call instead.
 """
 
+import itertools
 from collections.abc import Hashable, Iterable
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -27,13 +29,18 @@ from multimodal_gen.runtime.layers.attention.scope import forced_backend
 _OWN_DATA = (nn.Parameter, torch.Tensor)
 _PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size)
 
+_OF_MODULES = ("_modules", "_parameters", "_buffers")
+_OF_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+# What a module may have for itself, and decides what it does.
+_SET = ("forward", "_compiled_call_impl", "processor")
+
 
 class CannotCaptureError(Exception):
     """A call runs without a graph; the message says why."""
 
 
 class ModelFacts:
-    """What a graph of a model goes by; taken before every call, so that it is flat and short.
+    """What a graph of a model goes by; looked at before every call, so that it is flat and short.
 
     The modules, which are held, so that no other one takes the identity of one; where their weights
     lie, and which of these wrap others, as quantised ones do; their hooks, those of step caches
@@ -41,40 +48,58 @@ class ModelFacts:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._own = [vars(module) for module in model.modules()]
-        self._inner = inner = self._own[1:]  # hooks of the model itself run around every call
-        self._adapters = [own for own in inner if "scaling" in own or "merged_adapters" in own]
+        self._own = own = [vars(module) for module in model.modules()]
+        self._inner = inner = own[1:]  # hooks of the model itself run around every call
+        self._adapters = [each for each in inner if "scaling" in each or "merged_adapters" in each]
+        # Torch writes to these mappings, and never sets others.
+        mappings = [each[name] for each in own for name in _OF_MODULES]
+        mappings += [each[name] for each in inner for name in _OF_HOOKS]
+        self._filled = [mapping for mapping in mappings if mapping]
+        self._empty = [mapping for mapping in mappings if not mapping]
+        self._members = self._all_members()
+        tensors = [x for x in self._members if isinstance(x, torch.Tensor)]
+        self._plain = [x for x in tensors if type(x) in _OWN_DATA]
+        self._wrappers = [x for x in tensors if type(x) not in _OWN_DATA]
+        self._sizes, self._set = self._all_sizes(), self._all_set()
         self._taken = self._take()
-        self._held = [x for x in self._weights() if type(x) not in _OWN_DATA]  # for their `id`s
 
     def hold(self) -> bool:
         """Tell whether the model is what it was."""
-        return self._take() == self._taken
+        members, sizes = self._all_members(), self._all_sizes()
+        if len(members) != len(self._members) or not all(map(is_, members, self._members)):
+            return False
+        if sizes != self._sizes:  # attributes came or went: which ones?
+            self._sizes = sizes
+            if self._all_set() != self._set:
+                return False
+        return not any(self._empty) and self._take() == self._taken
 
-    def _weights(self) -> list[torch.Tensor]:
-        own = self._own
-        found = [x for each in own for x in each["_parameters"].values() if x is not None]
-        return found + [x for each in own for x in each["_buffers"].values() if x is not None]
+    # A model has thousands of modules and weights: loops of Python over them would take longer than
+    # a call should. So what is read of each is read by functions of C.
+
+    def _all_members(self) -> list[Any]:
+        """Return children, weights and hooks of the modules that have any."""
+        return [*itertools.chain.from_iterable(map(dict.values, self._filled))]
+
+    def _all_sizes(self) -> list[int]:
+        """Return how many attributes each module has."""
+        return [*map(len, self._own)]
+
+    def _all_set(self) -> list[tuple[int, str]]:
+        """Return which modules have what they need not have."""
+        pairs = itertools.product(enumerate(self._inner), _SET)
+        return [(place, name) for (place, own), name in pairs if name in own]
 
     def _take(self) -> tuple[list[object], ...]:
-        own, inner = self._own, self._inner
-        weights = self._weights()
-        wrappers = [x for x in weights if type(x) not in _OWN_DATA]
-        parts = [part for x in wrappers for part in parts_of(x)]
-        processors = [each["processor"] for each in inner if "processor" in each]
+        parts = [part for x in self._wrappers for part in parts_of(x)]
+        found: list[Any] = [self._inner[place].get(name) for place, name in self._set]
         return (
-            [child for each in own for child in each["_modules"].values()],
-            [_place(x) for x in weights],
-            [x.numel() for x in weights],
-            [id(x) for x in wrappers],
-            [_place(x) for x in parts],
-            [each["training"] for each in own],
-            [hook for each in inner for hook in each["_forward_hooks"].values()],
-            [hook for each in inner for hook in each["_forward_pre_hooks"].values()],
-            [each["forward"] for each in inner if "forward" in each],
-            [each["_compiled_call_impl"] for each in inner if "_compiled_call_impl" in each],
-            [*processors],
-            [repr(each.scale) for each in processors if hasattr(each, "scale")],
+            [*map(torch.Tensor.data_ptr, self._plain)],
+            [*map(torch.Tensor.numel, self._plain)],
+            [*map(_place, parts)],
+            [*map(itemgetter("training"), self._own)],
+            found,
+            [repr(each.scale) for each in found if hasattr(each, "scale")],
             [repr(each.get(name)) for each in self._adapters for name in ADAPTER_STATE],
         )
 

@@ -385,6 +385,18 @@ def test_a_model_that_changes_is_computed_as_it_is_then(change) -> None:
     assert not any(map(torch.equal, found, before))
 
 
+def test_an_attribute_that_decides_nothing_drops_no_graph() -> None:
+    model, inputs = model_of()
+    with apply(model, **DENSE, cuda_graph=True) as handle:
+        before = outputs(model, inputs)
+        model.blocks[0].ffn.seen = True
+        found = outputs(model, inputs)
+        report = handle.report()
+    assert report.graphs.denoisers[0].dropped == 0
+    assert replays(report) == 2 + 4
+    assert all(map(torch.equal, found, before))
+
+
 def setting(owner: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
     return lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
 
