@@ -193,7 +193,7 @@ class BlockPlan:
         order: int32 [B|1 * H|1 * Nq], or None: the order in which kernels start the rows of
             `counts`, flattened. `longest_first` computes it once for a plan that is used often.
         causal: drop keys after the query, aligned to the last query and the last key. For plans
-            that otherwise keep everything, as `dense` makes them.
+            that otherwise keep everything, as `dense` makes them; or, without gradients, nothing.
         cache: what kernels derive from the plan once; its tensors must not be written to.
     """
 
@@ -541,7 +541,7 @@ def _check_lists(plan: "BlockPlan") -> None:
         raise UsageError("`indices` must be strictly increasing along every row")
     if plan.uniform and bool((counts != counts.flatten()[:1]).any()):
         raise UsageError("`uniform` must be given only where all counts are equal, they differ")
-    if plan.causal and bool((counts != plan.kv.num).any()):
+    if plan.causal and bool(((counts != plan.kv.num) & (counts != 0)).any()):
         raise UsageError(
             "`causal` must be given only with plans that keep every block, got another; make it "
             "with BlockPlan.dense"

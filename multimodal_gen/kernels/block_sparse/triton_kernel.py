@@ -219,13 +219,14 @@ def _number_of_steps(list_ptr, at, plan, C: tl.constexpr):
 
 
 @triton.jit
-def _causal_steps(num_full, first_row, plan, C: tl.constexpr):
+def _causal_steps(num_full, num_tail, first_row, plan, C: tl.constexpr):
     """Return as many for a tile under causality, and the last key that its first row sees."""
     kv_total = plan.last * C.sub * C.step + plan.tail
     last_key = first_row + kv_total - plan.total
+    some = num_full + num_tail > 0
     num_full = tl.minimum(num_full, tl.maximum(last_key + 1, 0) // C.step)
     last = tl.minimum(tl.maximum(last_key + C.rows, 0), kv_total)
-    num_tail = tl.cdiv(last, C.step) - num_full
+    num_tail = tl.where(some, tl.cdiv(last, C.step) - num_full, 0)
     return num_full, num_tail, last_key
 
 
@@ -261,7 +262,7 @@ def find_tile(plan, block_ptr, bits_ptr, bits_at, C: tl.constexpr):
     num_tail = tl.where(some, num_tail, 0)
     last_key = 0
     if C.causal and not C.of_keys:
-        num_full, num_tail, last_key = _causal_steps(num_full, begin, plan, C)
+        num_full, num_tail, last_key = _causal_steps(num_full, num_tail, begin, plan, C)
     if C.bits:
         bits_ptr += b * bits_at[0] + h * bits_at[1]
         if not C.of_keys:

@@ -4,6 +4,8 @@ Triton reads TRITON_INTERPRET when it is imported, so these tests need a process
 test_children.py starts it.
 """
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -183,6 +185,17 @@ def test_gradients_of_every_head_size_are_right(head_size: int, size: int) -> No
     plan = random_plan(PlanShape(q_size=size, kv_size=size), seed=2)
     sizes = {"num_keys": plan.kv.total, "dtype": torch.float16}
     check_gradients(plan, *make_qkv(1, plan.q.total, 1, head_size, **sizes))
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(130, 200), (130, 30)])
+def test_causality_leaves_empty_lists_empty(queries: int, keys: int) -> None:
+    q_blocks, kv_blocks = Blocks.regular(queries, 64), Blocks.regular(keys, 64)
+    plan = BlockPlan.dense(q_blocks, kv_blocks, "cpu", causal=True)
+    plan = dataclasses.replace(plan, counts=torch.zeros_like(plan.counts)).check()
+    qkv = make_qkv(1, queries, 2, 32, num_keys=keys, dtype=torch.bfloat16)
+    out, lse = block_sparse_attention(*qkv, plan, return_lse=True, kernel="triton")
+    assert not out.any()
+    assert (lse == -torch.inf).all()
 
 
 @pytest.mark.parametrize(
