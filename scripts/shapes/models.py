@@ -106,6 +106,27 @@ SIZES = {
                 frames=81, height=480, width=832, batch=4, clips=1536, steps=2200,
                 rate=4e-4, shift=8,
             ),
+            # More of the world, on clips that cost little, and its large clips twice more.
+            Stage(
+                frames=33, height=240, width=416, batch=32, clips=12_288, steps=6500,
+                rate=6e-4, shift=5,
+            ),
+            Stage(
+                frames=81, height=480, width=832, batch=16, clips=1536, steps=2500,
+                rate=4e-4, shift=6, keep=(11, 18, 30),
+            ),
+            Stage(
+                frames=81, height=480, width=832, batch=4, clips=1536, steps=2450,
+                rate=4e-4, shift=8,
+            ),
+            Stage(
+                frames=81, height=480, width=832, batch=32, clips=2048, steps=3500,
+                rate=5e-4, shift=6, keep=(11, 18, 30),
+            ),
+            Stage(
+                frames=81, height=480, width=832, batch=4, clips=2048, steps=1500,
+                rate=4e-4, shift=8,
+            ),
         ),
     ),
     "smoke": Size(
