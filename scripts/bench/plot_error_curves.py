@@ -45,7 +45,7 @@ def draw(rows: list[dict[str, str]], out: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "error curves"  # the same rows give the same file
     from matplotlib import pyplot, ticker
 
-    methods = list(dict.fromkeys(row["method"] for row in rows if row["method"] != "dense"))
+    methods = list(dict.fromkeys(row["method"] for row in rows if row["tail"] == "pooled"))
     columns = min(3, len(methods))
     figure, axes = pyplot.subplots(
         -(-len(methods) // columns),
