@@ -416,10 +416,12 @@ class SparseConfig(BackendConfig):
         first_dense_steps: the method's own parameter for first steps that stay dense, or "". A
             float up to 1 is a share of what the run has, other values are numbers.
         first_dense_layers: the same for the layers of the model.
+        names_layers: the parameters that name layers of the model.
     """
 
     first_dense_steps: ClassVar[str] = ""
     first_dense_layers: ClassVar[str] = ""
+    names_layers: ClassVar[tuple[str, ...]] = ("dense_layers",)
 
     dense_steps: IndexSelector | None = option(
         None, "denoising steps that stay dense, e.g. '0-3,38'"
@@ -489,15 +491,20 @@ class SparseConfig(BackendConfig):
         )
 
     def layers_beyond(self, total: int | None) -> str | None:
-        """Return what is said of `dense_layers` that a model of so many layers lacks, else None."""
-        named = self.dense_layers
-        if total is None or named is None:
+        """Return what is said of layers by name that a model of so many lacks, else None."""
+        if total is None:
             return None
-        if all(max(first, last or 0) < total for first, last in named.ranges):
+        named = {name: getattr(self, name) for name in self.names_layers}
+        given = " and ".join(
+            f"{name}={layers}"
+            for name, layers in named.items()
+            if layers and any(max(first, last or 0) >= total for first, last in layers.ranges)
+        )
+        if not given:
             return None
         return (
-            f"is to keep layers dense that this model lacks: dense_layers={named}, of layers "
-            f"0-{total - 1}; give layers that it has"
+            f"is to keep layers dense that this model lacks: {given}, of layers 0-{total - 1}; "
+            f"give layers that it has"
         )
 
 

@@ -13,6 +13,7 @@ from multimodal_gen.runtime.layers.attention.scope import (
 )
 from multimodal_gen.runtime.layers.attention.sparse.methods.vmoba import VMoBAConfig
 from multimodal_gen.runtime.layers.attention.sparse.methods.vsa import VideoSparseConfig
+from multimodal_gen.runtime.layers.attention.sparse.methods.vsa_h3 import VideoSparseH3Config
 from multimodal_gen.runtime.layers.attention.warn_once import WarnOnce
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 
@@ -117,6 +118,29 @@ def test_the_pipeline_is_told_of_dense_layers_that_it_lacks(given, number, is_to
         f"layers 0-3; give layers that it has"
     )
     assert told.given == ((said,) if is_told else ())
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"vsa_dense_layers": "0,4"}, ["vsa_dense_layers=0,4"]),
+        (
+            {"dense_layers": "4-", "vsa_dense_layers": [0, 9]},
+            ["dense_layers=4- and vsa_dense_layers=0,9"],
+        ),
+        ({"dense_layers": "0", "vsa_dense_layers": "2-"}, []),
+    ],
+)
+def test_a_methods_own_layers_that_the_model_lacks_are_told_too(given, said) -> None:
+    told, backend = WarnOnce(), AttentionBackendEnum.VIDEO_SPARSE_ATTN_H3
+    config = VideoSparseH3Config(**given)
+    ask = BackendPreference(source=Source.SETTINGS, backend=backend, config=config)
+    with_dense_parts(((None, ask),), LayerSite(num_layers=4), PlatformEnum.CPU, told)
+    assert list(told.given) == [
+        f"{backend} is to keep layers dense that this model lacks: {text}, of layers 0-3; give "
+        f"layers that it has"
+        for text in said
+    ]
 
 
 @pytest.mark.parametrize("role", [AttentionRole.CROSS, AttentionRole.ENCODER])

@@ -87,6 +87,7 @@ class VideoSparseH3Config(SparseConfig):
     """
 
     first_dense_steps: ClassVar[str] = "vsa_dense_first_n_steps"
+    names_layers: ClassVar[tuple[str, ...]] = ("dense_layers", "vsa_dense_layers")
 
     sparsity: Ratio = option(
         0.9, "share of the video's key tiles to skip", aliases=("VSA_sparsity",), ge=0, le=1
