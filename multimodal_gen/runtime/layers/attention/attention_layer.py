@@ -432,7 +432,7 @@ class AttentionLayer(nn.Module):
 
             return attend_extended(bound, call)
         if bound.method is not None or bound.by_shape is not None:
-            bound = _binding_at(bound, call, context)
+            bound = binding_at(bound, call, context)
         if call.gate is not None:
             return attend_gated(bound, self.gated(), call)
         for observer in () if call.no_grid else entry.observers:
@@ -557,7 +557,7 @@ def in_place_of(bound: Binding, call: AttentionCall) -> tuple[Binding, Attention
     return bound.exact(call.exact), call
 
 
-def _binding_at(bound: Binding, call: AttentionCall, context: ForwardContext | None) -> Binding:
+def binding_at(bound: Binding, call: AttentionCall, context: ForwardContext | None) -> Binding:
     """Return what serves a call: a binding, or an alternate that is faster for calls like it.
 
     A sparse method hands over calls of which it would keep so much that dense attention is faster,

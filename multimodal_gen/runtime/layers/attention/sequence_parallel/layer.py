@@ -45,6 +45,7 @@ from multimodal_gen.runtime.layers.attention.arguments import (
 )
 from multimodal_gen.runtime.layers.attention.attention_layer import (
     AttentionLayer,
+    binding_at,
     check_flags,
     in_place_of,
 )
@@ -542,7 +543,7 @@ def _attend_in_head_groups(
     Everything is packed and sent at once; attention of a group waits for its own heads alone, and
     its output leaves while the next group runs. Sliding tiles gain a little on four GPUs. Dense
     attention of our own kernel takes longer by about what is hidden, and that of FlashAttention 3
-    by far more.
+    by far more. All groups run dense where a sparse method would keep too much of the rank's heads.
 
     Args:
         bound: what computes it.
@@ -570,7 +571,11 @@ def _attend_in_head_groups(
         with exchanging(call.query.device):
             heads = [x for work in works for x in work.wait()]
         q, k, v, _ = group.joined(heads, around)
-        part = call._replace(first_head=group.heads[0], continued=group is not groups[0])
+        part = call._replace(query=q, key=k, value=v, first_head=group.heads[0])
+        if group is groups[0]:
+            bound = _serving_all(bound, part, split.heads)
+        else:
+            part = part._replace(continued=True)
         with attending(q.device):
             out = bound.impl.forward(q, k, v, context, **bound.fields(part))
         with exchanging(q.device):
@@ -582,6 +587,22 @@ def _attend_in_head_groups(
         for work in leaving:
             work.wait_into(out)
     return bound.count(out)
+
+
+def _serving_all(bound: Binding, part: AttentionCall, heads: Span) -> Binding:
+    """Return what serves all heads of this rank: the implementation, or dense attention.
+
+    Ranks may differ, because what serves them changes nothing of the exchanges.
+
+    Args:
+        bound: what was chosen for the layer.
+        part: the call with the tensors of one of the groups.
+        heads: those of this rank.
+    """
+    first, last = heads
+    query, key, value = (x[:, :, :1].expand(-1, -1, last - first, -1) for x in part[:3])
+    whole = part._replace(query=query, key=key, value=value, first_head=first)
+    return binding_at(bound, whole, current_forward_context())
 
 
 class UlyssesAttention(SequenceParallelLayer):

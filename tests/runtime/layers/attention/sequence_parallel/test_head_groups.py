@@ -110,6 +110,27 @@ def detours_of(count):
     ]
 
 
+def check_dense_groups(name, above, given, steps):
+    """Calls of which the method keeps too much are dense, as they are in one piece."""
+    grid, heads = grid_of(name), 5
+    lengths = split(math.prod(grid), 2, uneven=False)
+    whole = make_qkv(1, sum(lengths), heads, 32)
+    local = [own(x, lengths) for x in whole]
+    with use_parallel_groups(None), torch.no_grad():
+        want = USPAttention(heads, 32)(*whole)
+    for count in (1, 2):
+        layer = layer_of(name, heads, dense_above=above, **given)
+        with in_groups(count), torch.no_grad():
+            for step in range(2):
+                with set_forward_context(step, latent_grid=grid, num_steps=2, request_id="one"):
+                    out = layer(*local)
+        torch.testing.assert_close(out, own(want, lengths))
+        report = layer.report()
+        (detour,) = report.detours
+        assert "(`dense_above`)" in detour.selection.reason
+        assert (sum(x.calls for x in report.entries), detour.calls) == (2 - steps, steps)
+
+
 def times_of(lengths, chunks):
     """Return the report of a layer that ran twice, and of one that another rank never meets."""
     local = [own(x, lengths) for x in make_qkv(1, sum(lengths), 4, SIZE)]
@@ -155,6 +176,18 @@ def test_chunks_are_those_that_were_measured_to_win(two_ranks, sparse, messages)
 @pytest.mark.parametrize("name", ["sta", "sla", "svg2"])
 def test_sparse_backends_take_chunks_of_heads(two_ranks, name):
     two_ranks.run(Mesh(ulysses=2), check_sparse_groups, name, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "above", "given", "steps"),
+    [
+        ("sta", 0.1, {}, 2),
+        ("vmoba, st, threshold", 0.05, {"moba_threshold_type": "query_head"}, 1),
+    ],
+    ids=["known", "learnt"],
+)
+def test_chunks_of_heads_are_dense_where_whole_calls_are(two_ranks, name, above, given, steps):
+    two_ranks.run(Mesh(ulysses=2), check_dense_groups, name, above, given, steps)
 
 
 @pytest.mark.parametrize(
