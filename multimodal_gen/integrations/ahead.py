@@ -28,12 +28,14 @@ from multimodal_gen.kernels.launch.ahead import place_of_gpu
 from multimodal_gen.runtime.attention_report import CompiledAhead
 from multimodal_gen.runtime.described_tokens import DescribedTokens
 from multimodal_gen.runtime.distributed.groups import parallel_groups
+from multimodal_gen.runtime.generator.sampling import check_sizes
 from multimodal_gen.runtime.layers.attention.scope import SelectionScope
-from multimodal_gen.runtime.server_args import EXAMPLE_PROMPT, ServerArgs
+from multimodal_gen.runtime.server_args import EXAMPLE_PROMPT, ServerArgs, naming_arguments
 
 logger = logging.getLogger(__name__)
 
 _NAME = "compile_ahead (--compile-ahead)"
+_SIZES = ("height", "width", "num_frames", "num_inference_steps")
 # Reads where modules lie first, for those beside a script of the user's own.
 _SERVE = (
     "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
@@ -82,7 +84,9 @@ def generation_of(
         described: what was said of tokens of models without an adapter, or None.
 
     Raises:
-        UsageError: the call has no such argument, or needs one that is not there.
+        UsageError: the call has no such argument, or needs one that is not there; or a size is not
+            one that the pipeline makes.
+        ConfigError: a size is no positive integer.
     """
     name = type(pipe).__name__
     parameters = inspect.signature(type(pipe).__call__).parameters
@@ -104,6 +108,9 @@ def generation_of(
             f"{'is' if len(needed) == 1 else 'are'} not there; add it, as "
             f"compile_ahead={{{needed[0]!r}: ...}}"
         )
+    with naming_arguments():
+        sizes: dict[str, Any] = {key: value for key, value in asked.items() if key in _SIZES}
+        check_sizes(pipe, ServerArgs(model_path=name, **sizes))
     return Generation(
         pipe=pipe,
         arguments=arguments,

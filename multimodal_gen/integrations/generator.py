@@ -7,17 +7,15 @@ Settings have the names, the values and the checks of the flags; `runtime/server
 them. The command line runs the same code.
 """
 
-import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from multimodal_gen._version import __version__
 from multimodal_gen.errors import (
-    MultimodalGenError,
     NothingAppliedError,
     UsageError,
     nearest,
@@ -42,7 +40,12 @@ from multimodal_gen.runtime.generator.attention_guard import AttentionGuard
 from multimodal_gen.runtime.guard_bounds import parse_guard_bounds
 from multimodal_gen.runtime.layers.attention.scope import SelectionScope, scope_from_args
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
-from multimodal_gen.runtime.server_args import LOADING_SETTINGS, SETTINGS, ServerArgs
+from multimodal_gen.runtime.server_args import (
+    LOADING_SETTINGS,
+    SETTINGS,
+    ServerArgs,
+    naming_arguments,
+)
 from multimodal_gen.settings import expect
 
 if TYPE_CHECKING:
@@ -174,25 +177,6 @@ def job_of(settings: Mapping[str, Any]) -> Job:
     return Job(args=args, reason=reason, explicit=asked != "auto")
 
 
-# Commands to type and what somebody gave stay as they are.
-_FLAG = re.compile(r"`[^`]*`|'[^']*'|--(?P<name>[a-z][a-z-]*)")
-
-
-@contextmanager
-def _naming_arguments() -> Iterator[None]:
-    """Let errors name the arguments of Python where they name the flags that are called so."""
-
-    def argument(found: re.Match[str]) -> str:
-        name = (found["name"] or "").replace("-", "_")
-        return name if name in SETTINGS else found[0]
-
-    try:
-        yield
-    except MultimodalGenError as error:
-        error.args = (_FLAG.sub(argument, str(error)), *error.args[1:])
-        raise
-
-
 class DiffGenerator:
     """A loaded pipeline; also a context manager that lets go of it at the end.
 
@@ -224,7 +208,7 @@ class DiffGenerator:
             failed.pop_all()
 
     @classmethod
-    @_naming_arguments()
+    @naming_arguments()
     def from_pretrained(
         cls, model_path: Path | str, **settings: "Unpack[PretrainedSettings]"
     ) -> "DiffGenerator":
@@ -254,7 +238,7 @@ class DiffGenerator:
             )
         return cls(args, attention)
 
-    @_naming_arguments()
+    @naming_arguments()
     def generate(
         self,
         *,
@@ -399,7 +383,7 @@ class DiffGenerator:
         return guard
 
 
-@_naming_arguments()
+@naming_arguments()
 def generate(model_path: Path | str, **settings: Any) -> Generated | None:
     """Load a pipeline, generate once, and let go of it; see `DiffGenerator`.
 

@@ -9,7 +9,8 @@ Importing this module imports neither torch nor diffusers.
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -17,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, get_type_hints
 
-from multimodal_gen.errors import ConfigError, nearest, short
+from multimodal_gen.errors import ConfigError, MultimodalGenError, nearest, short
 from multimodal_gen.runtime.backend_names import (
     check_exclusive,
     parse_attention_backend,
@@ -722,3 +723,21 @@ CALL_SETTINGS = (
     "true_cfg_scale",
 )
 """Those that a pipeline is called with and that change its latents, as prompt and seed do."""
+
+# Commands to type and what somebody gave stay as they are.
+_FLAG = re.compile(r"`[^`]*`|'[^']*'|--(?P<name>[a-z][a-z-]*)")
+
+
+@contextmanager
+def naming_arguments() -> Iterator[None]:
+    """Let errors name the arguments of Python where they name the flags that are called so."""
+
+    def argument(found: re.Match[str]) -> str:
+        name = (found["name"] or "").replace("-", "_")
+        return name if name in SETTINGS else found[0]
+
+    try:
+        yield
+    except MultimodalGenError as error:
+        error.args = (_FLAG.sub(argument, str(error)), *error.args[1:])
+        raise

@@ -240,10 +240,15 @@ def test_a_generator_that_knows_what_it_will_make_compiles_beside_its_loading(
     [
         ({"compile_ahead": {"hight": 480}}, r"called with, got 'hight', did you mean 'height'\?"),
         ({"compile_ahead": 480}, "compile_ahead must be True, False or a mapping"),
+        (
+            {"compile_ahead": {"height": 127}},
+            r"^height must be a multiple of 16 for WanPipeline, got 127: .*; try 112 or 128$",
+        ),
+        ({"compile_ahead": {"num_frames": "5"}}, "^num_frames must be an integer >= 1, got '5'$"),
         ({"compile_ahead": {"callback_on_step_end": lambda: 0}}, "can be pickled without"),
         ({"compile_ahead": True, "train": True}, "must be left out where train is True"),
     ],
-    ids=["name", "type", "callback", "training"],
+    ids=["name", "type", "size", "type of a size", "callback", "training"],
 )
 def test_what_cannot_be_rehearsed_is_refused_before_anything_changes(
     given: dict[str, Any], message: str, stand_in, fresh
