@@ -910,6 +910,23 @@ def _require_sound(given: argparse.Namespace) -> None:
             "--perceptual must have its packages, which are not installed; install the extra "
             "`perceptual`"
         )
+    if given.only and given.shard is None:  # shards have what all parts were asked for
+        names = _names_of(given)
+        if not any(re.search(given.only, name) for name in names):
+            raise ValueError(
+                f"--only of {given.part} must match one of {', '.join(map(repr, names))}, got "
+                f"{given.only!r}"
+            )
+
+
+def _names_of(given: argparse.Namespace) -> list[str]:
+    """Return the names that a part can be asked for; `all` is asked for those of any part."""
+    names = {text: name for name, text in configurations()}
+    if given.part == "front":
+        names = {text: names[text] for text in _front(given) if text in names}
+    found = [] if given.part == "trained" else [*names.values()]
+    found += [DENSE, "auto"] if given.part == "times" else []
+    return [*found, *STUDY["trained"]] if given.part in ("trained", "all") else found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -919,7 +936,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--size", choices=sorted(SIZES), default="large")
     parser.add_argument("--model", type=Path, required=True, help="folder of the pipeline")
     parser.add_argument("--out", type=Path, required=True, help="folder of comparisons and rows")
-    parser.add_argument("--only", default="", help="configurations whose name matches")
+    parser.add_argument("--only", default="", help="configurations whose name matches (all)")
     parser.add_argument("--commit", default="", help="of this code, for the rows")
     parser.add_argument("--captions", type=int, help="how many (those of the part)")
     parser.add_argument("--steps", type=int, help="of fine-tuning (those of the study)")

@@ -558,6 +558,10 @@ def test_curves_and_clips_are_drawn_from_rows_and_comparisons(study, tmp_path) -
             "--model must be the folder of a pipeline, with its model_index.json, got 'none'; ",
         ),
         (["screen", "--only", "("], "--only must be a regular expression, got '(': missing ), "),
+        (["screen", "--only", "nobody"], "--only of screen must match one of 'sage_attn', 'slid"),
+        (["screen", "--only", "^auto$"], "--only of screen must match one of 'sage_attn', 'slid"),
+        (["trained", "--only", "radial"], "--only of trained must match one of 'video_sparse_attn"),
+        (["all", "--only", "nobody"], "--only of all must match one of 'sage_attn', 'slid"),
         (["times", "--processes", "0"], "--processes must be at least 1, got 0; leave it out"),
         (["front", "--captions", "0"], "--captions must be at least 1, got 0; leave it out"),
         (["trained", "--steps", "-1"], "--steps must be at least 1, got -1; leave it out"),
@@ -571,6 +575,28 @@ def test_options_that_no_part_can_use_are_one_line(study, tmp_path, capsys, word
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.partition("error: ")[2].startswith(told)
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("part", "only"),
+    [
+        ("screen", "sla_attn"),
+        ("front", "sage"),
+        ("trained", "LoRA"),
+        ("all", "LoRA"),
+        ("times", "^auto$"),
+    ],
+)
+def test_a_part_is_asked_for_what_it_has(study, tmp_path, monkeypatch, part, only) -> None:
+    asked = []
+    monkeypatch.setattr(study, "PARTS", dict.fromkeys(study.PARTS, asked.append))
+    monkeypatch.setattr(study, "_front", lambda given: ["sage_attn"])
+    words = [part, "--model", "scripts/shapes/small", "--out", str(tmp_path), "--only"]
+    assert study.main([*words, only]) == 0
+    assert asked
+    if part == "front":
+        with pytest.raises(SystemExit, match="2"):
+            study.main([*words, "sla_attn"])
 
 
 @pytest.mark.parametrize("part", ["front", "pictures"])
