@@ -384,7 +384,7 @@ def _interval(found: Estimate, sign: str = "+") -> str:
 
 
 def _small(text: str | None) -> str:
-    """Return a figure with four decimals, or as 2e-5; rows keep five of it."""
+    """Return a figure with four decimals, or as 2e-5; older rows keep five of it."""
     if not text:
         return ""
     value = float(text)

@@ -341,7 +341,7 @@ def rows_of(report: Any, names: Mapping[str, str], commit: str) -> Iterator[dict
             "status": run.status,
             "clips": len(scores),
             "score": _mean(scores),
-            "layer_error": _mean([1 - min(each.cosine) for each in run.layers]),
+            "layer_error": _mean([1 - min(1.0, *each.cosine) for each in run.layers]),
         }
         found = run.differences.get("score")
         if found is not None:
@@ -352,7 +352,12 @@ def rows_of(report: Any, names: Mapping[str, str], commit: str) -> Iterator[dict
             row |= {metric: getattr(run.frames_mean, metric) for metric in METRICS}
         device, versions = report.environment.device, report.environment.versions
         row |= {"gpu": device, "torch": versions.get("torch"), "commit": commit}
-        yield {key: round(x, 5) if isinstance(x, float) else x for key, x in row.items()}
+        yield {key: _rounded(key, x) if isinstance(x, float) else x for key, x in row.items()}
+
+
+def _rounded(column: str, figure: float) -> float:
+    """Return a figure as rows have it: errors, which may be small, to three digits."""
+    return float(f"{figure:.3g}") if column == "layer_error" else round(figure, 5)
 
 
 def scores_of(report: Any, names: Mapping[str, str]) -> Rows:
@@ -801,7 +806,7 @@ def merged(rows: Sequence[Mapping[str, Any]], clips: Sequence[Mapping[str, Any]]
             weights = {i: int(x["clips"]) for i, x in enumerate(parts) if x.get(column)}
             if weights:
                 total = sum(float(parts[i][column]) * weight for i, weight in weights.items())
-                row[column] = round(total / sum(weights.values()), 5)
+                row[column] = _rounded(column, total / sum(weights.values()))
         dense = scores.get(f"{name}, then dense", scores.get(DENSE, {}))
         apart = difference(scores.get(name, {}), dense)
         if row.get("difference") and apart is not None:

@@ -496,6 +496,27 @@ def test_the_front_is_what_nothing_clearly_beats_in_score_and_time(study) -> Non
     assert study.front_of(rows, seconds) == wanted
 
 
+def test_small_errors_of_layers_are_no_zeros_in_rows(study) -> None:
+    def run(name: str, *cosines: float) -> SimpleNamespace:
+        layers = [SimpleNamespace(cosine=(1.0, cosine)) for cosine in cosines]
+        rest = {"status": "done", "generations": [], "differences": {}, "cost": None}
+        return SimpleNamespace(configuration=name, layers=layers, frames_mean=None, **rest)
+
+    report = SimpleNamespace(
+        reference=run("dense", 1.0, 1.000000119),  # which rounding may give
+        floor=(),
+        candidates=(run("a", 0.999999, 0.9999987654), run("b", 0.7, 0.65433)),
+        environment=SimpleNamespace(device="cpu", versions={}),
+    )
+    rows = [*study.rows_of(report, {}, "abc")]
+    assert [row["layer_error"] for row in rows] == [0.0, 1.12e-06, 0.323]
+    parts = [
+        {"name": "a", "status": "done", "clips": clips, "layer_error": error}
+        for clips, error in (("2", "1.12e-06"), ("1", "4e-06"))
+    ]
+    assert study.merged(parts, [])[0]["layer_error"] == 2.08e-06
+
+
 def test_rows_of_some_captions_each_become_one_of_all(study) -> None:
     clips = [
         {"name": name, "caption": caption, "seed": seed, "score": score}

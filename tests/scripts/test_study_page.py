@@ -151,7 +151,14 @@ def test_a_method_has_its_settings_with_what_all_of_them_share(page, results) ->
 
 @pytest.mark.parametrize(
     ("error", "shown"),
-    [(0.32455, "0.3246"), (0.001, "0.0010"), (0.00012, "1.2e-4"), (2e-05, "2e-5"), (0.0, "< 1e-5")],
+    [
+        (0.32455, "0.3246"),
+        (0.001, "0.0010"),
+        (0.00012, "1.2e-4"),
+        (2e-05, "2e-5"),
+        (1.12e-06, "1.1e-6"),
+        (0.0, "< 1e-5"),
+    ],
 )
 def test_an_error_of_layers_says_what_it_is_and_is_not_rounded_away(
     page, results, error, shown
