@@ -182,6 +182,7 @@ def test_a_search_with_other_settings_is_not_mixed_in(search) -> None:
 def test_search_errors_are_one_line(search, tmp_path) -> None:
     for arguments, message in (
         ((), "a search must have at least one prompt, got none; give --prompt or --prompts"),
+        (("--prompt", "a", "--height", "127"), "--height must be a multiple of 16 for WanPipel"),
         (("--prompts", tmp_path / "absent"), "--prompts must be a readable file, got"),
         (("--prompt", "a", "--window", "3,3"), "--window must be three integers >= 1 such as"),
         (("--prompt", "a", "--tile-size", "0,1,1"), "--tile-size must be three integers >= 1"),

@@ -412,12 +412,19 @@ def observe(
 
     `make` makes what looks at one generation, and `watch` lets it look in a `with` block. Yielded
     are that, the seconds that the generation took, and the width and height of its output.
+
+    Raises:
+        UsageError: an option, a size too, does not fit the pipeline or the device.
     """
     device = pick_device(args.device)
     index = PipelineIndex.read(args.model_path, args.pipeline_class_name)
     check_arguments(index, args)
     read_inputs(index, args)
+    bare = without_weights(index)
+    if bare is not None:
+        check_sizes(bare, args)
     pipe = load_pipeline(index, args, device)
+    check_sizes(pipe, args)
     handle = attach(pipe)
     try:
         for prompt in prompts:
