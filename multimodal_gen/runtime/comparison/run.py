@@ -27,6 +27,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from multimodal_gen.errors import UnsupportedBackendError, UsageError, first_line
+from multimodal_gen.files import naming_file
 from multimodal_gen.records import write_record
 from multimodal_gen.runtime.attention_report import AttentionReport
 from multimodal_gen.runtime.comparison.configurations import (
@@ -226,7 +227,9 @@ class Comparison:
             notes=tuple(dict.fromkeys((*self._notes, *results.notes))),
         )
         report = judged(report)
-        write_record(report, plan.folder / "report.json")
+        path = plan.folder / "report.json"
+        with naming_file(path, "the report"):
+            write_record(report, path)
         return report
 
     # What can run

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import multimodal_gen
-from multimodal_gen.errors import UsageError
+from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.runtime.comparison import perceptual
 from multimodal_gen.runtime.comparison import run as comparing
 from multimodal_gen.runtime.comparison.record import Report, Run, read_record
@@ -433,6 +433,18 @@ def test_a_reference_that_cannot_be_written_beside_the_next_run_ends_the_compari
             **arguments("flux", num_inference_steps=1, replayed_steps=None),
         )
     assert not (tmp_path / "out" / "report.json").exists()
+
+
+def test_a_report_that_cannot_be_written_is_one_line(tiny_pipeline: Any, tmp_path: Path) -> None:
+    (tmp_path / "report.json").mkdir()
+    with pytest.raises(ConfigError, match=r"^the report must be written to a file, got .*: Is a d"):
+        multimodal_gen.compare(
+            loaded(tiny_pipeline("flux")),
+            backends=[EXACT],
+            output=tmp_path,
+            resume=True,
+            **arguments("flux", num_inference_steps=1, replayed_steps=None),
+        )
 
 
 def test_metrics_of_packages_are_left_out_until_they_are_asked_for(
