@@ -11,7 +11,7 @@ from multimodal_gen.cli.options import Settings, takes
 from multimodal_gen.cli.prompts import OBSERVED, PromptFile, Prompts, read_prompts
 from multimodal_gen.cli.table import Row, echo, table
 from multimodal_gen.errors import ConfigError, UsageError, short
-from multimodal_gen.files import require_writable, save_text
+from multimodal_gen.files import require_apart, require_file, save_text
 from multimodal_gen.runtime.server_args import ServerArgs
 from multimodal_gen.settings import Setting
 
@@ -62,8 +62,8 @@ def calibrate(
     targets = _shares(target_sparsity)
     if output.suffix.lower() not in _SUFFIXES:
         raise ConfigError(f"--output must end in {', '.join(_SUFFIXES)}, got {short(str(output))}")
-    require_writable(output.parent, "--output")
     args = ServerArgs(**settings, prompt="", backend="sglang")
+    _require_free(output, args.model_path)
     given = read_prompts(prompt, prompts, "a calibration")
     found = skip_calibration.calibrate(
         args,
@@ -92,6 +92,21 @@ def calibrate(
             f"{short(str(output))} has the curve, and asks for {reached[0]:g}"
         )
     typer.echo(f"next: sglang generate ... {_options(found, output)}")
+
+
+def _require_free(output: Path, model: str) -> None:
+    """Refuse a file that cannot be written, or is a part of the model, before anything runs."""
+    require_file(output, "--output")
+    if output.is_dir():
+        raise ConfigError(
+            f"--output must be a file, got {short(str(output))}, which is a folder; name one in it"
+        )
+    folder = Path(model).resolve()
+
+    def is_of_model(file: Path) -> bool:
+        return file.exists() and folder in file.parents
+
+    require_apart(output, "--output", "a file of the model", is_of_model, "skip.json")
 
 
 def _options(found: "Calibrated", output: Path) -> str:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Final
 
-from multimodal_gen.errors import UsageError
+from multimodal_gen.errors import UsageError, short
 from multimodal_gen.runtime.server_args import CALL_SETTINGS, SETTINGS
 from multimodal_gen.settings import Setting, lines_of
 
@@ -38,7 +38,8 @@ def read_prompts(given: list[str] | None, file: Path | None, what: str) -> list[
     lines = () if file is None else lines_of(file, "--prompts")
     prompts = [*(given or ()), *(line for _, line in lines)]
     if not prompts:
-        raise UsageError(
-            f"{what} must have at least one prompt, got none; give --prompt or --prompts"
-        )
+        got, remedy = "none", "give --prompt or --prompts"
+        if file is not None:
+            got, remedy = f"none in {short(str(file))}", "write one per line, or give --prompt"
+        raise UsageError(f"{what} must have at least one prompt, got {got}; {remedy}")
     return prompts

@@ -88,24 +88,48 @@ def test_a_curve_is_written_that_a_generation_takes(sglang, peaked, tmp_path):
             ("--component", "vae"),
             "--component must name one of the denoisers of WanPipeline (transformer), got 'vae'",
         ),
+        (("--height", 40), "--height must be a multiple of 16 for WanPipeline, got 40: "),
+        (("--output", "folder.json"), "--output must be a file, got 'folder.json', which is a fol"),
+        (("--prompts", "empty"), "at least one prompt, got none in 'empty'; write one per line"),
         (("--prompt",), "a calibration must have at least one prompt, got none"),
     ],
 )
-def test_what_cannot_be_calibrated_is_refused(sglang, tiny_pipeline, tmp_path, arguments, message):
+def test_what_cannot_be_calibrated_is_refused(
+    sglang, tiny_pipeline, tmp_path, monkeypatch, arguments, message
+):
     given = {"--output": tmp_path / "skip.json", "--prompt": "a fox"}
     if arguments == ("--prompt",):
         del given["--prompt"]
     elif arguments:
         given[arguments[0]] = arguments[1]
-    model = ("--model-path", tiny_pipeline("wan"), "--height", 64, "--width", 96)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.json").mkdir()
+    (tmp_path / "empty").touch()
+    if "--prompts" in given:
+        del given["--prompt"]
+    model = ("--model-path", tiny_pipeline("wan"), "--width", 96)
+    given = {"--height": 64, **given}
     size = ("--num-frames", 9, "--num-inference-steps", 1)
     typed = [each for pair in given.items() for each in pair]
     found = sglang("attention", "calibrate", *model, *size, *typed)
     assert found.code == 2
     assert message in found.err
     assert not (tmp_path / "skip.json").exists()
-    if "--component" in arguments:
+    if arguments:
         assert "[1/1]" not in found.out  # nothing was generated
+
+
+def test_a_curve_takes_the_place_of_no_file_of_the_model(sglang, tiny_pipeline):
+    model = tiny_pipeline("wan")
+    index = model / "model_index.json"
+    before = index.read_bytes()
+    found = sglang(
+        *("attention", "calibrate", "--model-path", model, "--prompt", "a fox"),
+        *("--output", index),
+    )
+    assert found.code == 2
+    assert f"--output must not be a file of the model, got {str(index)!r}; give" in found.err
+    assert index.read_bytes() == before
 
 
 def test_of_two_denoisers_one_is_named_before_anything_is_generated(
