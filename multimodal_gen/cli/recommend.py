@@ -20,7 +20,7 @@ from multimodal_gen.cli.compare import (
 from multimodal_gen.cli.options import AsJson, Settings, takes
 from multimodal_gen.cli.prompts import PromptFile, Prompts, read_prompts
 from multimodal_gen.cli.table import echo, wrapped
-from multimodal_gen.errors import UsageError
+from multimodal_gen.errors import UsageError, short
 from multimodal_gen.runtime.server_args import SETTINGS
 from multimodal_gen.settings import Setting, as_flag
 
@@ -50,13 +50,16 @@ _MinVmaf = Annotated[
     float | None,
     Setting(
         metavar="X",
-        help="Least mean VMAF, 0 to 100.",
+        ge=0,
+        le=100,
+        help="Least mean VMAF.",
     ),
 ]
 _MaxError = Annotated[
     float | None,
     Setting(
         metavar="X",
+        ge=0,
         help="Largest mean relative L2 distance of the last latents. Without any limit: within "
         "the noise of dense kernels.",
     ),
@@ -115,11 +118,17 @@ def recommend(
     refuse_several(num_gpus)
     limits = choice.Limits(min_psnr=min_psnr, min_vmaf=min_vmaf, max_error=max_error)
     if output is not None:
-        choice.check_file(output)
         choice.check_apart(output, comparison)
+        choice.check_file(output)
     if settings["model_path"] is None:
         _refuse_search(prompt, prompts, backends, seeds, settings)
         file = comparison / "report.json" if os.path.isdir(comparison) else comparison
+        if not os.path.exists(file):
+            raise UsageError(
+                f"--comparison must be the folder of a comparison, with its report.json, got "
+                f"{short(str(comparison))} without one; `sglang attention compare` makes one, and "
+                f"so does --model-path"
+            )
         report = read_record(Report, file)
     else:
         plan = plan_of(

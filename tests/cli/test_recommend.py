@@ -67,7 +67,36 @@ def test_a_folder_without_a_report_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["attention", "recommend", "--comparison", str(tmp_path)]) == 2
-    assert "must be a readable JSON file" in capsys.readouterr().err
+    assert capsys.readouterr().err == (
+        f"error: --comparison must be the folder of a comparison, with its report.json, got "
+        f"{str(tmp_path)!r} without one; `sglang attention compare` makes one, and so does "
+        f"--model-path\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "rule"),
+    [
+        ("--min-vmaf", "101", "at most 100, got 101"),
+        ("--min-vmaf", "-1", "a number >= 0, got -1"),
+        ("--max-error", "-0.5", "a number >= 0, got -0.5"),
+    ],
+)
+def test_limits_that_no_run_can_meet_are_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], option: str, value: str, rule: str
+) -> None:
+    assert main(["attention", "recommend", "--comparison", str(folder), option, value]) == 2
+    assert f"error: {option} must be {rule}; see" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["attention.txt", "attention.json", "attention"])
+def test_a_config_has_a_name_that_generate_reads(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    read = ["attention", "recommend", "--comparison", str(folder), "--min-psnr", "20"]
+    assert main([*read, "--output", str(tmp_path / name)]) == 2
+    assert "error: --output must end in .yaml or .yml, as what reads" in capsys.readouterr().err
+    assert not (tmp_path / name).exists()
 
 
 @pytest.mark.parametrize("searched", [False, True])

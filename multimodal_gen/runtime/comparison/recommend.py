@@ -26,7 +26,7 @@ from typing import Any
 
 import yaml
 
-from multimodal_gen.errors import ConfigError, UsageError
+from multimodal_gen.errors import ConfigError, UsageError, short
 from multimodal_gen.files import require_apart, require_file, require_writable, save_text
 from multimodal_gen.runtime.comparison.configurations import EXACT_KERNELS, Plan, cache_of
 from multimodal_gen.runtime.comparison.frames import mean_and_spread
@@ -203,13 +203,19 @@ def check_file(path: Path) -> None:
     """Check that a config can be written, before minutes are spent on a search for it.
 
     Raises:
-        UsageError: the file is a folder, or cannot lie where it is to lie.
+        UsageError: the file is a folder, or cannot lie where it is to lie; or nothing would read it
+            as YAML.
     """
     require_file(path, "--output")
     if path.is_dir():
         raise UsageError(
             f"--output must be a file, got {str(path)!r}, which is a folder; try "
             f"{str(path / 'attention.yaml')!r}"
+        )
+    if path.suffix.lower() not in (".yaml", ".yml"):
+        raise UsageError(
+            f"--output must end in .yaml or .yml, as what reads it goes by that, got "
+            f"{short(str(path))}"
         )
 
 
