@@ -102,10 +102,13 @@ def check_classes(
         module = import_module(library)
         given = getattr(module, class_name, None)
         if not isinstance(given, type):
-            found = "has no such class, a newer one may" if given is None else "has as no class"
+            release = f"{library} {module.__version__}"
+            found = f"which is none of {release}"
+            if given is None:
+                found = f"which {release} lacks; a newer one may have it"
             raise UsageError(
                 f"component {name} of {model_path!r} must name a class of {library}, got "
-                f"{class_name!r}, which {library} {module.__version__} {found}"
+                f"{class_name!r}, {found}"
             )
         wanted = _models(pipeline_class, name) if name.startswith(DENOISERS) else ()
         if wanted and not issubclass(given, wanted):
