@@ -71,7 +71,10 @@ the study.
 """
 STEPS_OF_VAE = 12_000
 CURVE_EVERY = 50
-PIXELS = 64 * 17 * 128 * 128  # that are drawn and encoded at once
+PIXELS = 64 * 17 * 128 * 128
+"""Of the clips that are made at once, of which there are at least `LEAST_CLIPS`."""
+LEAST_CLIPS = 8
+"""Large clips one at a time have a GPU wait for launches."""
 
 
 def rank() -> int:
@@ -299,8 +302,8 @@ def clips_of(stage: Stage, seed: int, count: int) -> tuple[list[Scene], torch.Te
 
 
 def clips_at_once(stage: Stage, count: int) -> int:
-    """Return how many of `count` clips are made at once."""
-    return max(1, min(count, PIXELS // (stage.frames * stage.height * stage.width)))
+    """Return how many of `count` clips are made at once, by one seed."""
+    return min(count, max(LEAST_CLIPS, PIXELS // (stage.frames * stage.height * stage.width)))
 
 
 def autocast() -> torch.autocast:

@@ -257,11 +257,24 @@ def test_evaluations_draw_neither_clips_of_the_study_nor_of_training(study, monk
         return clips_of(stage, seed, count)
 
     monkeypatch.setattr(train, "clips_of", noted)
-    monkeypatch.setattr(train, "PIXELS", 1)  # a seed has one clip only, as those of size large have
+    monkeypatch.setattr(train, "PIXELS", 1)
+    monkeypatch.setattr(train, "LEAST_CLIPS", 1)  # that have a seed
     train.evaluate(Pipeline(), size, 6, 2)
     assert len({*seeds}) == 6
     assert min(seeds) > study.SEED + 1000
     assert max(seeds) < train.TRAINING_SEEDS - 1000
+
+
+def test_large_clips_are_made_several_at_once_and_small_ones_as_they_were(shapes) -> None:
+    train = importlib.import_module("train")
+    found = {
+        name: [train.clips_at_once(stage, stage.clips) for stage in train.SIZES[name].stages]
+        for name in ("small", "large")
+    }
+    assert found == {"small": [64], "large": [36, 8, 8, 8, 8, 8, 8]}
+    assert (
+        train.clips_at_once(train.SIZES["large"].stages[-1], 3) == 3
+    )  # and no more than asked for
 
 
 def test_tokens_that_are_drawn_stay_in_their_places(monkeypatch) -> None:
