@@ -189,7 +189,8 @@ def _eight_bits(device: torch.device) -> Iterator[str | None]:
         plan = _plan(size, keys, device)
         q, k, v = _inputs(plan)
         _share(q[:, :, 1], k[:, 2 * keys : 3 * keys, 1])
-        call = QuantizedCall(q, k, v, plan, HEAD_SIZE**-0.5, False, e4m3, None)
+        form = _call(q, k, v, plan).form
+        call = QuantizedCall(q, k, v, plan, HEAD_SIZE**-0.5, False, e4m3, None, form)
         out, _ = QUANTIZED_KERNELS["gluon"](call)
         name = f"blocks of {size} and {keys} with values in {'e4m3' if e4m3 else '16 bits'}"
         yield _fault(name, out, (q, k, v), plan, E4M3 if e4m3 else INT8)

@@ -4,8 +4,8 @@ Shapes: B batch, Sq and Sk tokens, H query heads, Hkv key heads, D head size.
 """
 
 import math
-from collections.abc import Callable, Hashable, Sequence
-from functools import cache, lru_cache
+from collections.abc import Callable, Sequence
+from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -13,7 +13,7 @@ import torch
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse import cudnn, fa4
-from multimodal_gen.kernels.block_sparse.call import Backward, Call, CallForm
+from multimodal_gen.kernels.block_sparse.call import Backward, Call, CallForm, known_form
 from multimodal_gen.kernels.block_sparse.plan import (
     BlockPlan,
     check_arguments,
@@ -175,20 +175,12 @@ def _checked(
         q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, place_of(q.device),
         (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16, backward,
     )  # fmt: skip
-    form: CallForm | None = plan.cache.get(key)
-    if form is None:
-        known = _known_form(key, plan.form())
-        if not known:
-            check_arguments(q, k, v, plan, scale)
-            known.append(CallForm(request_for(q, k, v, plan, backward=backward)))
-        form = plan.cache[key] = known[0]
-    return form
 
+    def make() -> Request:
+        check_arguments(q, k, v, plan, scale)
+        return request_for(q, k, v, plan, backward=backward)
 
-@lru_cache(maxsize=1024)
-def _known_form(call: Hashable, plan: Hashable) -> list[CallForm]:
-    """Return what holds the form of calls that are alike, once one was checked."""
-    return []
+    return known_form(key, plan, make)
 
 
 def refresh_plan(plan: BlockPlan) -> None:

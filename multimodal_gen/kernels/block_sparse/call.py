@@ -3,8 +3,9 @@
 Shapes: B batch, Sq and Sk tokens, H query heads, Hkv key heads, D head size, Nq and N blocks.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,29 @@ class CallForm:
     def __init__(self, request: Request) -> None:
         self.request = request
         self.prepared: dict[Hashable, Any] = {}
+
+
+def known_form(call: Hashable, plan: BlockPlan, make: Callable[[], Request]) -> CallForm:
+    """Return the form of calls on plans that are alike.
+
+    Args:
+        call: what is alike besides the plan.
+        plan: keeps what was found for it.
+        make: checks the first call of a form, and returns its request.
+    """
+    form: CallForm | None = plan.cache.get(call)
+    if form is None:
+        known = forms_of(call, plan.form())
+        if not known:
+            known.append(CallForm(make()))
+        form = plan.cache[call] = known[0]
+    return form
+
+
+@lru_cache(maxsize=1024)
+def forms_of(call: Hashable, plan: Hashable) -> list[CallForm]:
+    """Return what holds the form of calls that are alike, once one was checked."""
+    return []
 
 
 class Call(NamedTuple):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 import torch
 
 from multimodal_gen.errors import UsageError
+from multimodal_gen.kernels.block_sparse.call import CallForm, known_form
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, check_arguments, empty_results
 from multimodal_gen.kernels.engine import AUTO, QUANTIZED, KernelChoice, Request, choose
 from multimodal_gen.kernels.launch.launcher import Form, form_of
@@ -34,10 +35,7 @@ _REFERENCE_TILE = 64
 
 
 class Call(NamedTuple):
-    """One call as kernels are given it; see `quantized_attention`.
-
-    `forms` are those of q, k and v, where they are known: launches are kept with the plan by them.
-    """
+    """One call as kernels are given it; see `quantized_attention`."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -47,7 +45,7 @@ class Call(NamedTuple):
     return_lse: bool
     e4m3: bool
     mean: torch.Tensor | None
-    forms: tuple[Form, ...] = ()
+    form: CallForm
 
 
 def quantized_attention(
@@ -91,7 +89,7 @@ def quantized_attention(
         UsageError: shapes, dtypes or devices do not fit each other or the plan.
         UnsupportedBackendError: the call cannot be served; lists the reasons.
     """
-    request, forms = _checked(q, k, v, plan, scale, values)
+    form = _checked(q, k, v, plan, scale, values)
     if torch.is_grad_enabled():
         _refuse_gradients(q, k, v)
     wanted = (k.shape[0], k.shape[2], k.shape[3])
@@ -101,8 +99,8 @@ def quantized_attention(
         )
     scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
     mean = None if mean is None else mean.contiguous()
-    call = Call(q, k, v, plan, scale, return_lse, values == "e4m3", mean, forms)
-    out, lse = RUN[choose(QUANTIZED, kernel, request)](call)
+    call = Call(q, k, v, plan, scale, return_lse, values == "e4m3", mean, form)
+    out, lse = RUN[choose(QUANTIZED, kernel, form.request)](call)
     return out if lse is None else (out, lse)
 
 
@@ -137,7 +135,7 @@ def _checked(
     plan: BlockPlan,
     scale: float | None,
     values: Values,
-) -> tuple[Request, tuple[Form, ...]]:
+) -> CallForm:
     """Check the arguments; return what the choice of a kernel and its launches depend on.
 
     Plain tensors are checked once per form.
@@ -147,16 +145,16 @@ def _checked(
     right = scale is None or (type(scale) is float and 0.0 < scale < math.inf)
     if not (alike and right):
         check_arguments(q, k, v, plan, scale)
-    forms = _forms(q, k, v) if alike else ()
-    key = ("8-bit form", *forms, place_of(q.device), values)
-    request: Request | None = plan.cache.get(key) if forms else None
-    if request is None:
+
+    def make() -> Request:
         check_arguments(q, k, v, plan, scale)
         _validate(k, plan, values)
-        request = _request(q, plan, values)
-        if forms:
-            plan.cache[key] = request
-    return request, forms
+        return _request(q, plan, values)
+
+    forms = _forms(q, k, v) if alike else ()
+    if not forms:
+        return CallForm(make())
+    return known_form(("8-bit form", *forms, place_of(q.device), values), plan, make)
 
 
 def _forms(*inputs: torch.Tensor) -> tuple[Form, ...]:
@@ -201,7 +199,8 @@ def _run_gluon(call: Call) -> Results:
         q_size=plan.q.size, kv_size=blocks.size, regular=blocks.is_regular, e4m3=call.e4m3
     )
     packed = _quantised(call, 64 * tile.consumers, tile.unit, permuted=call.e4m3, bfloat16=True)
-    return attend(packed, plan, empty_results(call.q, plan, call.return_lse), tile)
+    prepared = call.form.prepared
+    return attend(packed, plan, empty_results(call.q, plan, call.return_lse), tile, prepared)
 
 
 def _run_triton(call: Call) -> Results:
@@ -224,18 +223,19 @@ def _quantised(
         permuted: whether the keys of e4m3 values are stored in the order of a thread's scores.
         bfloat16: whether the kernel loads 16-bit values with the copy engine, and in bfloat16.
     """
-    plan, forms = call.plan, call.forms or tuple(map(form_of, call[:3]))
+    plan, prepared = call.plan, call.form.prepared
     kind = Kind(call.mean is None, call.return_lse, call.e4m3, permuted)
-    key = ("8-bit", *forms, rows, keys, *kind, bfloat16)
-    quantiser: Quantiser | None = plan.cache.get(key)
+    key = (rows, keys, *kind, bfloat16)
+    quantiser: Quantiser | None = prepared.get(key)
     if quantiser is None:
         from multimodal_gen.kernels.quantized_attention.quantise_kernel import prepare
 
         if bfloat16 and not (call.v.dtype == torch.bfloat16 and loadable(call.v)):
             kind = kind._replace(copied=torch.bfloat16)
-        found = prepare(forms, slots_of(plan.q, rows), slots_of(plan.kv, keys), kind)
-        quantiser = plan.remember(key, found)
-    return quantiser(*call[:3], scale=call.scale, mean=call.mean)
+        forms = tuple(map(form_of, call[:3]))
+        quantiser = prepare(forms, slots_of(plan.q, rows), slots_of(plan.kv, keys), kind)
+        prepared[key] = quantiser
+    return quantiser(*call[:4], scale=call.scale, mean=call.mean)
 
 
 def _run_reference(call: Call) -> Results:

@@ -15,6 +15,7 @@ scores of the next one are computed. Three things differ from 16 bits:
 """
 
 import dataclasses
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
@@ -28,7 +29,12 @@ from multimodal_gen.kernels.block_sparse.gluon_work_kernel import (
     store_values,
 )
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
-from multimodal_gen.kernels.block_sparse.steps_kernel import PLAN_NUMBERS, Plan, work_list
+from multimodal_gen.kernels.block_sparse.steps_kernel import (
+    PLAN_NUMBERS,
+    Plan,
+    lists_of,
+    work_list,
+)
 from multimodal_gen.kernels.hopper_kernel import (
     OVERFLOW,
     barriers,
@@ -412,7 +418,13 @@ def attention_kernel(
         _run(dq, dk, dv, plan, scales, outs, flag, C)
 
 
-def attend(packed: Packed, plan: BlockPlan, results: Results, tile: GluonTile) -> Results:
+def attend(
+    packed: Packed,
+    plan: BlockPlan,
+    results: Results,
+    tile: GluonTile,
+    known: dict[Hashable, Any],
+) -> Results:
     """Launch the kernel, and the redo of the tiles it flags; returns the results, which it writes.
 
     Args:
@@ -420,13 +432,13 @@ def attend(packed: Packed, plan: BlockPlan, results: Results, tile: GluonTile) -
             keys: V in 8 bits with its keys permuted, or in bfloat16, as the tile says.
         plan: the pairs, without row bits and not causal, on the same device.
         results: out, of which only rows that belong to a query block are written, and lse.
-        tile: shape of a program, as `hopper_tile` chooses it.
+        tile: shape of a program, as `gluon_tile` chooses it.
+        known: what was prepared for calls of the form, on plans of one form.
     """
     out, lse = results
-    key = ("8-bit hopper", tile, out.shape, packed.k.shape[1], out.dtype, lse is None)
-    prepared = plan.cache.get(key)
+    prepared = known.get(lse is None)
     if prepared is None:
-        prepared = plan.remember(key, _prepare(packed, plan, results, tile))
+        prepared = known[lse is None] = _prepare(packed, plan, results, tile)
     launch, num_flags = prepared
     size, flags = packed.q.shape[3], plan.counts  # where nothing is flagged
     if num_flags:
@@ -440,6 +452,7 @@ def attend(packed: Packed, plan: BlockPlan, results: Results, tile: GluonTile) -
             describe(packed.q, 64, size), describe(packed.k, tile.unit, size), values,
             out, out if lse is None else lse, flags,
             packed.q_scale, packed.k_scale, packed.v_scale, packed.shift,
+            *lists_of(in_slots(plan, tile.unit), tile.unit).tensors,
         ),
     )  # fmt: skip
     return results
@@ -451,7 +464,7 @@ _launcher = Launcher(attention_kernel)
 def _prepare(
     packed: Packed, plan: BlockPlan, results: Results, tile: GluonTile
 ) -> tuple[Launch, int]:
-    """Return launches on a plan, whatever the tensors, and how many tiles they may flag."""
+    """Return launches on plans of one form, and how many tiles they may flag."""
     out, lse = results
     batch, _, heads, channels = out.shape
     slotted = in_slots(plan, tile.unit)
@@ -469,7 +482,7 @@ def _prepare(
         lse=lse is not None,
     )
     arguments = (
-        *work.arguments, work.num, packed.q_slots, packed.q.shape[2], packed.k_scale.shape[2],
+        *work.numbers, work.num, packed.q_slots, packed.q.shape[2], packed.k_scale.shape[2],
         *out.stride()[:3], *((0, 0) if lse is None else lse.stride()[:2]),
     )  # fmt: skip
     redo = dataclasses.replace(shape, fast=False, redo=1)

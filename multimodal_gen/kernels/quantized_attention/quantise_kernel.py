@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from multimodal_gen.kernels.block_sparse.plan import bounds_of
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks, bounds_of
 from multimodal_gen.kernels.launch.launcher import Form, Launch, Launcher
 from multimodal_gen.kernels.quantized_attention.packed import Kind, Packed, Slots, rotation
 from multimodal_gen.kernels.quantized_attention.tuning import quantise_tile
@@ -222,23 +222,23 @@ Quantiser: TypeAlias = Callable[..., Packed]
 """Quantises tensors of one form; see `prepare`."""
 
 
-def prepare_mean(k: Form, slots: Slots) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return what computes the means of keys of one form.
+def prepare_mean(k: Form, slots: Slots) -> Callable[[torch.Tensor, Blocks], torch.Tensor]:
+    """Return what computes the means of keys of one form, in blocks of one form.
 
     Args:
         k: [B, Sk, Hkv, D], any strides.
-        slots: slots of the keys, in tiles of a multiple of 64.
+        slots: slots of the keys, in tiles of a multiple of 64; nothing holds their tensors.
     """
     batch, _, heads, head_size = k.shape
     blocks, width = slots.blocks, _width(head_size)
     tiles = slots.total // MEAN_ROWS
     chunks = min(MEAN_CHUNKS, tiles)
     matrix = rotation(width, torch.float32, k.device)
-    limits, strides = bounds_of(blocks, batch, heads, matrix)
+    strides = bounds_of(blocks, batch, heads, matrix)[1]
     add = Launch(
         _mean,
         (chunks, batch * heads),
-        (*limits, *k.strides, *strides, heads, tiles, blocks.size, slots.size, blocks.total,
+        (*k.strides, *strides, heads, tiles, blocks.size, slots.size, blocks.total,
          blocks.num),
         [{
             "ROWS": MEAN_ROWS, "D": head_size, "DP": width, "STARTS": blocks.starts is not None,
@@ -248,38 +248,39 @@ def prepare_mean(k: Form, slots: Slots) -> Callable[[torch.Tensor], torch.Tensor
     finish = Launch(
         _rotated_mean,
         (batch * heads,),
-        (matrix, limits[1], *strides[2:], heads, chunks, blocks.total, blocks.num),
+        (*strides[2:], heads, chunks, blocks.total, blocks.num),
         [{
             "C": next_power_of_2(chunks), "D": head_size, "DP": width,
             "LENGTHS": blocks.lengths is not None, "N": MEAN_LENGTHS, "num_warps": 8,
         }],
     )  # fmt: skip
 
-    def mean(k: torch.Tensor) -> torch.Tensor:
+    def mean(k: torch.Tensor, blocks: Blocks) -> torch.Tensor:
         """Return the mean of the keys that lie in blocks, rotated: fp32 [B, Hkv, padded D]."""
         fp32, device = torch.float32, k.device
         sums = torch.empty((batch, heads, chunks, head_size), dtype=fp32, device=device)
         out = torch.empty((batch, heads, width), dtype=fp32, device=device)
-        add((k, sums))
-        finish((sums, out))
+        limits = bounds_of(blocks, batch, heads, matrix)[0]
+        add((k, sums, *limits))
+        finish((sums, out, matrix, limits[1]))
         return out
 
     return mean
 
 
 def prepare(forms: tuple[Form, ...], q_slots: Slots, kv_slots: Slots, kind: Kind) -> Quantiser:
-    """Return what quantises tensors of one form; only a process's first call waits.
+    """Return what quantises tensors of one form on plans of one form; only a first call waits.
 
     Args:
         forms: of q [B, Sq, H, D], and of k and v [B, Sk, Hkv, D], any strides.
-        q_slots: slots of the queries.
-        kv_slots: slots of keys and values; their tile is the tile of the scales.
+        q_slots: slots of the queries; nothing holds their tensors.
+        kv_slots: slots of keys and values, likewise; their tile is the tile of the scales.
         kind: what is made of them.
 
     Returns:
-        A function of q, k and v, of the factor of the scores, `scale`, and, where `kind` has no
-        mean of their own, of what is subtracted from the keys, `mean`: fp32 [B, Hkv, D]. It
-        quantises one call's tensors in three launches.
+        A function of q, k and v, of their plan, of the factor of the scores, `scale`, and, where
+        `kind` has no mean of their own, of what is subtracted from the keys, `mean`: fp32
+        [B, Hkv, D]. It quantises one call's tensors in three launches.
     """
     of_q, of_k, of_v = forms
     batch, _, heads, head_size = of_q.shape
@@ -288,11 +289,10 @@ def prepare(forms: tuple[Form, ...], q_slots: Slots, kv_slots: Slots, kind: Kind
     q_tiles, kv_tiles = q_slots.total // Q_ROWS, kv_slots.total // kv_slots.tile
     copy = not kind.e4m3 and (kind.copied is not None or not kv_slots.in_place)
     matrix = rotation(width, of_q.dtype, of_q.device)
-    limits, strides = bounds_of(q_slots.blocks, batch, heads, matrix)
-    kv_limits, kv_strides = bounds_of(kv_slots.blocks, batch, kv_heads, matrix)
+    strides = bounds_of(q_slots.blocks, batch, heads, matrix)[1]
+    kv_strides = bounds_of(kv_slots.blocks, batch, kv_heads, matrix)[1]
     groups = kv_heads * -(-kv_tiles // tile.steps) + heads * -(-q_tiles // tile.steps)
     fixed = (
-        matrix, *limits, *kv_limits,
         *of_q.strides, *of_k.strides, *of_v.strides, *strides, *kv_strides,
         batch, heads, kv_heads, q_tiles, kv_tiles,
         q_slots.blocks.size, q_slots.size, q_slots.blocks.total, q_slots.blocks.num,
@@ -313,12 +313,14 @@ def prepare(forms: tuple[Form, ...], q_slots: Slots, kv_slots: Slots, kind: Kind
     # Of the values that are made; None for those that are left as they are.
     made = (kind.copied or of_v.dtype) if copy else None
     own_mean = prepare_mean(of_k, kv_slots) if kind.own_mean else None
-    rows, keys = q_slots.total, kv_slots.total
+    turned = rotation(width, torch.float32, of_q.device)[:head_size]
+    rows, keys, slots, tile_keys = q_slots.total, kv_slots.total, q_slots.size, kv_slots.tile
 
     def quantise(
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        plan: BlockPlan,
         *,
         scale: float,
         mean: torch.Tensor | None = None,
@@ -337,17 +339,20 @@ def prepare(forms: tuple[Form, ...], q_slots: Slots, kv_slots: Slots, kind: Kind
         elif made is not None:
             v8 = torch.empty((batch, kv_heads, keys, width), dtype=made, device=device)
         if own_mean is not None:
-            rotated = own_mean(k)
+            rotated = own_mean(k, plan.kv)
         else:
             assert mean is not None, "it is said where it was not prepared for"
             # Any precision will do: what is subtracted is also what is added to lse.
-            rotated = mean @ rotation(width, fp32, device)[:head_size]
-        launch((q, k, v, rotated, q8, q_scale, shift, k8, k_scale, v8, v_scale, scale))
+            rotated = mean @ turned
+        limits = bounds_of(plan.q, batch, heads, matrix)[0]
+        kv_limits = bounds_of(plan.kv, batch, kv_heads, matrix)[0]
+        made_of = (q, k, v, rotated, q8, q_scale, shift, k8, k_scale, v8, v_scale, scale)
+        launch((*made_of, matrix, *limits, *kv_limits))
         if made is not None:
             v8 = v8.transpose(1, 2)[..., :head_size]
         return Packed(
             q=q8, q_scale=q_scale, shift=shift, k=k8, k_scale=k_scale, v=v8, v_scale=v_scale,
-            q_slots=q_slots.size, keys=kv_slots.tile,
+            q_slots=slots, keys=tile_keys,
         )  # fmt: skip
 
     return quantise

@@ -13,6 +13,7 @@ from multimodal_gen.kernels.block_sparse.api import (
     kernel_for,
     request_for,
 )
+from multimodal_gen.kernels.block_sparse.call import forms_of
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.engine import BLOCK_SPARSE, Request, SelectedKernel, choose
 from tests.helpers.block_plans import PlanShape, random_plan
@@ -253,7 +254,7 @@ def test_what_the_copy_engine_can_read_is_recognised(make: object, aligned: bool
 def test_what_the_choice_depends_on_is_looked_up_once_per_form(
     monkeypatch: pytest.MonkeyPatch, new_plans: bool
 ) -> None:
-    api._known_form.cache_clear()
+    forms_of.cache_clear()
     plan = BlockPlan.dense(Blocks.regular(20, 16), Blocks.regular(30, 16), "cpu")
     found: list[Request] = []
     monkeypatch.setattr(

@@ -28,6 +28,7 @@ from multimodal_gen.kernels.block_sparse.call import (
     CallForm,
     PooledBlocks,
     TailCall,
+    forms_of,
 )
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.skip import Skip
@@ -278,7 +279,7 @@ def test_launches_that_a_plan_keeps_are_those_of_a_new_plan(
         others = [dataclasses.replace(plan) for _ in range(2)]
         for now in (plan, plan, *others):
             if now is others[1]:
-                api._known_form.cache_clear()  # or it would be launched like those before
+                forms_of.cache_clear()  # or it would be launched like those before
             checked = api._checked(*inputs, now, None)
             assert checked is not None
             call = Call(*inputs, now, form=checked, **way)
@@ -299,7 +300,7 @@ def test_launches_are_prepared_once_for_all_plans_of_a_form(
     made, read, original, launch = [], [], api._prepare_gluon, Launch.__call__
     monkeypatch.setattr(api, "_prepare_gluon", lambda *x: made.append(x) or original(*x))
     monkeypatch.setattr(Launch, "__call__", lambda self, x: read.append(x) or launch(self, x))
-    api._known_form.cache_clear()
+    forms_of.cache_clear()
     inputs = tensors_for(plan, 64, torch.bfloat16)[:3]
 
     def call(plan: BlockPlan, scale: float = 0.1) -> None:

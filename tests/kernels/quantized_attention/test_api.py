@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from multimodal_gen.errors import UnsupportedBackendError, UsageError
+from multimodal_gen.kernels.block_sparse.call import forms_of
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.engine import QUANTIZED, choose
 from multimodal_gen.kernels.quantized_attention import api
@@ -84,7 +85,11 @@ def test_tensors_without_memory_of_their_own_are_taken_as_before() -> None:
         torch.func.grad(lambda x: quantized_attention(x, k, v, plan).sum())(q)
 
 
-def test_arguments_are_checked_once_per_form(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("new_plans", [False, True])
+def test_arguments_are_checked_once_per_form(
+    monkeypatch: pytest.MonkeyPatch, new_plans: bool
+) -> None:
+    forms_of.cache_clear()
     checked = []
     original = api.check_arguments
     monkeypatch.setattr(api, "check_arguments", lambda *x: checked.append(x) or original(*x))
@@ -100,7 +105,8 @@ def test_arguments_are_checked_once_per_form(monkeypatch: pytest.MonkeyPatch) ->
         (4, (torch.nn.Parameter(q, requires_grad=False), k, v), {}),
         (5, (q.as_subclass(type("Tagged", (torch.Tensor,), {})), k, v), {}),
     ):
-        quantized_attention(*arguments, plan, **options)
+        now = dataclasses.replace(plan) if new_plans else plan
+        quantized_attention(*arguments, now, **options)
         assert len(checked) >= times
         del checked[times:]
         assert len(checked) == times

@@ -11,8 +11,10 @@ import itertools
 import pytest
 import torch
 
+from multimodal_gen.kernels.block_sparse.call import forms_of
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
-from multimodal_gen.kernels.quantized_attention.api import RUN, Call
+from multimodal_gen.kernels.launch.launcher import Launch
+from multimodal_gen.kernels.quantized_attention.api import RUN, Call, _checked
 from tests.helpers.block_plans import PlanShape, random_plan
 from tests.kernels.compiling import Compiler, assert_clean, needs_gluon, with_oldest
 
@@ -53,23 +55,13 @@ class Case:
         )
         return random_plan(shape, seed=1)
 
-    def launch(self) -> None:
-        plan = self.plan()
+    def launch(self, plan: BlockPlan) -> None:
         q = torch.zeros(2, plan.q.total, 4, self.head_size, dtype=torch.bfloat16)
         k, v = (
             torch.zeros(2, plan.kv.total, 2, self.head_size, dtype=torch.bfloat16) for _ in range(2)
         )
-        call = Call(
-            q=q,
-            k=k,
-            v=v,
-            plan=plan,
-            scale=0.1,
-            return_lse=self.lse,
-            e4m3=self.e4m3,
-            mean=None,
-        )
-        RUN[self.kernel](call)
+        form = _checked(q, k, v, plan, 0.1, "e4m3" if self.e4m3 else "16-bit")
+        RUN[self.kernel](Call(q, k, v, plan, 0.1, self.lse, self.e4m3, None, form))
 
 
 SQUARE, SHORT, NARROW, SMALL = (128, 128), (128, 64), (64, 128), (64, 64)
@@ -133,10 +125,33 @@ QUICK = OLDEST if with_oldest() else NEWEST
 )
 def test_every_kernel_compiles_without_spills_or_warnings(compiler: Compiler, case: Case) -> None:
     compiler.driver.capability = case.capability
-    case.launch()
+    case.launch(case.plan())
     made = {"attention_kernel", "quantise_kernel", "mean_kernel", "rotated_mean_kernel"}
     assert compiler.names >= made
     assert_clean(compiler.kernels, known_spills(case))
+
+
+@pytest.mark.parametrize("form", ["regular", "ragged"])
+def test_launches_are_prepared_once_for_all_plans_of_a_form(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    case = Case("gluon", SQUARE, form)
+    made: list[Launch] = []
+    read: list[object] = []
+    start = Launch.__init__
+    monkeypatch.setattr(Launch, "__init__", lambda self, *x: made.append(self) or start(self, *x))
+    monkeypatch.setattr(Launch, "__call__", lambda _, first: read.extend(first))
+    forms_of.cache_clear()
+    plans = [case.plan() for _ in range(3)]
+    for plan in plans:
+        read.clear()
+        case.launch(plan)
+        # Where blocks are ragged, lists are cut into steps first.
+        own = plan.tensors() if form == "regular" else (*plan.q.tensors(), *plan.kv.tensors())
+        seen = {x.data_ptr() for x in read if isinstance(x, torch.Tensor)}
+        assert own
+        assert seen >= {x.data_ptr() for x in own}  # its own, not those of the first
+    assert len(made) == 4  # two for the mean, one to quantise, one to attend
 
 
 def known_spills(case: Case) -> int:

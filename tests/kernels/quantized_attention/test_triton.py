@@ -243,14 +243,14 @@ def test_the_quantising_kernel_makes_what_the_definition_does(
     forms = tuple(map(form_of, qkv))
     kinds = (Kind(own_mean, True, True, permuted) for own_mean in (True, False))
     own, given_one = (prepare(forms, *slots, kind) for kind in kinds)
-    rotated = prepare_mean(forms[1], slots[1])(k)
+    rotated = prepare_mean(forms[1], slots[1])(k, plan.kv)
     matrix = rotation(rotated.shape[2], torch.float32, k.device)
     mean = (rotated @ matrix / len(matrix))[..., :head_size].contiguous()
     torch.testing.assert_close(mean, key_mean_reference(k, slots[1]), rtol=1e-5, atol=1e-5)
     options = {"scale": 0.1, "e4m3": True, "permuted": permuted}
     wanted = quantise_reference(*qkv, *slots, mean=mean, **options)
-    assert_alike(own(*qkv, scale=0.1), wanted)
-    assert_alike(given_one(*qkv, scale=0.1, mean=mean), wanted)
+    assert_alike(own(*qkv, plan, scale=0.1), wanted)
+    assert_alike(given_one(*qkv, plan, scale=0.1, mean=mean), wanted)
 
 
 def assert_alike(made: Packed, wanted: Packed) -> None:

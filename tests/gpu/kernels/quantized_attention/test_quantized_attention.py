@@ -168,8 +168,8 @@ def test_the_quantised_tensors_are_those_of_the_definition(
     kinds = (Kind(own_mean, True, True, True) for own_mean in (True, False))
     own, given = (prepare(forms, *slots, kind) for kind in kinds)
     wanted = quantise_reference(*qkv, *slots, scale=0.1, mean=mean, **options)
-    assert_alike(own(*qkv, scale=0.1), wanted)
-    assert_alike(given(*qkv, scale=0.1, mean=mean), wanted)
+    assert_alike(own(*qkv, plan, scale=0.1), wanted)
+    assert_alike(given(*qkv, plan, scale=0.1, mean=mean), wanted)
 
 
 def assert_alike(made: Packed, wanted: Packed) -> None:
