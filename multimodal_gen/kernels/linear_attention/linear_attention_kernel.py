@@ -249,13 +249,15 @@ def _columns(padded: int) -> int:
 
 
 def _bounds_of(
-    blocks: Blocks, device: torch.device
+    blocks: Blocks, absent: torch.Tensor
 ) -> tuple[bool, torch.Tensor, torch.Tensor, int]:
-    """Return whether bounds are given, start and length [B|1, N] of every block, and a stride."""
+    """Return whether bounds are given, start and length [B|1, N] of every block, and a stride.
+
+    Any tensor, `absent`, stands for those that are not given.
+    """
     if blocks.is_regular:
-        nothing = torch.empty(0, dtype=torch.int32, device=device)
-        return False, nothing, nothing, 0
-    starts, lengths = (x[:, 0] for x in blocks.bounds(device))
+        return False, absent, absent, 0
+    starts, lengths = (x[:, 0] for x in blocks.bounds(absent.device))
     batch = max(starts.shape[0], lengths.shape[0])
     starts, lengths = (x.expand(batch, -1).contiguous() for x in (starts, lengths))
     return True, starts, lengths, blocks.num if batch > 1 else 0
@@ -315,7 +317,7 @@ def _summarise(
     padded = padded_channels(head_size)
     columns = _columns(padded)
     piece = min(PIECE if padded <= 128 else PIECE // 2, blocks.size)
-    given, starts, lengths, bound_b = _bounds_of(blocks, key.device)
+    given, starts, lengths, bound_b = _bounds_of(blocks, key)
     splits = blocks.num if states is None else states.shape[2]
     _launch_keys(
         (batch * splits * heads, 1 if states is None else -(-head_size // columns)),
@@ -369,7 +371,7 @@ def add_unselected(target: Target, key: torch.Tensor, value: torch.Tensor, plan:
     at_once = max(1, int(max(STATE_BYTES, STATE_SHARE * inputs)) // bytes_per_head)
     weight, bias = projection.weight.to(query.dtype).contiguous(), projection.bias
     left = _left_out(plan, batch, heads, query.dtype)
-    given, starts, lengths, _ = _bounds_of(plan.q, query.device)
+    given, starts, lengths, _ = _bounds_of(plan.q, query)
     for first in range(0, kv_heads, at_once):
         num = min(first + at_once, kv_heads) - first
         kv, q = slice(first, first + num), slice(first * group, (first + num) * group)

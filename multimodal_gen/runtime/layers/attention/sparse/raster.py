@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from multimodal_gen.kernels.block_sparse.plan import Blocks
+from multimodal_gen.kernels.select.reference import Tiles
 from multimodal_gen.kernels.static_cache import static_cache
 from multimodal_gen.kernels.tile_order.api import TileOrder, tile_order
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout
@@ -27,6 +28,8 @@ class RasterBlocks:
         order: int32 [Sk], the keys block by block.
         ordered: the blocks of keys in this order.
         tiles: the blocks of queries, as tiles of a video that is one row.
+        of_queries: the same, where they lie in the sequence.
+        lengths: int32 [1, num_video], keys of the video's blocks.
     """
 
     queries: Blocks
@@ -35,6 +38,8 @@ class RasterBlocks:
     order: torch.Tensor
     ordered: Blocks
     tiles: TileOrder
+    of_queries: Tiles
+    lengths: torch.Tensor
 
     @property
     def num_text(self) -> int:
@@ -72,14 +77,30 @@ def raster_blocks(
     keys = Blocks.regular(layout.num_keys, kv_size)
     if video.start or (video.stop < layout.num_keys and length % kv_size):
         keys = Blocks.ragged(kv_starts, kv_lengths, total=layout.num_keys, size=kv_size)
+    num_video = -(-length // kv_size)
     return RasterBlocks(
         queries=queries,
         keys=keys,
-        num_video=-(-length // kv_size),
+        num_video=num_video,
         order=order,
         ordered=Blocks.ragged(ordered_starts, kv_lengths, total=layout.num_keys, size=kv_size),
         tiles=tile_order((1, 1, length), (1, 1, min(q_size, length)), device),
+        of_queries=Tiles(starts, lengths, q_size),
+        lengths=kv_lengths[None, :num_video],
     )
+
+
+@static_cache(maxsize=64)
+def static_shares(blocks: RasterBlocks, dtype: torch.dtype) -> torch.Tensor:
+    """Return `shares_of` the video's blocks of keys; the last 64 are cached."""
+    with torch.inference_mode(False):
+        return shares_of(blocks.lengths.cpu(), dtype).to(blocks.lengths.device)
+
+
+def shares_of(lengths: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the share of all tokens that lies in each block, [B|1, 1, N, 1], of [B|1, N]."""
+    tokens = lengths.to(dtype)[:, None, :, None]
+    return tokens / tokens.sum(2, keepdim=True).clamp_min(1)
 
 
 def _cut(spans: list[slice], size: int) -> tuple[torch.Tensor, torch.Tensor]:

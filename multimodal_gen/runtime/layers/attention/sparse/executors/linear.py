@@ -24,13 +24,16 @@ from multimodal_gen.kernels.linear_attention.api import (
 )
 from multimodal_gen.kernels.linear_attention.reference import KeyState, Projection
 from multimodal_gen.kernels.select.api import pool_tiles
-from multimodal_gen.kernels.select.reference import Tiles
 from multimodal_gen.kernels.tile_order.api import gather_tokens
 from multimodal_gen.runtime.distributed.ring import RingInputs
 from multimodal_gen.runtime.layers.attention.sparse.density import density_of_plan
 from multimodal_gen.runtime.layers.attention.sparse.executors.kept import Chosen
 from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import record_plan
-from multimodal_gen.runtime.layers.attention.sparse.raster import RasterBlocks, raster_blocks
+from multimodal_gen.runtime.layers.attention.sparse.raster import (
+    RasterBlocks,
+    raster_blocks,
+    static_shares,
+)
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import sum_over_ring, text_shard
 from multimodal_gen.runtime.layers.attention.sparse.router import (
     BlockStats,
@@ -92,7 +95,9 @@ def _attend_both(
     """Return exact attention over what the router chooses, plus the linear branch, and the plan."""
     layout, given = call.layout, call.query.dtype
     dtype = router.compute_dtype(settings, given)
-    q, k, v = (x.to(dtype) for x in (call.query, call.key, call.value))
+    q, k, v = call.query, call.key, call.value
+    if dtype != given:
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     keys, index = blocks.keys, None
     if call.mask is not None:
         index, keys = kept_first(blocks.order, blocks.ordered, call.mask)
@@ -154,19 +159,22 @@ def plan_of_blocks(
     """
     if mask is not None:  # the video lies at the same positions on both sides
         query = query[:, : mask.shape[1]]
-    starts, of_queries = (bound[0, 0] for bound in blocks.queries.bounds(query.device))
-    size = blocks.queries.size
-    (pooled,) = pool_tiles((query.detach(),), Tiles(starts, of_queries, size), mask=mask)
-    lengths = keys.bounds(query.device)[1][:, 0, : blocks.num_video]
-    # A block whose keys are all masked has no mean, and attending to it would be for nothing.
-    real = None if keys is blocks.keys else lengths > 0
+    (pooled,) = pool_tiles((query.detach(),), blocks.of_queries, mask=mask)
+    real = shares = None
+    if keys is blocks.keys:
+        lengths, shares = blocks.lengths, static_shares(blocks, means.dtype)
+    else:
+        lengths = keys.bounds(query.device)[1][:, 0, : blocks.num_video]
+        # A block whose keys are all masked has no mean, and attending to it would be for nothing.
+        real = lengths > 0
     stats = BlockStats(
         query=pooled,
-        key=means[:, :, : blocks.num_video],
+        key=means[:, :, : blocks.num_video] if blocks.num_text else means,
         real=(None, real),
         order=blocks.tiles,
         scale=scale,
         counts=lengths,
+        shares=shares,
         always=blocks.num_text,
     )
     return uniform_plan(choose(stats), blocks.queries, keys)

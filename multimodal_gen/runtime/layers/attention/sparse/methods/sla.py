@@ -56,6 +56,7 @@ from multimodal_gen.runtime.layers.attention.sparse.methods.sla_upstream import 
     UPSTREAM,
     attend_upstream,
 )
+from multimodal_gen.runtime.layers.attention.sparse.raster import shares_of
 from multimodal_gen.runtime.layers.attention.sparse.router import (
     BlockStats,
     Budget,
@@ -147,7 +148,7 @@ def kept_blocks(topk_ratio: float, num_blocks: int) -> int:
     return min(max(first_of(topk_ratio, num_blocks), 1), num_blocks)
 
 
-def centred(means: torch.Tensor, lengths: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def centred(means: torch.Tensor, shares: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return block means less the mean of all tokens in them, rounded to `dtype`.
 
     That moves all scores of a query block alike, so it leaves their order as it is; but what the
@@ -155,12 +156,10 @@ def centred(means: torch.Tensor, lengths: torch.Tensor, dtype: torch.dtype) -> t
 
     Args:
         means: fp32 or fp64 [B, H, N, D].
-        lengths: tokens of every block, [B|1, N].
+        shares: of all tokens, those of every block, [B|1, 1, N, 1].
         dtype: dtype of the result.
     """
-    tokens = lengths.to(means.dtype)[:, None, :, None]
-    share = tokens / tokens.sum(2, keepdim=True).clamp_min(1)
-    return (means - (means * share).sum(2, keepdim=True)).to(dtype)
+    return (means - (means * shares).sum(2, keepdim=True)).to(dtype)
 
 
 _SettingsT = TypeVar("_SettingsT", bound=SLAParameters)
@@ -185,8 +184,11 @@ class _BothRouter(Router[_SettingsT]):
     ) -> torch.Tensor:
         """Return the best blocks."""
         assert budget is not None, "it is always known"
-        assert stats.counts is not None, "blocks have one mean"
-        keys = centred(stats.key, stats.counts, stats.query.dtype)
+        shares = stats.shares
+        if shares is None:
+            assert stats.counts is not None, "blocks have one mean"
+            shares = shares_of(stats.counts, stats.key.dtype)
+        keys = centred(stats.key, shares, stats.query.dtype)
         return replace(stats, key=keys).best(budget.kept)
 
     def linear(self, settings: _SettingsT) -> LinearBranch:

@@ -24,6 +24,7 @@ from multimodal_gen.runtime.layers.attention.sparse.methods.sla import (
     centred,
     kept_blocks,
 )
+from multimodal_gen.runtime.layers.attention.sparse.raster import shares_of
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, current_platform
 from multimodal_gen.settings import read_mapping
@@ -176,8 +177,8 @@ def test_the_number_of_kept_blocks(ratio, blocks, expected):
 @settings(deadline=None, max_examples=50)
 def test_what_all_keys_have_in_common_does_not_matter(offset, lengths):
     means = torch.randn(1, 1, len(lengths), 8, generator=torch.Generator().manual_seed(1)).double()
-    counts = torch.tensor([lengths])
-    plain, moved = (centred(x, counts, torch.float64) for x in (means, means + offset))
+    shares = shares_of(torch.tensor([lengths]), torch.float64)
+    plain, moved = (centred(x, shares, torch.float64) for x in (means, means + offset))
     torch.testing.assert_close(plain, moved, rtol=0, atol=1e-11 * (1 + abs(offset)))
 
 
