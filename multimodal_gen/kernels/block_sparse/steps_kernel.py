@@ -302,7 +302,7 @@ def _lists_of(plan: BlockPlan, step: int, blocks: bool) -> Lists:
     return Lists(
         tensors=(lists, counts, *tails, counts if order is None else order, *bounds),
         blocks=blocks_of,
-        bits=counts.unsqueeze(3) if plan.row_bits is None else plan.row_bits.contiguous(),
+        bits=lists if plan.row_bits is None else plan.row_bits.contiguous(),
         sub=sub,
         ordered=order is not None,
     )

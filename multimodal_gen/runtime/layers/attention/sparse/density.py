@@ -88,8 +88,9 @@ def density_of_map(
         text = rows.sum(-1).double().mean() * (layout.num_keys - layout.num_video)
         return density_of_pairs(_pairs_of_map(chosen, order, kept, rows) + text, layout, None)
     if order is None or order.uniform:
-        total = (chosen if kept is None else kept).sum(dtype=torch.int64)
-        return layout.density(total.double() / chosen.numel())
+        # Whole numbers below 2^53, which are exact.
+        total = (chosen if kept is None else kept).sum(dtype=torch.float64)
+        return layout.density(total / chosen.numel())
     return layout.density(_pairs_of_map(chosen, order, kept) / layout.num_video**2)
 
 

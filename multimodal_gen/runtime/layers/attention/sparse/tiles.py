@@ -168,7 +168,9 @@ class SparseCall:
         """Return the tail over the first so many blocks of some key heads, where there is one."""
         if not self.tail:
             return None
-        pooled = None if self.pooled is None else self.pooled.heads(heads)
+        pooled = self.pooled
+        if pooled is not None and heads != slice(None):
+            pooled = pooled.heads(heads)
         return PooledTail(num_blocks=num_blocks, first_order=self.first_order, pooled=pooled)
 
 
@@ -646,9 +648,9 @@ def attend_tiled(
     index, masked = (
         (keys.index, None) if mask is None else kept_first(keys.index, keys.blocks, mask)
     )
-    out = torch.empty((*query.shape[:3], value.shape[3]), dtype=query.dtype, device=query.device)
     if queries.in_order and keys.in_order and mask is None and call.computed is None:
         return _attend_in_order(call, queries, plan_of, keys.num_tiles)
+    out = torch.empty((*query.shape[:3], value.shape[3]), dtype=query.dtype, device=query.device)
     same = queries.index is keys.index and mask is None and call.computed is None
 
     def attend(kv_slice: slice, plan: BlockPlan | None) -> None:

@@ -13,6 +13,7 @@ from typing import ClassVar, Literal
 import torch
 
 from multimodal_gen.errors import ConfigError
+from multimodal_gen.kernels.static_cache import static_cache
 from multimodal_gen.runtime.layers.attention.config import (
     EngineKernel,
     IndexSelector,
@@ -186,26 +187,37 @@ def _outstanding(config: SolConfig, stats: BlockStats) -> torch.Tensor:
     every channel of kc (`diag`). A few heads are computed at a time; does not wait for the device.
     """
     batch, heads, num, _ = stats.query.shape
-    group, scale = heads // stats.key.shape[1], stats.scale
-    weight = stats.key.new_ones(1, 1, stats.num, 1, dtype=torch.float32)
-    if stats.real[1] is not None:  # the mean of nothing is zero
-        weight = stats.real[1][:, None, :, None].float()
-    count = weight.sum(2, keepdim=True).clamp_min(1)
+    group, scale, real = heads // stats.key.shape[1], stats.scale, stats.real[1]
+    keys = stats.key.repeat_interleave(group, dim=1) if group > 1 else stats.key
+    weight, count = _even(stats.num, keys.device)
+    if real is not None:  # the mean of nothing is zero
+        weight = real[:, None, :, None].float()
+        count = weight.sum(2, keepdim=True).clamp_min(1)
+
+    def mean_of(x: torch.Tensor) -> torch.Tensor:
+        return (x if real is None else x * weight).sum(2, keepdim=True) / count
 
     def above(some: slice) -> torch.Tensor:
-        used = torch.arange(some.start, some.stop, device=stats.key.device) // group
-        query, key = stats.query[:, some].float(), stats.key[:, used].float()
+        query, key = stats.query[:, some].float(), keys[:, some].float()
         scores = (query @ key.mT) * scale
-        mean = (key * weight).sum(2, keepdim=True) / count
+        mean = mean_of(key)
         middle = (query @ mean.mT) * scale
         if config.thresh_type == "exact":
             variance = (scores - middle).square() @ weight / count
         else:
-            of_channel = ((key - mean).square() * weight).sum(2, keepdim=True) / count
+            of_channel = mean_of((key - mean).square())
             variance = (query.square() @ of_channel.mT) * scale**2
         return scores > middle + config.tau * (variance + _LEAST_VARIANCE).sqrt()
 
     return by_heads(heads, batch * num * stats.num, _SCORES_AT_ONCE, above)
+
+
+@static_cache(maxsize=64)
+def _even(num: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the weights of blocks that all count, [1, 1, N, 1], and their sum; cached."""
+    with torch.inference_mode(False):
+        weight = torch.ones(1, 1, num, 1, device="cpu")
+        return weight.to(device), weight.sum(2, keepdim=True).to(device)
 
 
 class SolBackend(SparseBackend):
