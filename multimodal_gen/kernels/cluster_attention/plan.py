@@ -68,18 +68,18 @@ def cut(groups: Groups, size: int, *, multiple: int | None = None) -> Pieces:
     num = clusters + groups.order.shape[2] // size
     units = (counts + (unit - 1)) // unit
     pieces = (counts + (size - 1)) // size
-    ends = pieces.cumsum(2)
-    at = torch.arange(num, device=counts.device).expand(batch, heads, -1).contiguous()
+    ends = pieces.cumsum(2, dtype=torch.int32)
+    at = torch.arange(num, dtype=torch.int32, device=counts.device)
+    at = at.expand(batch, heads, -1).contiguous()
     cluster = torch.searchsorted(ends, at, right=True).clamp_max(clusters - 1)
     place = at - (ends - pieces).gather(2, cluster)
-    units, pieces = units.gather(2, cluster), pieces.gather(2, cluster)
-    first, last = (
-        torch.minimum(i * units // pieces.clamp_min(1) * unit, counts.gather(2, cluster))
-        for i in (place, place + 1)
-    )
+    units, pieces, counts = (x.gather(2, cluster) for x in (units, pieces, counts))
+    parts = pieces.clamp_min(1)
+    # Products fit into int32 up to 46,000 * sqrt(size * unit) tokens of a cluster.
+    first, last = (torch.minimum(i * units // parts * unit, counts) for i in (place, place + 1))
     lengths = torch.where(place < pieces, last - first, 0)
     begin = torch.where(lengths > 0, starts.gather(2, cluster) + first, 0)
-    return Pieces(starts=begin.int(), lengths=lengths.int(), cluster=cluster.int())
+    return Pieces(starts=begin, lengths=lengths, cluster=cluster.int())
 
 
 def cluster_plan(
@@ -131,7 +131,8 @@ def cluster_weights(
         fp32 [B, H, Cq, Ck]; 0 for empty clusters.
     """
     group = queries.shape[1] // keys.shape[1]
-    keys, counts = (x.repeat_interleave(group, dim=1) for x in (keys, counts))
+    if group > 1:
+        keys, counts = (x.repeat_interleave(group, dim=1) for x in (keys, counts))
     scores = queries @ keys.transpose(2, 3) * scale
     return (scores + counts.float().log().unsqueeze(2)).softmax(3)
 
@@ -162,7 +163,7 @@ def kept_clusters(weights: torch.Tensor, *, top_p: float, min_count: int) -> tor
     ranked, index = weights.sort(dim=3, descending=True, stable=True)
     before = ranked.cumsum(3) - ranked
     cluster_mask = before <= top_p
-    cluster_mask[..., :min_count] = True
+    cluster_mask[..., :min_count].fill_(True)
     return torch.empty_like(cluster_mask).scatter_(3, index, cluster_mask)
 
 
@@ -179,7 +180,8 @@ def kept_pairs(
     Returns:
         0-d float64, summed over batch and heads.
     """
-    keys = keys.repeat_interleave(cluster_mask.shape[1] // keys.shape[1], dim=1).float()
+    group = cluster_mask.shape[1] // keys.shape[1]
+    keys = (keys.repeat_interleave(group, dim=1) if group > 1 else keys).float()
     # Sums of whole numbers below 2^24 times few bits: exact up to 16 million keys.
     seen = (cluster_mask.float() @ keys.unsqueeze(3)).squeeze(3)
     return (seen.double() * queries).sum()

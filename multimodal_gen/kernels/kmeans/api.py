@@ -98,7 +98,6 @@ def kmeans(
     _validate(x, centroids, mask, iterations, tolerance)
     request = Request(*place_of(x.device), x.dtype, x.shape[3], masked=mask is not None)
     kernel = choose(KMEANS, kernel, request)
-    centroids = centroids.float()
     batch, tokens, heads, size = x.shape
     if kernel == "triton":
         from multimodal_gen.kernels.kmeans.kmeans_kernel import kmeans_triton
@@ -106,7 +105,7 @@ def kmeans(
         found = kmeans_triton(x, centroids, mask, iterations=iterations, tolerance=tolerance)
     else:
         flat = x.transpose(1, 2).reshape(batch * heads, tokens, size)
-        begin = centroids.flatten(0, 1)
+        begin = centroids.float().flatten(0, 1)
         if kernel == "flash_kmeans":
             found = _run_flash_kmeans(flat, begin, iterations, tolerance)
         else:

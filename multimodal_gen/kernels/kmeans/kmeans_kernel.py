@@ -240,8 +240,7 @@ class _Sorter:
         self.bins = max(next_power_of_2(num + 2), BIN_BLOCK)
         chunks = -(-tokens // CHUNK)
         counts = labels.new_empty((problems, chunks, self.bins))
-        self.totals = labels.new_zeros((problems, self.bins))
-        self.starts = torch.zeros_like(self.totals)
+        self.totals, self.starts = labels.new_zeros((2, problems, self.bins))
         self.order = torch.empty_like(labels)
         grid, sizes = (problems * chunks,), {"CHUNK": CHUNK, "BINS": self.bins}
         self._count = partial(
@@ -288,7 +287,7 @@ def kmeans_triton(
 
     Args:
         x: [B, S, H, D], any strides.
-        centroids: fp32 [B, H, C, D].
+        centroids: floating [B, H, C, D].
         mask: bool [B, S], or None.
         iterations: at most so many updates; 0 only assigns.
         tolerance: least distance that counts as a move.
@@ -296,11 +295,12 @@ def kmeans_triton(
     batch, tokens, heads, _ = x.shape
     num = centroids.shape[2]
     problems = batch * heads
-    centroids = centroids.flatten(0, 1).clone(memory_format=torch.contiguous_format)
+    whole = torch.contiguous_format
+    centroids = centroids.flatten(0, 1).to(torch.float32, copy=True, memory_format=whole)
     rounded = _Rounded(centroids, x.dtype)
     kept = mask if mask is None or mask.stride(1) == 1 else mask.contiguous()
     labels = torch.empty((problems, tokens), dtype=torch.int32, device=x.device)
-    shift = centroids.new_zeros((problems, num))
+    shift = centroids.new_empty((problems, num))
     with torch.cuda.device_of(x):  # once, and not for each of many launches
         sorter = _Sorter(labels, labels.new_ones(problems), num)
         # Made once: tens of rounds would take the host longer than the GPU.
@@ -342,7 +342,8 @@ class _Rounded:
         self.points = centroids.new_zeros((problems, self.padded, size), dtype=dtype)
         if self.parts:
             self.halves = self.points.new_zeros((problems, self.parts, self.padded))
-            self.halves[:, 0, num:] = lowest
+            if num < self.padded:
+                self.halves[:, 0, num:].fill_(lowest)
         else:
             self.halves = centroids.new_full((problems, self.padded), lowest)
 

@@ -173,7 +173,7 @@ def sum_chunks(key: torch.Tensor, tiles: Tiles, mask: torch.Tensor | None = None
     spans = -(-tiles.size // SPAN)
     options = {"SPAN": SPAN, "T": KEYS, "HEADS_FIRST": True, "num_warps": 4}
     (sums,) = _pool((key,), tiles, mask, torch.float32, spans, **options)
-    return sums.unflatten(2, (-1, spans)).sum(3)
+    return sums if spans == 1 else sums.unflatten(2, (-1, spans)).sum(3)
 
 
 def _pool(

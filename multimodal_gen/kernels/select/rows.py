@@ -70,11 +70,12 @@ def chunk_means(key: torch.Tensor, tiles: Tiles, *, mask: torch.Tensor | None = 
         kept = mask if index is None else mask[:, index.long()]
         before = torch.nn.functional.pad(kept.cumsum(1), (1, 0))
         counts = (before[:, (starts + lengths).long()] - before[:, starts.long()]).int()
+    some = counts if mask is None else counts.clamp_min(1)
     key = key.detach()
     if choose_for(CHUNK_MEANS, key) == "triton":
         from multimodal_gen.kernels.select import pool_kernel
 
-        means = pool_kernel.sum_chunks(key, tiles, mask) / counts.clamp_min(1)[:, None, :, None]
+        means = pool_kernel.sum_chunks(key, tiles, mask) / some[:, None, :, None]
     else:
         compute = torch.promote_types(key.dtype, torch.float32)
         means = pool_tiles_reference(key, tiles, mask, compute)

@@ -93,7 +93,7 @@ def _of_sequence(
     """
     layout, mask, video = call.layout, call.mask, call.layout.num_video
     rows, columns = (
-        Groups(order=x.order + layout.start, starts=x.starts, counts=x.counts)
+        Groups(x.order + layout.start if layout.start else x.order, x.starts, x.counts)
         for x in (queries, keys)
     )
     if mask is not None:
