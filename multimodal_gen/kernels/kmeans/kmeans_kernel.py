@@ -295,8 +295,7 @@ def kmeans_triton(
     batch, tokens, heads, _ = x.shape
     num = centroids.shape[2]
     problems = batch * heads
-    whole = torch.contiguous_format
-    centroids = centroids.flatten(0, 1).to(torch.float32, copy=True, memory_format=whole)
+    centroids = centroids.flatten(0, 1).to(torch.float32, copy=True).contiguous()
     rounded = _Rounded(centroids, x.dtype)
     kept = mask if mask is None or mask.stride(1) == 1 else mask.contiguous()
     labels = torch.empty((problems, tokens), dtype=torch.int32, device=x.device)

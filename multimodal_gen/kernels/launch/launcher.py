@@ -178,8 +178,9 @@ class Form(NamedTuple):
 
 def form_of(tensor: torch.Tensor) -> Form:
     """Return what a launch depends on of a tensor."""
-    aligned = tensor.data_ptr() % 16 == 0
-    return Form(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, aligned)
+    # Not `Form(...)`, which takes longer: this is asked of many tensors of every call.
+    form = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16 == 0)
+    return tuple.__new__(Form, form)
 
 
 def _outer_strides(form: Form) -> list[int]:

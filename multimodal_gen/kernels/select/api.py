@@ -360,7 +360,7 @@ def check_tiles(tokens: torch.Tensor, tiles: Tiles) -> None:
                 f"`{name}` must be int32, 1-D and on {tokens.device}, got {x.dtype} "
                 f"{list(x.shape)} on {x.device}"
             )
-    if len(starts) != len(lengths) or not len(starts):
+    if starts.shape != lengths.shape or not starts.shape[0]:
         raise UsageError(
             f"`lengths` must hold one value per start, got {len(lengths)} for {len(starts)}"
         )

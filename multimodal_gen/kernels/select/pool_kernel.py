@@ -191,7 +191,7 @@ def _pool(
     aligned = tuple([x.data_ptr() % 16 for x in (*of_tiles, kept)])
     masked = None if mask is None else mask.stride()
     first, num, indexed = tensors[0], len(tensors), index is not None
-    every = form_of(first), num, len(starts), indexed, masked, aligned, dtype, spans
+    every = form_of(first), num, starts.shape[0], indexed, masked, aligned, dtype, spans
     shape, launch = _prepared(*every, *options.items())
     outs = tuple([x.new_empty(shape, dtype=dtype) for x in tensors])
     launch((first, tensors[-1], outs[0], outs[-1], *of_tiles, kept))

@@ -36,12 +36,12 @@ class KeptTooMuch:
         """Whether a call was noted."""
         return self._tried is not None
 
-    def learn(self, above: torch.Tensor, limit: float, context: ForwardContext) -> None:
+    def learn(self, share: torch.Tensor, limit: float, context: ForwardContext) -> None:
         """Note whether a call kept too much; does not wait for the device.
 
         Args:
-            above: bool [], on any device.
-            limit: the share that it is about.
+            share: what it kept, [], on any device.
+            limit: the share from which on that is too much.
             context: the running denoiser call.
         """
         if being_captured() or torch.are_deterministic_algorithms_enabled():
@@ -53,6 +53,9 @@ class KeptTooMuch:
             self._tried, self._limit, self._dense_until = tried, limit, tried[1]
             self._answers, self._above = [], None
         self._read(wait=False)
+        if not self._above:  # a call that kept less settles the step
+            return
+        above = share > limit
         if above.device.type != "cuda":
             self._answers.append((above, None))
             return
@@ -169,4 +172,4 @@ class DenseAbove:
         """Note the share [] that a call keeps where data decide; see `KeptTooMuch`."""
         limit = self.limit(block)
         if limit is not None:
-            self._kept_too_much.learn(share > limit, limit, context)
+            self._kept_too_much.learn(share, limit, context)

@@ -202,6 +202,14 @@ def test_calls_of_one_step_hold_no_more_and_more_memory():
     assert kept.limit_passed(ForwardContext(current_timestep=1)) == 0.5
 
 
+def test_a_call_that_kept_less_settles_its_step():
+    kept, context = KeptTooMuch(), ForwardContext(current_timestep=0)
+    for share in (0.1, 0.9, 0.9):
+        kept.learn(torch.tensor(share), 0.5, context)
+    assert not kept._answers  # nothing is asked of the others
+    assert kept.limit_passed(ForwardContext(current_timestep=1)) is None
+
+
 @pytest.mark.parametrize("above", [0.999, 1.0, None])
 @pytest.mark.parametrize("method", BY_DATA)
 def test_a_call_whose_data_keep_less_runs_the_method(method, above):
