@@ -103,8 +103,8 @@ def _rotated_mean_kernel(
 
 @triton.jit
 def _int8(x):
-    """Round half up."""
-    return tl.floor(x + 0.5).to(tl.int8)
+    """Round to the nearest, half to even; added to 1.5 * 2^23 it is the lowest byte of the sum."""
+    return (x + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
 
 
 @triton.jit

@@ -76,13 +76,13 @@ def quantise_reference(
     shift = scale * (rows * mean.repeat_interleave(group, 1).unsqueeze(2)).sum(-1)
     rows = torch.nn.functional.pad(rows, pad) @ matrix
     largest = rows.abs().amax(-1, keepdim=True).clamp_min(1e-20)
-    q8 = (rows * (127.0 / largest) + 0.5).floor()
+    q8 = (rows * (127.0 / largest)).round()
     real = _rows(kv_slots, k.device)[1].unsqueeze(-1)
     keys = _in_slots(k, kv_slots)
     keys = torch.where(real, keys - mean.unsqueeze(2), 0.0)
     keys = torch.nn.functional.pad(keys, pad) @ matrix
     k8, k_scale = _tiles(keys, kv_slots.tile, 127.0, 1e-20)
-    k8 = (k8 + 0.5).floor()
+    k8 = k8.round()
     values = _in_slots(v, kv_slots)
     v_scale = torch.ones_like(k_scale)
     if e4m3:

@@ -8,10 +8,6 @@ from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from tests.helpers.block_plans import dense_mask
 
 
-def round_half_up(x: torch.Tensor) -> torch.Tensor:
-    return torch.floor(x + 0.5)
-
-
 def rotate(x: torch.Tensor) -> torch.Tensor:
     """Pad the channels [..., D] with zeros to 64 or 128, and rotate them."""
     size = 64 if x.shape[-1] <= 64 else 128
@@ -61,7 +57,7 @@ def naive_quantised(
             for one in filter(None, cut):
                 smooth = rotate(keys[one] - mean)
                 step = smooth.abs().max().clamp_min(1e-20) / 127
-                key_8[one] = step * round_half_up(smooth / step)
+                key_8[one] = step * torch.round(smooth / step)
                 value_8[one] = values[one]
                 if e4m3:
                     step = values[one].abs().max().clamp_min(1e-12) / 448
@@ -74,7 +70,7 @@ def naive_quantised(
                 query = q[b, row, h].double()
                 rotated = rotate(query)
                 step = rotated.abs().max().clamp_min(1e-20) / 127
-                scores = scale * (key_8[seen] @ (step * round_half_up(rotated / step)))
+                scores = scale * (key_8[seen] @ (step * torch.round(rotated / step)))
                 weights = scores.softmax(0)
                 out[b, row, h] = weights @ value_8[seen]
                 bound[b, row, h] = weights @ value_8[seen].abs()
