@@ -66,7 +66,7 @@ from multimodal_gen.kernels.block_sparse.steps_kernel import (
     lists_of,
     work_list,
 )
-from multimodal_gen.kernels.block_sparse.tuning import GluonTile
+from multimodal_gen.kernels.block_sparse.tuning import GluonTile, redone_together
 from multimodal_gen.kernels.hopper_kernel import (
     OVERFLOW,
     fetch,
@@ -81,9 +81,6 @@ from multimodal_gen.kernels.launch.launcher import Launch, Launcher
 
 # Rows that choose may not see the keys of the reference: below this, weights may have been lost.
 UNDERFLOW = gl.constexpr(2.0**-64)
-# From how many tiles on a program of the redo looks at the flags of how many: a program that has
-# nothing to do takes about a microsecond of its multiprocessor. H200, 2026-11.
-_REDONE_TOGETHER = ((8192, 32), (1024, 8), (0, 1))
 
 
 @gluon.jit
@@ -396,7 +393,7 @@ def prepare(
     grids: list[tuple[int, ...]] = [(num_tiles,)]
     shapes = [shape]
     if tile.fast:
-        together = next(together for least, together in _REDONE_TOGETHER if num_tiles >= least)
+        together = redone_together(num_tiles)
         redo = dataclasses.replace(shape, fast=False, passes=False, redo=together, sync=0)
         grids.append((-(-num_tiles // together),))
         shapes.append(redo)

@@ -312,3 +312,13 @@ def gluon_tile(
         pattern = ""
     tile = _HOPPER[f"{pattern} {'fast' if fast else 'exact'}".strip()]
     return dataclasses.replace(tile, sync=0) if deterministic else tile
+
+
+# From how many tiles on a program of the redo looks at the flags of how many: a program that has
+# nothing to do takes about a microsecond of its multiprocessor. H200, 2026-11.
+_REDONE_TOGETHER = ((8192, 32), (1024, 8), (0, 1))
+
+
+def redone_together(tiles: int) -> int:
+    """Return how many of a call's tiles a program of the redo looks at."""
+    return next(together for least, together in _REDONE_TOGETHER if tiles >= least)

@@ -198,7 +198,7 @@ def _run_gluon(call: Call) -> Results:
     tile = gluon_tile(
         q_size=plan.q.size, kv_size=blocks.size, regular=blocks.is_regular, e4m3=call.e4m3
     )
-    packed = _quantised(call, 64 * tile.consumers, tile.unit, permuted=call.e4m3, bfloat16=True)
+    packed = _quantised(call, tile.rows, tile.unit, permuted=call.e4m3, bfloat16=True)
     prepared = call.form.prepared
     return attend(packed, plan, empty_results(call.q, plan, call.return_lse), tile, prepared)
 

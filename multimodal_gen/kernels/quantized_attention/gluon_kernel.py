@@ -12,6 +12,9 @@ scores of the next one are computed. Three things differ from 16 bits:
 * Tensor cores keep about 14 bits of an e4m3 sum, so every step sums into registers of its own and
   is then added in fp32. The scale of V, one per BN keys, is undone by the factor that the online
   softmax multiplies the old sum with anyway.
+
+OWN: every consumer has its own query block, ring and producer warp, and puts results where V was;
+else all consumers share one ring.
 """
 
 import dataclasses
@@ -35,6 +38,7 @@ from multimodal_gen.kernels.block_sparse.steps_kernel import (
     lists_of,
     work_list,
 )
+from multimodal_gen.kernels.block_sparse.tuning import redone_together
 from multimodal_gen.kernels.hopper_kernel import (
     OVERFLOW,
     barriers,
@@ -92,10 +96,9 @@ class State(NamedTuple):
 
 @gluon.jit
 def _pack(p, C: gl.constexpr):
-    """Return weights [64, BN] as bfloat16 operand, or as e4m3, four to a word of [64, BN / 4].
+    """Return weights [64, BN] as bfloat16 operand, or as words of two of them or of four e4m3.
 
-    The keys that a thread holds become neighbours, which is the order of the quantised V. Loops
-    carry words: of bytes, each would get a register of its own.
+    The keys that a thread holds become neighbours, which is the order of the quantised V.
     """
     BN: gl.constexpr = C.keys
     if C.e4m3:
@@ -107,6 +110,12 @@ def _pack(p, C: gl.constexpr):
         words = gl.inline_asm_elementwise(
             PACK, "=r,r,r,r,r", [p_0, p_1, p_2, p_3], dtype=gl.int32, is_pure=True, pack=1
         )
+    elif C.words:
+        even, odd = gl.split(gl.reshape(p, [64, BN // 2, 2]))
+        words = gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True,
+            pack=1,
+        )  # fmt: skip
     else:
         words = gl.convert_layout(p.to(gl.bfloat16), C.p_layout, assert_trivial=True)
     return words
@@ -115,12 +124,21 @@ def _pack(p, C: gl.constexpr):
 @gluon.jit
 def _operand(words, C: gl.constexpr):
     """Return packed weights as operand of P V, [64, BN]; takes no instruction."""
-    pair = gl.join(words, words)
-    four = gl.reshape(gl.join(pair, pair), [64, C.keys])
-    four = gl.convert_layout(four, C.p_layout, assert_trivial=True)
-    return gl.inline_asm_elementwise(
-        "", "=r,0,r,r,r", [four], dtype=gl.float8e4nv, is_pure=False, pack=4
-    )
+    weights = words
+    if C.e4m3:
+        pair = gl.join(words, words)
+        four = gl.reshape(gl.join(pair, pair), [64, C.keys])
+        four = gl.convert_layout(four, C.p_layout, assert_trivial=True)
+        weights = gl.inline_asm_elementwise(
+            "", "=r,0,r,r,r", [four], dtype=gl.float8e4nv, is_pure=False, pack=4
+        )
+    elif C.words:
+        pair = gl.reshape(gl.join(words, words), [64, C.keys])
+        pair = gl.convert_layout(pair, C.p_layout, assert_trivial=True)
+        weights = gl.inline_asm_elementwise(
+            "", "=r,0,r", [pair], dtype=gl.bfloat16, is_pure=False, pack=2
+        )
+    return weights
 
 
 @gluon.jit
@@ -150,7 +168,10 @@ def _weights(
     x = s.to(gl.float32, bitcast=True)
     if MASKED:
         columns = gl.arange(0, BN, C.columns)
-        x = gl.where(gl.expand_dims(columns < keys, 0), x, float("-inf"))
+        real = keys[0]
+        if C.unit < C.keys:
+            real = gl.where(columns < C.unit, keys[0], C.unit + keys[1])
+        x = gl.where(gl.expand_dims(columns < real, 0), x, float("-inf"))
     m_new = m
     if C.unit < C.keys:
         x = gl.reshape(x, [64, 2, BN // 2])
@@ -180,12 +201,13 @@ def _weights(
 
 @gluon.jit
 def _advance_e4m3(
-    q, rings, state, q_scale, k_scales, v_ratio, keys, step, MASKED: gl.constexpr, C: gl.constexpr
-):
+    q, rings, state, q_scale, k_scales, v_ratio, keys, step, FIRST: gl.constexpr,
+    MASKED: gl.constexpr, C: gl.constexpr
+):  # fmt: skip
     """Scores of `step` while P V of the step before is in flight; then its softmax."""
     BN: gl.constexpr = C.keys
     D: gl.constexpr = C.head_size
-    slot = step % C.stages
+    slot = FIRST + step % C.stages
     weights = _operand(state.words, C)
     s_token = _scores(q, rings.k.index(slot).reshape([BN, D]).permute((1, 0)), C)
     acc = gl.fma(state.acc, gl.expand_dims(state.part_rescale, 1), state.part)
@@ -198,11 +220,10 @@ def _advance_e4m3(
     sums = state.sums * alpha + gl.sum(p, 1)
     # The sums' shuffles keep the softmax ahead of this wait, which keeps it ahead of that for P V:
     # the compiler would wait for P V first.
-    wait_full(rings.full, step + 1, 0, C)
+    wait_full(rings.full, step + 1, FIRST, C)
     part = hopper.warpgroup_mma_wait(0, deps=[o_token])
     _mask(weights)
     mbarrier.arrive(rings.empty.index(slot))
-    # Words of the product in flight must not be made before its wait, or it is serialised.
     words = _pack(p, C)
     rescale = gl.convert_layout(alpha * v_ratio, C.rows_o)
     return State(acc, part, state.rescale, rescale, words, sums, m)
@@ -210,43 +231,50 @@ def _advance_e4m3(
 
 @gluon.jit
 def _advance_bfloat16(
-    q, rings, state, q_scale, k_scales, keys, step, MASKED: gl.constexpr, C: gl.constexpr
-):
+    q, rings, state, q_scale, k_scales, keys, step, FIRST: gl.constexpr, MASKED: gl.constexpr,
+    C: gl.constexpr
+):  # fmt: skip
     """The same with bfloat16 weights and values, whose product sums into `acc` itself."""
     BN: gl.constexpr = C.keys
     D: gl.constexpr = C.head_size
-    slot = step % C.stages
+    slot = FIRST + step % C.stages
+    weights = _operand(state.words, C)
     s_token = _scores(q, rings.k.index(slot).reshape([BN, D]).permute((1, 0)), C)
     v_tile = rings.v.index(slot).reshape([BN, D])
-    o_token = hopper.warpgroup_mma(state.words, v_tile, state.acc, is_async=True)
+    o_token = hopper.warpgroup_mma(weights, v_tile, state.acc, is_async=True)
     s = hopper.warpgroup_mma_wait(1, deps=[s_token])
     p, m = _weights(s, q_scale, k_scales, state.m, keys, MASKED, C.fast, C)
     sums = state.sums
     if C.fast:
         sums += partial_sums(p, C)
-        words = _pack(p, C)
+        if not C.words:
+            words = _pack(p, C)
     else:
         alpha = gl.exp2(state.m - m)
         sums = sums * alpha + gl.sum(p, 1)
-    wait_full(rings.full, step + 1, 0, C)
+    wait_full(rings.full, step + 1, FIRST, C)
     # The weights in flight must pass through the wait, or their registers are reused early.
-    acc, _ = hopper.warpgroup_mma_wait(0, deps=[o_token, state.words])
+    acc, _ = hopper.warpgroup_mma_wait(0, deps=[o_token, weights])
     mbarrier.arrive(rings.empty.index(slot))
-    if not C.fast:
+    if C.words or not C.fast:
         words = _pack(p, C)
+    if not C.fast:
         acc = acc * gl.expand_dims(gl.convert_layout(alpha, C.rows_o), 1)
     return State(acc, state.part, state.part_rescale, state.rescale, words, sums, m)
 
 
 @gluon.jit
 def _advance(
-    q, rings, state, q_scale, k_scales, v_ratio, keys, step, MASKED: gl.constexpr, C: gl.constexpr
-):
+    q, rings, state, q_scale, k_scales, v_ratio, keys, step, FIRST: gl.constexpr,
+    MASKED: gl.constexpr, C: gl.constexpr
+):  # fmt: skip
     """One step."""
     if C.e4m3:
-        state = _advance_e4m3(q, rings, state, q_scale, k_scales, v_ratio, keys, step, MASKED, C)
+        state = _advance_e4m3(
+            q, rings, state, q_scale, k_scales, v_ratio, keys, step, FIRST, MASKED, C
+        )
     else:
-        state = _advance_bfloat16(q, rings, state, q_scale, k_scales, keys, step, MASKED, C)
+        state = _advance_bfloat16(q, rings, state, q_scale, k_scales, keys, step, FIRST, MASKED, C)
     return state
 
 
@@ -266,8 +294,9 @@ def _last_product(rings, state, slot, C: gl.constexpr):
         acc = gl.fma(acc, gl.expand_dims(state.rescale, 1), part)
     else:
         v_tile = rings.v.index(slot).reshape([BN, D])
-        o_token = hopper.warpgroup_mma(state.words, v_tile, state.acc, is_async=True)
-        acc, _ = hopper.warpgroup_mma_wait(0, deps=[o_token, state.words])
+        weights = _operand(state.words, C)
+        o_token = hopper.warpgroup_mma(weights, v_tile, state.acc, is_async=True)
+        acc, _ = hopper.warpgroup_mma_wait(0, deps=[o_token, weights])
     return acc
 
 
@@ -297,8 +326,9 @@ def _store(values, lse, work, first_row, C: gl.constexpr):
 def _consumer(given, W: gl.constexpr, C: gl.constexpr):
     """One warpgroup: 64 query rows."""
     work, rings, flag = given
-    dtype: gl.constexpr = rings.out.dtype
-    ROW: gl.constexpr = W * 64
+    dtype: gl.constexpr = work.out.dtype.element_ty
+    FIRST: gl.constexpr = W * C.stages if C.own else 0
+    ROW: gl.constexpr = 0 if C.own else W * 64
     BN: gl.constexpr = C.keys
     D: gl.constexpr = C.head_size
     steps = work.steps
@@ -318,10 +348,11 @@ def _consumer(given, W: gl.constexpr, C: gl.constexpr):
         mbarrier.wait(rings.q_full.index(W), 0)
         if C.q_registers:
             q = q.load(C.q_layout)
-        wait_full(rings.full, 0, 0, C)
-        s_token = _scores(q, rings.k.index(0).reshape([BN, D]).permute((1, 0)), C)
+        wait_full(rings.full, 0, FIRST, C)
+        s_token = _scores(q, rings.k.index(FIRST).reshape([BN, D]).permute((1, 0)), C)
         s = hopper.warpgroup_mma_wait(0, deps=[s_token])
-        keys = gl.to_tensor(BN)
+        whole = gl.to_tensor(C.unit)
+        keys = (whole, whole)
         CUT: gl.constexpr = C.ragged or C.unit < BN
         if CUT and work.lead > 0:
             keys = step_keys(work, 0, C)
@@ -331,8 +362,8 @@ def _consumer(given, W: gl.constexpr, C: gl.constexpr):
         no_row = gl.zeros([64], gl.float32, C.rows_o)
         sums = partial_sums(p, C) if C.fast else gl.sum(p, 1)
         state = State(none, none, no_row, no_row, _pack(p, C), sums, m)
-        mbarrier.arrive(rings.empty.index(0))
-        wait_full(rings.full, 1, 0, C)
+        mbarrier.arrive(rings.empty.index(FIRST))
+        wait_full(rings.full, 1, FIRST, C)
         last = work.lead + work.whole
         for step in range(1, last):
             k_scales = k_next
@@ -340,7 +371,7 @@ def _consumer(given, W: gl.constexpr, C: gl.constexpr):
             v_scale = v_next
             k_next, v_next = _scales(work, starts, one, C)
             starts = step_starts(work, gl.minimum(step + 2, steps - 1), C)
-            state = _advance(q, rings, state, q_scale, k_scales, v_ratio, BN, step, False, C)
+            state = _advance(q, rings, state, q_scale, k_scales, v_ratio, BN, step, FIRST, False, C)
         if C.sub == 0:  # a regular plan has one partial unit at most
             for step in range(last, steps):
                 k_scales = k_next
@@ -349,47 +380,70 @@ def _consumer(given, W: gl.constexpr, C: gl.constexpr):
                 k_next, v_next = _scales(work, starts, one, C)
                 starts = step_starts(work, gl.minimum(step + 2, steps - 1), C)
                 keys = step_keys(work, step, C)
-                state = _advance(q, rings, state, q_scale, k_scales, v_ratio, keys, step, True, C)
+                state = _advance(
+                    q, rings, state, q_scale, k_scales, v_ratio, keys, step, FIRST, True, C
+                )
         m = state.m
-        acc = _last_product(rings, state, steps % C.stages, C)
+        acc = _last_product(rings, state, FIRST + steps % C.stages, C)
         if C.fast:
             sums = gl.convert_layout(gl.sum(state.sums, 1), C.rows_s)
             real = ROW + gl.arange(0, 64, C.rows_s) < work.real
-            wrong = gl.max((real & ~(sums < OVERFLOW)).to(gl.int32), 0)
-            if wrong > 0:
-                gl.store(flag, wrong)
+            ones = gl.full([64], 1, gl.int32, C.rows_s)
+            gl.store(flag + gl.zeros_like(ones), ones, mask=real & ~(sums < OVERFLOW))
         else:
             sums = state.sums
         o = acc * gl.expand_dims(gl.convert_layout(v_scale / sums, C.rows_o), 1)
-        out_tile = rings.out.index(W)
-        out_tile.store(o.to(dtype))
+        if C.own:
+            # Not over the last values: other warps may still multiply them.
+            free = FIRST + (steps + 1) % C.stages
+            out_tile = rings.v.index(free).reshape([BN, D]).slice(0, 64, dim=0)
+            out_tile.store(o.to(dtype).to(gl.bfloat16, bitcast=True))
+            out = out_tile.load(C.store_layout).to(dtype, bitcast=True)
+        else:
+            out_tile = rings.out.index(W)
+            out_tile.store(o.to(dtype))
+            out = out_tile.load(C.store_layout)
         lift: gl.constexpr = LIFT if C.e4m3 else 0.0
         lse = 0.6931471805599453 * (m + gl.log2(sums) - lift)
-        _store(out_tile.load(C.store_layout), lse, work, ROW, C)
+        _store(out, lse, work, ROW, C)
 
 
 @gluon.jit
-def _run(dq, dk, dv, plan, scales, outs, flag, C: gl.constexpr):
-    """Allocate the ring and start the partitions of one tile."""
+def _run(dq, dk, dv, tile, plan, scales, outs, flag, C: gl.constexpr):
+    """Allocate the rings and start the partitions of one tile."""
     BN: gl.constexpr = C.keys
     D: gl.constexpr = C.head_size
     CONSUMERS: gl.constexpr = C.consumers
-    STAGES: gl.constexpr = C.stages
-    V_TILE: gl.constexpr = [STAGES, 1, 1, D, BN] if C.e4m3 else [STAGES, 1, 1, BN, D]
+    SLOTS: gl.constexpr = C.consumers * C.stages if C.own else C.stages
+    SHARERS: gl.constexpr = 1 if C.own else C.consumers
+    V_TILE: gl.constexpr = [SLOTS, 1, 1, D, BN] if C.e4m3 else [SLOTS, 1, 1, BN, D]
     dtype: gl.constexpr = outs.out.dtype.element_ty
     out_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)
-    rings = Rings(
-        gl.allocate_shared_memory(gl.int8, [CONSUMERS, 1, 1, 64, D], dq.layout),
-        gl.allocate_shared_memory(gl.int8, [STAGES, 1, 1, BN, D], dk.layout),
-        gl.allocate_shared_memory(dv.dtype, V_TILE, dv.layout),
-        gl.allocate_shared_memory(dtype, [CONSUMERS, 64, D], out_layout),
-        barriers(CONSUMERS, 1),
-        barriers(STAGES, 1),
-        barriers(STAGES, CONSUMERS),
-    )
+    q = gl.allocate_shared_memory(gl.int8, [CONSUMERS, 1, 1, 64, D], dq.layout)
+    k = gl.allocate_shared_memory(gl.int8, [SLOTS, 1, 1, BN, D], dk.layout)
+    v = gl.allocate_shared_memory(dv.dtype, V_TILE, dv.layout)
+    out = v
+    if not C.own:
+        out = gl.allocate_shared_memory(dtype, [CONSUMERS, 64, D], out_layout)
+    q_full, full, empty = barriers(CONSUMERS, 1), barriers(SLOTS, 1), barriers(SLOTS, SHARERS)
+    rings = Rings(q, k, v, out, q_full, full, empty)
     hopper.fence_async_shared()
-    work = find_work(plan, scales, outs, C)
-    specialize(_consumer, ((work, rings, flag),), produce, ((dq, dk, dv, work, rings),), C)
+    work = find_work(0, tile, plan, scales, outs, C)
+    given = (work, rings, flag)
+    fed = (dq, dk, dv, work, rings)
+    if C.own:
+        other = find_work(1, tile, plan, scales, outs, C)
+        other_given = (other, rings, flag)
+        other_fed = (dq, dk, dv, other, rings)
+        specialize(_consumer, (given, other_given), produce, (fed, other_fed), C)
+    else:
+        specialize(_consumer, (given,), produce, (fed,), C)
+    if C.redo:
+        for w in gl.static_range(CONSUMERS):
+            mbarrier.invalidate(q_full.index(w))
+        for slot in gl.static_range(SLOTS):
+            mbarrier.invalidate(full.index(slot))
+            mbarrier.invalidate(empty.index(slot))
 
 
 @gluon.jit(do_not_specialize=[*PLAN_NUMBERS, "group", "lists", "q_slots", "q_rows", "kv_steps"])
@@ -401,7 +455,7 @@ def attention_kernel(
     start_b, start_h, length_b, length_h, size, total,
     lists, q_slots, q_rows, kv_steps, out_b, out_s, out_h, lse_b, lse_h, C: gl.constexpr,
 ):  # fmt: skip
-    """Grid: one program per tile. A redo does only the tiles whose flag is set."""
+    """Grid: one program per tile; a redo does only those whose flag is set."""
     plan = Plan(
         list_ptr, count_ptr, tail_count_ptr, tail_length_ptr, order_ptr, start_ptr, length_ptr,
         rows, rep_h, num, plan_h, group, last, tail, room, tail_room,
@@ -410,12 +464,17 @@ def attention_kernel(
     )  # fmt: skip
     scales = Scales(q_scale_ptr, k_scale_ptr, v_scale_ptr, shift_ptr, q_slots, q_rows, kv_steps)
     outs = Outs(out_ptr, lse_ptr, out_b, out_s, out_h, lse_b, lse_h)
-    flag = flag_ptr + gl.program_id(0)
     if C.redo:
-        if gl.load(flag) > 0:
-            _run(dq, dk, dv, plan, scales, outs, flag, C)
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        first = gl.program_id(0) * C.redo
+        marks = gl.load(flag_ptr + first + gl.arange(0, C.redo, layout))
+        if gl.max(marks, 0) > 0:
+            for tile in range(first, first + C.redo):
+                if gl.load(flag_ptr + tile) > 0:
+                    _run(dq, dk, dv, tile, plan, scales, outs, flag_ptr + tile, C)
     else:
-        _run(dq, dk, dv, plan, scales, outs, flag, C)
+        tile = gl.program_id(0)
+        _run(dq, dk, dv, tile, plan, scales, outs, flag_ptr + tile, C)
 
 
 def attend(
@@ -428,8 +487,8 @@ def attend(
     """Launch the kernel, and the redo of the tiles it flags; returns the results, which it writes.
 
     Args:
-        packed: quantised tensors, made for tiles of 64 * `tile.consumers` rows and `tile.unit`
-            keys: V in 8 bits with its keys permuted, or in bfloat16, as the tile says.
+        packed: quantised tensors, made for tiles of `tile.rows` rows and `tile.unit` keys: V in 8
+            bits with its keys permuted, or in bfloat16, as the tile says.
         plan: the pairs, without row bits and not causal, on the same device.
         results: out, of which only rows that belong to a query block are written, and lse.
         tile: shape of a program, as `gluon_tile` chooses it.
@@ -464,7 +523,7 @@ _launcher = Launcher(attention_kernel)
 def _prepare(
     packed: Packed, plan: BlockPlan, results: Results, tile: GluonTile
 ) -> tuple[Launch, int]:
-    """Return launches on plans of one form, and how many tiles they may flag."""
+    """Return launches on plans of one form, and how many flags they may set."""
     out, lse = results
     batch, _, heads, channels = out.shape
     slotted = in_slots(plan, tile.unit)
@@ -474,7 +533,7 @@ def _prepare(
         head_size=packed.q.shape[3],
         channels=channels,
         sub=work.lists.sub,
-        q_tiles=packed.q_slots // (64 * tile.consumers),
+        q_tiles=packed.q_slots // tile.rows,
         ragged=work.ragged,
         ordered=work.lists.ordered,
         q_starts=plan.q.starts is not None,
@@ -485,8 +544,15 @@ def _prepare(
         *work.numbers, work.num, packed.q_slots, packed.q.shape[2], packed.k_scale.shape[2],
         *out.stride()[:3], *((0, 0) if lse is None else lse.stride()[:2]),
     )  # fmt: skip
-    redo = dataclasses.replace(shape, fast=False, redo=1)
-    num_tiles = work.num * shape.q_tiles
-    variants = [{"C": c, "num_warps": 4} for c in ((shape, redo) if tile.fast else (shape,))]
-    launch = Launch(_launcher, (num_tiles,), arguments, variants)
-    return launch, num_tiles if tile.fast else 0
+    num_tiles = -(-work.num // tile.consumers) if tile.own else work.num * shape.q_tiles
+    grids: list[tuple[int, ...]] = [(num_tiles,)]
+    shapes = [shape]
+    if tile.fast:
+        together = redone_together(num_tiles)
+        redo = dataclasses.replace(shape, fast=False, redo=together)
+        if tile.pairs:  # which exact steps have no registers for
+            redo = dataclasses.replace(redo, keys=tile.unit, pairs=False, stages=2 * tile.stages)
+        shapes.append(redo)
+        grids.append((-(-num_tiles // together),))
+    launch = Launch(_launcher, grids, arguments, [{"C": c, "num_warps": 4} for c in shapes])
+    return launch, -(-num_tiles // 32) * 32 if tile.fast else 0

@@ -1,12 +1,14 @@
 """The GPU kernels compile without a GPU, through their launchers: no spills, no ptxas warnings.
 
-A stand-in driver answers for the GPU, so what is compiled is what a launch would compile. These
-tests need triton 3.6 or later and a process of their own: test_children.py starts it, with the
-oldest and the newest and without the cases marked slow.
+A stand-in driver answers for the GPU, so what is compiled is what a launch would compile. What
+chooses the units of a step computes with numbers alone, and is run. These tests need triton 3.6 or
+later and a process of their own: test_children.py starts it, with the oldest and the newest and
+without the cases marked slow.
 """
 
 import dataclasses
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -109,8 +111,8 @@ def marked(cases: list[Case], quick: list[Case]) -> list[object]:
 NEWER_SPILLS = {
     (SQUARE, "padded"): 56,
     (SQUARE, "ragged"): 56,
-    (SHORT, "padded"): 4,
-    (SHORT, "ragged"): 4,
+    (SHORT, "padded"): 16,
+    (SHORT, "ragged"): 16,
 }
 QUICK = OLDEST if with_oldest() else NEWEST
 
@@ -160,3 +162,83 @@ def known_spills(case: Case) -> int:
     if case.kernel == "triton":
         return 8 if case.capability == 89 else 0
     return 0 if case.e4m3 else NEWER_SPILLS.get((case.sizes, case.form), 0)
+
+
+class Entries:
+    """A pointer to numbers that a kernel reads."""
+
+    def __init__(self, numbers: list[int], at: int = 0) -> None:
+        self.numbers, self.at = numbers, at
+
+    def __add__(self, more: int) -> "Entries":
+        return Entries(self.numbers, self.at + more)
+
+
+def load(at: Entries, mask: bool = True, other: int = 0) -> int:
+    if not mask:
+        return other
+    assert 0 <= at.at < len(at.numbers), "a list is read where it is not"
+    return at.numbers[at.at]
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> object:
+    """What says which units a step has, to be called on numbers."""
+    from multimodal_gen.kernels.block_sparse import gluon_work_kernel as lists
+    from multimodal_gen.kernels.quantized_attention import gluon_work_kernel as work
+
+    numbers = SimpleNamespace(
+        minimum=min, maximum=max, load=load, where=lambda which, x, y: x if which else y
+    )
+    for module in (lists, work):
+        monkeypatch.setattr(module, "gl", numbers)
+    for name in ("start_of", "step_counts", "step_keys", "step_starts", "_unit_keys"):
+        monkeypatch.setattr(work, name, getattr(work, name).fn)
+    return work
+
+
+def units_of(steps, work: SimpleNamespace, shape: SimpleNamespace) -> list[tuple[int, int]]:
+    """Return first key and keys of every unit of all steps, those without any left out."""
+    work.lead, work.whole, count = steps.step_counts(work.num_full, work.num_tail, shape)
+    places = 1 + (shape.unit < shape.keys)
+    assert count == -(-(work.num_full % places + work.num_tail) // places) + work.num_full // places
+    seen = []
+    for step in range(count):
+        whole = step - work.lead in range(work.whole)
+        keys = (shape.unit, shape.unit) if whole else steps.step_keys(work, step, shape)
+        seen += list(zip(steps.step_starts(work, step, shape), keys, strict=True))[:places]
+    return sorted(unit for unit in seen if unit[1])
+
+
+@pytest.mark.parametrize("pairs", [True, False])
+def test_steps_have_every_unit_of_a_list_once(steps, pairs: bool) -> None:
+    """Of a list with whole units in front and partial ones from the back."""
+    shape = SimpleNamespace(unit=64, keys=128 if pairs else 64, sub=0, ragged=True)
+    for full, tails in itertools.product(range(6), range(5)):
+        if full + tails == 0:
+            continue
+        whole = [(64 * i, 64) for i in range(full)]
+        partial = [(1000 + 64 * t, 7 + t) for t in range(tails)]
+        starts = [start for start, _ in [*whole, *reversed(partial)]]
+        lengths = [keys for _, keys in partial]
+        work = SimpleNamespace(
+            row_list=Entries(starts), num_full=full, num_tail=tails, tail=len(starts) - 1,
+            tail_keys=Entries(lengths),
+        )  # fmt: skip
+        assert units_of(steps, work, shape) == sorted(whole + partial)
+
+
+@pytest.mark.parametrize("pairs", [True, False])
+def test_steps_have_every_unit_of_regular_blocks_once(steps, pairs: bool) -> None:
+    """Blocks have two units; the keys may end in either of the last one's, or behind it."""
+    shape = SimpleNamespace(unit=64, keys=128 if pairs else 64, sub=2, ragged=True)
+    units = [64 * (2 * block + half) for block in (3, 5, 8) for half in range(2)]
+    for full, keys in itertools.product(range(6), (0, 9)):
+        if full == 0 and not keys:
+            continue
+        work = SimpleNamespace(
+            row_list=Entries([3, 5, 8]), num_full=full, num_tail=int(keys > 0), tail=5000,
+            tail_keys=keys,
+        )  # fmt: skip
+        wanted = [(start, 64) for start in units[:full]] + [(5000, keys)] * (keys > 0)
+        assert units_of(steps, work, shape) == sorted(wanted)
