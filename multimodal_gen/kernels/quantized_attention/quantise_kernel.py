@@ -167,7 +167,7 @@ def _quantise_kernel(
             x = _load(k_ptr + b * k_b + h * k_h, row, real, k_s, k_d, D, DP)
             x = dot(x, matrix, UPCAST) - tl.load(mean_ptr + head * DP + d)[None, :]
             x = tl.where(real[:, None], x, 0.0)
-            most = tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), 1e-20)
+            most = tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), 1e-12)
             place = head * slots + slot
             tl.store(k8_ptr + place[:, None] * DP + d[None, :], _int8(x * (127.0 / most)))
             tl.store(k_scale_ptr + head * kv_tiles + tile, most * (factor / 127.0))
@@ -204,7 +204,7 @@ def _quantise_kernel(
             row, real = _rows(slot, b, h, q_blocks, Q_STARTS, Q_LENGTHS)
             x = _load(q_ptr + b * q_b + h * q_h, row, real, q_s, q_d, D, DP)
             x = dot(x, matrix, UPCAST)
-            most = tl.maximum(tl.max(tl.abs(x), 1), 1e-20)
+            most = tl.maximum(tl.max(tl.abs(x), 1), 1e-12)
             place = head * q_tiles * Q_ROWS + slot
             scaled = _int8(x * (127.0 / most)[:, None])
             tl.store(q8_ptr + place[:, None] * DP + d[None, :], scaled)

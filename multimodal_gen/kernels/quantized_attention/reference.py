@@ -5,7 +5,9 @@
     v' = scale_t e4m3(v / scale_t), one scale per tile of keys: max|v_t| / 448
 
 and then block-sparse attention of q', k' and v' in fp32, with scale q . mean added to lse. Kernels
-round the weights as well, to e4m3 or to the dtype of 16-bit values.
+round the weights as well, to e4m3 or to the dtype of 16-bit values. Maxima are taken to be 1e-12
+at least: kernels multiply two scales, and masked scores of -inf with the product, which GPUs would
+take for zero if it were below 2^-126.
 
 R is orthonormal, so (q R) (k R)^T = q k^T: it changes no score. It spreads channels that stand out,
 whose size the scales would follow, over all n channels (QuaRot, arXiv:2404.00456, there for weights
@@ -75,13 +77,13 @@ def quantise_reference(
     group = q.shape[2] // k.shape[2]
     shift = scale * (rows * mean.repeat_interleave(group, 1).unsqueeze(2)).sum(-1)
     rows = torch.nn.functional.pad(rows, pad) @ matrix
-    largest = rows.abs().amax(-1, keepdim=True).clamp_min(1e-20)
+    largest = rows.abs().amax(-1, keepdim=True).clamp_min(1e-12)
     q8 = (rows * (127.0 / largest)).round()
     real = _rows(kv_slots, k.device)[1].unsqueeze(-1)
     keys = _in_slots(k, kv_slots)
     keys = torch.where(real, keys - mean.unsqueeze(2), 0.0)
     keys = torch.nn.functional.pad(keys, pad) @ matrix
-    k8, k_scale = _tiles(keys, kv_slots.tile, 127.0, 1e-20)
+    k8, k_scale = _tiles(keys, kv_slots.tile, 127.0, 1e-12)
     k8 = k8.round()
     values = _in_slots(v, kv_slots)
     v_scale = torch.ones_like(k_scale)

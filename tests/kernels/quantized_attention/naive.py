@@ -56,7 +56,7 @@ def naive_quantised(
             key_8, value_8 = torch.zeros_like(rotate(keys)), torch.zeros_like(values)
             for one in filter(None, cut):
                 smooth = rotate(keys[one] - mean)
-                step = smooth.abs().max().clamp_min(1e-20) / 127
+                step = smooth.abs().max().clamp_min(1e-12) / 127
                 key_8[one] = step * torch.round(smooth / step)
                 value_8[one] = values[one]
                 if e4m3:
@@ -69,7 +69,7 @@ def naive_quantised(
                     continue
                 query = q[b, row, h].double()
                 rotated = rotate(query)
-                step = rotated.abs().max().clamp_min(1e-20) / 127
+                step = rotated.abs().max().clamp_min(1e-12) / 127
                 scores = scale * (key_8[seen] @ (step * torch.round(rotated / step)))
                 weights = scores.softmax(0)
                 out[b, row, h] = weights @ value_8[seen]

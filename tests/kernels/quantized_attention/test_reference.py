@@ -195,6 +195,15 @@ def test_lse_is_that_of_the_keys_as_they_were() -> None:
     assert (lse - exact).abs().max() <= 2 * step * largest
 
 
+def test_scales_of_zeros_have_a_product_that_no_gpu_takes_for_zero() -> None:
+    q, k, v = (torch.zeros(1, 100, 2, 64) for _ in range(3))
+    slots = slots_of(Blocks.regular(100, 64), 64)
+    packed = quantise_reference(
+        q, k, v, slots, slots, scale=1e-3, mean=torch.zeros(1, 2, 64), e4m3=False, permuted=False
+    )
+    assert packed.q_scale.min() * packed.k_scale.min() >= torch.finfo(torch.float32).tiny
+
+
 @given(st.integers(0, 2**16))
 @settings(max_examples=10, deadline=None)
 def test_the_order_of_keys_within_a_tile_does_not_matter(seed: int) -> None:

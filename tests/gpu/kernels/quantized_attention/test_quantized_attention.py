@@ -289,6 +289,24 @@ def test_sage_sla_attn_is_sla_attn_in_8_bits(ratio: float, text: TextSpan | None
     assert_close(out, exact)
 
 
+@kernels
+@pytest.mark.parametrize("size", [64, 128])
+def test_queries_and_keys_of_zeros_give_the_mean_of_values(
+    kernel: str, values: str, size: int
+) -> None:
+    """Also where a block ends in keys that are masked."""
+    blocks = Blocks.regular(1000, size)
+    plan = BlockPlan.dense(blocks, blocks, "cuda")
+    value = make_qkv(2, 1000, 4, 128, dtype=torch.bfloat16, device="cuda").value
+    skip_without(value, plan, kernel, values)
+    zeros = torch.zeros_like(value)
+    out = quantized_attention(zeros, zeros, value, plan, kernel=kernel, values=values)
+    mean = value.double().mean(1, keepdim=True)
+    # 16-bit and e4m3 numbers err by up to 2^-8 and 2^-4 of themselves, each in its own direction.
+    bound = (2**-4 if values == "e4m3" else 2**-8) * value.double().abs().mean(1, keepdim=True)
+    assert ((out.double() - mean).abs() <= bound).all()
+
+
 def test_a_plan_with_empty_rows_gives_zeros() -> None:
     plan = random_plan(PlanShape(num_q=4, num_kv=6, q_size=128, kv_size=64), seed=3, device="cuda")
     counts = plan.counts.clone()
