@@ -23,7 +23,7 @@ from measured_tables import update
 from multimodal_gen.errors import ConfigError
 from multimodal_gen.integrations.models.registry import ADAPTERS
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionBackend
-from multimodal_gen.runtime.layers.attention.backends.declaration import ALL_ROLES, Variant
+from multimodal_gen.runtime.layers.attention.backends.declaration import ALL_ROLES, SAGE, Variant
 from multimodal_gen.runtime.layers.attention.backends.registry import backends_of
 from multimodal_gen.runtime.layers.attention.config import (
     SparseConfig,
@@ -178,7 +178,8 @@ def row(backend: type[AttentionBackend], variant: Variant) -> Sequence[str]:
     roles = "all" if variant.roles == ALL_ROLES else joined(variant.roles)
     marks = ["yes" if feature in variant.features else "no" for feature in FEATURES]
     cuda = PlatformEnum.CUDA in variant.platforms
-    tested = RUN_FOR_REAL.get((str(backend.backend), variant.name), "simulation")
+    kernel = variant.name.removesuffix(SAGE)
+    tested = RUN_FOR_REAL.get((str(backend.backend), kernel), "simulation")
     return [
         str(backend.backend),
         variant.name,

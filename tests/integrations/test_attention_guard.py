@@ -131,12 +131,16 @@ def test_layers_for_calls_that_look_different_are_guarded_too(eight_bits: None) 
         ("sage_sla_attn", "sparse=0.3", False),
         ("sage_sla_attn", None, False),
         ("sla_attn", 0.05, False),
+        ("video_sparse_attn", 0.05, False),
+        ("video_sparse_attn:compute_mode=sage_bf16", 0.05, True),
     ],
 )
 def test_a_sparse_method_that_rounds_is_warned_of_where_no_bound_is_its_own(
     backend: str, bounds: Any, warned: bool, fresh, caplog
 ) -> None:
-    with apply(fresh("wan"), attention_backend=backend, attention_guard=bounds):
+    backend, _, given = backend.partition(":")
+    asked = {"attention_backend": backend, "attention_backend_config": given or None}
+    with apply(fresh("wan"), **asked, attention_guard=bounds):
         pass
     told = [text for text in caplog.messages if "does not bound" in text]
     assert len(told) == warned

@@ -166,6 +166,12 @@ def test_parameters_without_gradients_are_refused_before_anything_changes(model,
     assert list(model.state_dict()) == before
 
 
+def test_8_bits_are_refused_before_anything_is_trained(model):
+    asked = {"attention_backend": "video_sparse_attn"}
+    with pytest.raises(UnsupportedBackendError, match="or leave out `compute_mode`"):
+        apply(model, **asked, attention_backend_config="compute_mode=sage_bf16", train=True)
+
+
 @pytest.mark.parametrize(
     ("method", "given", "remedy"),
     [
@@ -175,6 +181,7 @@ def test_parameters_without_gradients_are_refused_before_anything_changes(model,
             "train with a dense backend",
         ),
         ("sage_sla_attn", {}, "train with sla_attn"),
+        ("video_sparse_attn", {"compute_mode": "sage_bf16"}, "leave out `compute_mode`"),
     ],
 )
 def test_methods_without_a_backward_pass_say_what_to_do(model, method, given, remedy):

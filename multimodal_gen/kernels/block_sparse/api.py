@@ -28,9 +28,7 @@ from multimodal_gen.kernels.block_sparse.reference import (
 from multimodal_gen.kernels.block_sparse.skip import Skip
 from multimodal_gen.kernels.block_sparse.tail import (
     PooledTail,
-    add_tail,
-    kept_map,
-    pool_blocks,
+    add_tail_of,
 )
 from multimodal_gen.kernels.block_sparse.tuning import (
     CHOICE_ROWS,
@@ -121,13 +119,11 @@ def block_sparse_attention(
         if not isinstance(tail, PooledTail):
             raise UsageError(f"`tail` must be a PooledTail or None, got {type(tail).__name__}")
         options: dict[str, Any] = {"scale": scale, "kernel": kernel}
-        num = tail.blocks_of(plan)
+        tail.blocks_of(plan)  # which refuses plans without one
         out, lse = block_sparse_attention(
             q, k, v, plan, return_lse=True, deterministic=deterministic, skip=skip, **options
         )
-        if num:
-            pooled = tail.pooled or pool_blocks(k, v, plan.kv, num, first_order=tail.first_order)
-            out, lse = add_tail(out, lse, q, pooled, kept_map(plan, num), plan.q, **options)
+        out, lse = add_tail_of(tail, out, lse, (q, k, v), plan, **options)
         return (out, lse) if return_lse else out
     if q.shape[0] == 0:
         lse = q.new_empty((0, q.shape[2], q.shape[1]), dtype=torch.float32)

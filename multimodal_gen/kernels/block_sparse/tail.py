@@ -193,6 +193,26 @@ def add_tail(
     return out, lse
 
 
+def add_tail_of(
+    tail: PooledTail,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    plan: BlockPlan,
+    *,
+    scale: float,
+    kernel: KernelChoice = AUTO,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `add_tail` makes of the attention of a plan, whose other blocks it pools."""
+    num = tail.blocks_of(plan)
+    if not num:
+        return out, lse
+    q, k, v = qkv
+    pooled = tail.pooled or pool_blocks(k, v, plan.kv, num, first_order=tail.first_order)
+    kept = kept_map(plan, num)
+    return add_tail(out, lse, q, pooled, kept, plan.q, scale=scale, kernel=kernel)
+
+
 def _launch_gluon(call: TailCall) -> None:
     from multimodal_gen.kernels.block_sparse import gluon_tail_kernel
 

@@ -22,6 +22,7 @@ from multimodal_gen.runtime.layers.attention.auto_table import AutoTable, CallSh
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionImpl,
 )
+from multimodal_gen.runtime.layers.attention.backends.declaration import SAGE
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
 from multimodal_gen.runtime.layers.attention.call import AttentionCall, LayerGeometry
 from multimodal_gen.runtime.layers.attention.config import StepSet
@@ -545,8 +546,9 @@ def _entries(
     for bound in binding.family():
         kernel = bound.impl.kernel or SelectedKernel(KERNEL_AUTO)
         backward[bound.selection] |= kernel.gradients()
+        ending = SAGE if bound.selection.variant.endswith(SAGE) else ""
         for (name, reason), calls in kernel.fallbacks().items():
-            other = replace(bound.selection, variant=name, reason=reason)
+            other = replace(bound.selection, variant=f"{name}{ending}", reason=reason)
             instead[other] += calls
             backward[other] |= kernel.gradients(name)
         if bound.own:

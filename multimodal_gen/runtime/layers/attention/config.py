@@ -351,8 +351,8 @@ def ratio_now(ratio: Ratio) -> float:
 
 _ConfigT = TypeVar("_ConfigT", bound="BackendConfig")
 
-# What the parameter `kernel` names where `skip_below` is given.
-_SKIPPING = frozenset({"auto", "gluon", "triton", "reference"})
+# What the parameter `kernel` names where `skip_below` or 8 bits are asked for.
+_OWN = frozenset({"auto", "gluon", "triton", "reference"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -443,11 +443,24 @@ class SparseConfig(BackendConfig):
     def __post_init__(self) -> None:
         BackendConfig.__post_init__(self)  # slots make another class, of which super() knows not
         given, kernel = self.skips(), getattr(self, "kernel", "auto")
-        if given is not None and kernel not in _SKIPPING:
+        if self.in_8_bits and (kernel not in _OWN or given is not None):
+            other = f"kernel {kernel}, which multiplies in 16 bits"
+            if given is not None:
+                other = f"`{given[0]}`, as 8-bit kernels leave no products out"
+            raise ConfigError(
+                f"`compute_mode` of {type(self).__name__} must be bf16 with {other}, got "
+                f"sage_bf16; remove one"
+            )
+        if given is not None and kernel not in _OWN:
             raise ConfigError(
                 f"`{given[0]}` of {type(self).__name__} must not be given with kernel {kernel}, "
                 f"which leaves no products out, got {given[1]:g}; remove one"
             )
+
+    @property
+    def in_8_bits(self) -> bool:
+        """Whether queries and keys are multiplied in 8 bits, by the parameter `compute_mode`."""
+        return getattr(self, "compute_mode", "bf16") != "bf16"
 
     def skips(self) -> tuple[str, float] | None:
         """Return the parameter that leaves products out, with its value; None for none."""
@@ -520,6 +533,18 @@ def _named(value: IndexSelector | SigmaSelector | float) -> StepSet:
 
 Tail = Literal["none", "pooled"]
 """What becomes of keys that a query does not keep: they are dropped, or count by their means."""
+
+ComputeMode = Literal["bf16", "sage_bf16"]
+"""What attention over blocks is computed in: the dtype of the inputs, or queries and keys in int8.
+
+Named as sglang's parameter is; its `sage_fp8`, with values in e4m3, is none of them.
+"""
+
+
+def compute_mode_option() -> Any:
+    """Declare the parameter `compute_mode` of a method that chooses lists, or a map, of blocks."""
+    return option("bf16", "bf16: in the inputs' dtype; sage_bf16: queries and keys in 8 bits")
+
 
 EngineKernel: TypeAlias = Literal["auto", "gluon", "fa4", "cudnn", "triton", "reference"]
 """The parameter `kernel` of a method that every kernel of the block-sparse engine serves."""

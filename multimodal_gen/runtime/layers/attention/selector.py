@@ -308,7 +308,8 @@ def trainable(selection: Selection, request: AttentionRequest, *needs: Feature) 
         return _chosen(cls, _Ask(fuller, selection.asked), why, config=config)
     remedy = f"train with {cls.trained_by}" if cls.trained_by else "choose another backend"
     if cls.choose_variant(fuller) is not None:
-        remedy = "leave out `kernel`"
+        name = "compute_mode" if "compute_mode" in _narrowing(config) else "kernel"
+        remedy = f"leave out `{name}`"
     raise UnsupportedBackendError(
         f"attention backend {selection.label} must not get inputs that require grad: it has no "
         f"backward; call it under torch.no_grad() or {remedy}"
@@ -392,13 +393,20 @@ def _because(selection: Selection, reason: str) -> Selection:
 
 def _refused(ask: _Ask, rejected: tuple[Rejected, ...]) -> UnsupportedBackendError:
     tried = ". ".join(map(str, rejected))
-    kernel = getattr(ask.asked.config, "kernel", "auto")
-    named = "" if kernel == "auto" else f" with kernel={kernel}"
+    given = _narrowing(ask.asked.config)
+    named = " with " * bool(given) + " and ".join(f"{name}={x}" for name, x in given.items())
+    remedy = f", leave {' and '.join(given)} out" if given else ""
     return UnsupportedBackendError(
         f"attention backend {rejected[0].backend} ({ask.asked.who}){named} cannot serve "
         f"{_describe(ask.request)}. {tried}. Choose another backend (`sglang attention list` "
-        f"shows what runs here){named and ', leave kernel out'}, or leave the choice to auto"
+        f"shows what runs here){remedy}, or leave the choice to auto"
     )
+
+
+def _narrowing(config: BackendConfig | None) -> dict[str, str]:
+    """Return the parameters by which kernels were left out, with what was given."""
+    given = {name: getattr(config, name, None) for name in ("kernel", "compute_mode")}
+    return {name: x for name, x in given.items() if x not in (None, "auto", "bf16")}
 
 
 def _describe(request: AttentionRequest) -> str:

@@ -25,6 +25,9 @@ from multimodal_gen.runtime.layers.attention.scope import (
     Source,
 )
 from multimodal_gen.runtime.layers.attention.sparse.methods.sla import SageSLAConfig, SLAConfig
+from multimodal_gen.runtime.layers.attention.sparse.methods.sol import SolConfig
+from multimodal_gen.runtime.layers.attention.sparse.methods.subblock import SubblockConfig
+from multimodal_gen.runtime.layers.attention.sparse.methods.vsa import VideoSparseConfig
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from tests.helpers.block_plans import FORMS, PlanShape, random_plan
@@ -287,6 +290,46 @@ def test_sage_sla_attn_is_sla_attn_in_8_bits(ratio: float, text: TextSpan | None
     with set_forward_context(0, latent_grid=grid, text_span=text):
         out, exact = (attention(*qkv) for attention in layers)
     assert_close(out, exact)
+
+
+VIDEO_SPARSE = AttentionBackendEnum.VIDEO_SPARSE_ATTN, VideoSparseConfig
+SOL = AttentionBackendEnum.SOL_ATTN, SolConfig
+SUBBLOCK = AttentionBackendEnum.SUBBLOCK_SPARSE_ATTN, SubblockConfig
+EVERY_STEP = {"dense_above": 1.0, "dense_steps": None, "dense_layers": None}
+IN_BOTH_MODES = {
+    "vsa": (VIDEO_SPARSE, {"sparsity": 0.9}),
+    "vsa, everything": (VIDEO_SPARSE, {"sparsity": 0.0}),
+    "vsa, tail": (VIDEO_SPARSE, {"sparsity": 0.9, "tail": "pooled"}),
+    "vsa of 256": (VIDEO_SPARSE, {"sparsity": 0.5, "tile_size": (4, 8, 8)}),
+    "sol": (SOL, {"topk_ratio": 0.1}),
+    "sol, no tail": (SOL, {"tau": 1.0, "tail": "none"}),
+    "sol of 128": (SOL, {"topk_ratio": 0.2, "block_size": 128}),
+    "subblock": (SUBBLOCK, {"sparsity": 0.5, "skip_first_steps": 0, "min_seq_len": 0}),
+}
+
+
+@pytest.mark.parametrize("kernel", ["gluon", "triton"])
+@pytest.mark.parametrize("text", [None, TextSpan(start=0, length=77)], ids=["video", "joint"])
+@pytest.mark.parametrize("name", IN_BOTH_MODES)
+def test_blocks_of_a_method_are_attended_to_in_8_bits(
+    name: str, text: TextSpan | None, kernel: str
+) -> None:
+    """Copies of a few heads at a time, on two streams, where tiles move tokens."""
+    (backend, config_cls), given = IN_BOTH_MODES[name]
+    grid = (9, 26, 30)
+    tokens = math.prod(grid) + (text.length if text else 0)
+    qkv = make_qkv(2, tokens, 4, 128, num_kv_heads=2, dtype=torch.bfloat16, device="cuda")
+    outs = []
+    for mode in ("sage_bf16", "bf16"):
+        config = config_cls(**{**EVERY_STEP, **given}, compute_mode=mode, kernel=kernel)
+        attention = layer(backend, config)
+        with torch.no_grad(), set_forward_context(0, latent_grid=grid, text_span=text):
+            outs.append(attention(*qkv))
+        variant = attention.report().entries[0].selection.variant
+        assert variant == (f"{kernel}_sage" if mode == "sage_bf16" else kernel)
+        assert not attention.attn_impl.kernel.fallbacks()
+    assert_close(*outs)
+    assert not torch.equal(*outs), "nothing was quantised"
 
 
 @kernels

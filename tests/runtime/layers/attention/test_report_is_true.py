@@ -19,13 +19,14 @@ import torch
 
 from multimodal_gen.errors import UnsupportedBackendError
 from multimodal_gen.kernels.block_sparse import api as block_sparse
+from multimodal_gen.kernels.engine import QUANTIZED
 from multimodal_gen.kernels.kmeans.api import Clusters, kmeans
 from multimodal_gen.kernels.quantized_attention import api as quantized_attention
 from multimodal_gen.kernels.requirements import HeadSizes, PackageProbe
 from multimodal_gen.runtime.layers.attention import LocalAttention, attention_layer
 from multimodal_gen.runtime.layers.attention.backends import flex_attn, sage_attn, sdpa
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionBackend
-from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
+from multimodal_gen.runtime.layers.attention.backends.declaration import SAGE, Variant
 from multimodal_gen.runtime.layers.attention.backends.registry import backends_of
 from multimodal_gen.runtime.layers.attention.binding import Demand, ScheduleEntry, bind_schedule
 from multimodal_gen.runtime.layers.attention.call import LayerGeometry
@@ -134,12 +135,14 @@ def kmeans_by_reference(*arguments: Any, **options: Any) -> Clusters:
     return kmeans(*arguments, **options | {"kernel": "reference"})
 
 
-def engine_kernels(ran: list[str], names: tuple[str, ...]) -> MappingProxyType[str, Any]:
-    """Return stand-ins for the kernels of an engine."""
+def engine_kernels(
+    ran: list[str], names: tuple[str, ...], ending: str
+) -> MappingProxyType[str, Any]:
+    """Return stand-ins for the kernels of an engine, which record their names with an ending."""
 
     def recorder(name: str) -> Callable[[Any], Any]:
         def run(call: Any) -> Any:
-            ran.append(name)
+            ran.append(f"{name}{ending}")
             q = call.q
             lse = q.new_zeros((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
             return torch.zeros_like(q), lse if call.return_lse else None
@@ -167,8 +170,8 @@ def ran() -> Iterator[list[str]]:
         clusters.attend = lambda q, *_, **__: ran.append("gluon") or (torch.zeros_like(q), None)
         modules["multimodal_gen.kernels.cluster_attention.cluster_attention_kernel"] = clusters
         stack.enter_context(patch.dict(sys.modules, modules))
-        for module in (block_sparse, quantized_attention):
-            kernels = engine_kernels(ran, tuple(module.RUN))
+        for module, ending in ((block_sparse, ""), (quantized_attention, SAGE)):
+            kernels = engine_kernels(ran, tuple(module.RUN), ending)
             stack.enter_context(patch.object(module, "RUN", kernels))
         for module in (sta, vsa, sla, svg2, vmoba):
             fake = stand_in(ran, "upstream")
@@ -292,6 +295,9 @@ def asked_for(name: AttentionBackendEnum, cls: type[AttentionBackend]) -> list[B
     configs: list[BackendConfig | None] = [None]
     if parameters or len(kernels) > 1:
         configs = [cls.config_cls(**parameters, kernel=kernel) for kernel in kernels]
+    if "compute_mode" in parameters_of(cls.config_cls):
+        given: dict[str, Any] = {**parameters, "compute_mode": "sage_bf16"}
+        configs += [cls.config_cls(**given, kernel=x) for x in ("auto", *QUANTIZED.names)]
     return [
         BackendPreference(source=Source.SETTINGS, backend=name, config=config) for config in configs
     ]
@@ -299,6 +305,8 @@ def asked_for(name: AttentionBackendEnum, cls: type[AttentionBackend]) -> list[B
 
 def kernel_of(cls: type[AttentionBackend], variant: Variant) -> str:
     """Return what the stand-in of a variant's kernel records."""
+    if variant.kernel in QUANTIZED.kernels:
+        return f"{variant.kernel.name}{SAGE}"
     if variant.kernel is not None or variant.name == "spas_sage_attn":
         return variant.name
     if cls.backend.is_sparse:

@@ -28,6 +28,8 @@ ALL_ROLES = frozenset(AttentionRole)
 CUDA_ONLY = frozenset({PlatformEnum.CUDA})
 FP8 = "fp8"
 """What `kernel` is called where operands are rounded to e4m3, and what such variants end in."""
+SAGE = "_sage"
+"""What variants end in that multiply queries and keys in 8 bits where `compute_mode` says so."""
 HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
 
 BASIC = frozenset({Feature.GQA, Feature.CAUSAL})

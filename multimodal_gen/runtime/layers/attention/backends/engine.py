@@ -25,7 +25,11 @@ from multimodal_gen.kernels.requirements import Capability, HeadSizes, PackagePr
 from multimodal_gen.kernels.static_cache import static_cache
 from multimodal_gen.kernels.tile_order.api import gather_tokens
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import AttentionBackend
-from multimodal_gen.runtime.layers.attention.backends.declaration import Variant, kernel_request
+from multimodal_gen.runtime.layers.attention.backends.declaration import (
+    SAGE,
+    Variant,
+    kernel_request,
+)
 from multimodal_gen.runtime.layers.attention.config import BackendConfig, option
 from multimodal_gen.runtime.layers.attention.request import (
     AttentionRequest,
@@ -85,6 +89,12 @@ def engine_variants(
         )
         found.append(variant)
     return tuple(found)
+
+
+def variants_in_8_bits(features: Iterable[Feature]) -> tuple[Variant, ...]:
+    """Return what 8-bit kernels declare for a method that has them beside those of 16 bits."""
+    found = engine_variants(QUANTIZED, features)
+    return tuple(replace(v, name=f"{v.name}{SAGE}", operand_bits=8) for v in found)
 
 
 def upstream_variant(

@@ -23,9 +23,10 @@ from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     Facts,
     Limits,
 )
-from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
+from multimodal_gen.runtime.layers.attention.backends.declaration import SAGE, Variant
 from multimodal_gen.runtime.layers.attention.backends.engine import (
     engine_variants,
+    variants_in_8_bits,
 )
 from multimodal_gen.runtime.layers.attention.config import (
     BackendConfig,
@@ -68,6 +69,13 @@ SPARSE_FEATURES = frozenset({Feature.GQA, Feature.KEY_MASK, Feature.RING})
 """What a method can honour that leaves the rest to executors."""
 
 
+VARIANTS_OF_BOTH = (
+    *engine_variants(BLOCK_SPARSE, SPARSE_FEATURES),
+    *variants_in_8_bits(SPARSE_FEATURES),
+)
+"""All kernels of the block-sparse engine, and those in 8 bits that `compute_mode` asks for."""
+
+
 class SparseBackend(AttentionBackend):
     """A sparse method: a declaration, a configuration and a router.
 
@@ -88,6 +96,15 @@ class SparseBackend(AttentionBackend):
         require(all(map(isinstance, own, (type, type))), cls, "router, config_cls", "given", own)
         require(cls.backend.is_sparse, cls, "backend", "registered with sparse=True", cls.backend)
         cls.router.check()
+
+    @override
+    @classmethod
+    def variants_for(cls, config: BackendConfig | None) -> tuple[Variant, ...]:
+        """Return those of 8 bits where `compute_mode` asks for them, else the others."""
+        kernel = getattr(config, "kernel", AUTO)
+        in_8_bits = isinstance(config, SparseConfig) and config.in_8_bits
+        left = (v for v in cls.variants if v.name.endswith(SAGE) == in_8_bits)
+        return tuple(v for v in left if kernel in (AUTO, v.name.removesuffix(SAGE)))
 
     @classmethod
     def block_sizes(cls, config: BackendConfig | None) -> tuple[int, int]:
@@ -136,13 +153,16 @@ def _limits(router: Router[Any], config: SparseConfig, kernel: SelectedKernel) -
         cache = cache or f"kernel {kernel.name} takes no lists of a cache"
     elif kernel.named and "ragged" not in BLOCK_SPARSE.kernel(kernel.name).serves:
         ring = ring or f"kernel {kernel.name} takes whole tiles only, and shards cut them"
-    skips = config.skips()
+    gradients, skips = own.ring_gradients, config.skips()
+    if config.in_8_bits:
+        gradients = gradients or "8-bit attention has no gradients"
+        cache = cache or "8 bits are made of the keys of one call"
     if skips is not None:
         ring = f"{skips[0]} compares the scores of a row over all keys in one pass"
         cache = f"`{skips[0]}` is for keys of one call"
     if config.refresh_every > 1:
         ring, cache = ring or RING, cache or CACHE
-    return own._replace(ring=ring, cache=cache)
+    return own._replace(ring=ring, cache=cache, ring_gradients=gradients)
 
 
 class SparseMethodImpl(AttentionImpl):
@@ -169,9 +189,11 @@ class SparseMethodImpl(AttentionImpl):
         cls: Any = self.declaration.config_cls
         self.config = self.config if isinstance(self.config, cls) else cls()
         asked = getattr(self.config, "kernel", AUTO)
-        kernel = self.kernel = SelectedKernel(self.variant or asked, named=asked != AUTO)
+        name = (self.variant or asked).removesuffix(SAGE)
+        kernel = self.kernel = SelectedKernel(name, named=asked != AUTO)
         self.label = str(self.declaration.backend)
-        measured = () if kernel.named else self.declaration.dense_above.get(kernel.name, ())
+        named = kernel.named or self.config.in_8_bits
+        measured = () if named else self.declaration.dense_above.get(kernel.name, ())
         self._dense_above = DenseAbove(self.label, self.config.dense_above, measured)
         self._skip: Skip | None = None
         self.layer = SparseLayer(
@@ -190,6 +212,7 @@ class SparseMethodImpl(AttentionImpl):
         self._refuse_skips()
         self._varies = bool(varying(self.config)) or self.router.varies(self.config)
         self.router.prepare(self.config)
+        self._engine = self.router.engine(self.config)
         self.limits = _limits(self.router, self.config, kernel)
         self.observes = self.router.observes(self.config)
         self._kept = self._keeps_choices()
@@ -337,6 +360,7 @@ class SparseMethodImpl(AttentionImpl):
             kernel=self.kernel,
             tail=self.layer.pools_tail,
             skip=self._skip_for(query, key, value),
+            engine=self._engine,
             **own,
         )
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.block_sparse.call import PooledBlocks
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.skip import Skip
-from multimodal_gen.kernels.block_sparse.tail import PooledTail
+from multimodal_gen.kernels.block_sparse.tail import PooledTail, add_tail_of
 from multimodal_gen.kernels.engine import AUTO, BLOCK_SPARSE, SelectedKernel, records_gradient
 from multimodal_gen.kernels.select.api import cells_held, pool_tiles
 from multimodal_gen.kernels.select.reference import Tiles
@@ -48,7 +48,8 @@ _SHARE_AT_ONCE = 0.05
 _BYTES_AT_ONCE = 64 << 20
 _BYTES_IN_TWO = 512 << 20
 
-_DENSE_BLOCK = 384  # rows of a block where everything is attended to: the engine's fastest
+# Tokens of a block where everything is attended to: the fastest of 16 bits, and of other engines.
+_DENSE_BLOCK, _DENSE_BLOCK_OF_OTHERS = 384, 128
 
 # Key of a plan's cache.
 _USED = "used on the current stream"
@@ -120,6 +121,9 @@ class SparseCall:
         pooled: the means of the tiles' keys and values, where they are known already.
         skip: what leaves out products that cannot count for much; None leaves nothing out.
         computed: which of the video's queries are computed; None for all.
+        engine: what attends to blocks in place of the block-sparse engine, see `SparseEngine`.
+        key_mean: about what the keys of every head have in common, fp32 [B, Hkv, D]; None where
+            that is not known.
     """
 
     query: torch.Tensor
@@ -137,6 +141,8 @@ class SparseCall:
     pooled: PooledBlocks | None = None
     skip: Skip | None = None
     computed: "ComputedQueries | None" = None
+    engine: Callable[..., Any] | None = None
+    key_mean: torch.Tensor | None = None
 
     @property
     def on_package(self) -> bool:
@@ -156,11 +162,21 @@ class SparseCall:
         key: torch.Tensor,
         value: torch.Tensor,
         tail: PooledTail | None = None,
+        mean: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return attention by a plan, of tensors in its order, as the call wants it."""
-        out = block_sparse_attention(
-            query, key, value, plan, scale=self.scale, kernel=self.kernel, tail=tail, skip=self.skip
-        )
+        """Return attention by a plan, of tensors in its order, as the call wants it.
+
+        `mean` is about what the keys have in common, fp32 [B, Hkv, D], for engines that ask.
+        """
+        how: dict[str, Any] = {"scale": self.scale, "kernel": self.kernel}
+        if self.engine is None:
+            out = block_sparse_attention(query, key, value, plan, tail=tail, skip=self.skip, **how)
+        elif tail is None:
+            out = self.engine(query, key, value, plan, mean=mean)
+        else:
+            qkv = query, key, value
+            out, lse = self.engine(*qkv, plan, mean=mean, return_lse=True)
+            out, _ = add_tail_of(tail, out, lse, qkv, plan, **how)
         assert isinstance(out, torch.Tensor), "no log-sum-exp was asked for"
         return out
 
@@ -671,7 +687,8 @@ def attend_tiled(
         if LISTENER.get() is not None:
             sizes = call.layout.num_queries, call.layout.num_keys
             record_plan(q_slice, plan, sizes, queries=rows, keys=index, idle=sources is not None)
-        tiled = call.attend(plan, q, k, v, call.tail_of(keys.num_tiles, kv_slice))
+        mean = None if call.key_mean is None else call.key_mean[:, kv_slice]
+        tiled = call.attend(plan, q, k, v, call.tail_of(keys.num_tiles, kv_slice), mean)
         if sources is not None:
             (tiled,) = gather_tokens((tiled,), sources)
         scatter_tokens(tiled, queries.index, out if whole else out[:, :, q_slice])
@@ -716,7 +733,7 @@ def _attend_in_order(
     plan = plan_of(heads)
     record_plan(heads, plan, (query.shape[1], key.shape[1]))
     video, tail = query[:, : call.layout.num_video], call.tail_of(num_tiles, slice(None))
-    found = call.attend(plan, video, key, value, tail)
+    found = call.attend(plan, video, key, value, tail, call.key_mean)
     rest = [attend_rows(call, query[:, span]) for span in queries.rest]
     return torch.cat((found, *rest), dim=1) if rest else found
 
@@ -750,12 +767,13 @@ def attend_text(call: SparseCall, out: torch.Tensor) -> None:
 
 
 def attend_densely(call: SparseCall) -> torch.Tensor:
-    """Return dense attention, [B, Sq, H, D]; by the block-sparse engine where no key is masked."""
+    """Return dense attention, [B, Sq, H, D]; by the engine over blocks where no key is masked."""
     query, key, value = call.query, call.key, call.value
     if call.mask is not None:
         return attend_rows(call, query)
-    sizes = (query.shape[1], key.shape[1], _DENSE_BLOCK, _DENSE_BLOCK)
-    return call.attend(dense_plan(*sizes, False, query.device), query, key, value)
+    size = _DENSE_BLOCK if call.engine is None else _DENSE_BLOCK_OF_OTHERS
+    plan = dense_plan(query.shape[1], key.shape[1], size, size, False, query.device)
+    return call.attend(plan, query, key, value)
 
 
 def by_heads(

@@ -17,7 +17,7 @@ from multimodal_gen.runtime.layers.attention.call import AttentionCall
 from multimodal_gen.runtime.layers.attention.scope import scope_from
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from tests.helpers.inputs import QKV, make_qkv
-from tests.helpers.methods import DEFINED, method
+from tests.helpers.methods import ALWAYS, DEFINED, method
 from tests.helpers.processes import own
 from tests.helpers.sparse import SparseMethod, block_inputs, projection
 from tests.runtime.layers.attention.sparse.methods import (
@@ -355,20 +355,30 @@ def check_gated_after_dense(heads):
     check_gated(heads, True, (0, 1), dense_steps="0")
 
 
-def check_quantised(where, masked):
+_SLA = {"topk_ratio": 0.3, "BLKQ": 128, "BLKK": 64}
+_POOLED = {"tail": "pooled", **ALWAYS}
+# A method in the inputs' dtype, and the same in 8 bits.
+EIGHT_BITS = {
+    "sla": (method("sla_attn", **_SLA), method("sage_sla_attn", **_SLA)),
+    "vsa": tuple(
+        method("video_sparse_attn", topk=3, compute_mode=mode) for mode in ("bf16", "sage_bf16")
+    ),
+    "sol": tuple(method("sol_attn", **_POOLED, compute_mode=x) for x in ("bf16", "sage_bf16")),
+}
+
+
+def check_quantised(name, where, masked):
     """8 bits round keys as they are cut, so a ring is compared with the method without rounding."""
     grid, text = DEFINED["sla"].grid, TEXT[where]
+    exact, eight = EIGHT_BITS[name]
     lengths = split(math.prod(grid), 2, uneven=True)
     whole = draw(grid, text, 2, 2)
     mask = key_mask(whole[0].shape[1]) if masked else None
-    given, outs = {"topk_ratio": 0.3, "BLKQ": 128, "BLKK": 64}, []
-    for backend, groups in (
-        ("sla_attn", None),
-        ("sage_sla_attn", None),
-        ("sage_sla_attn", parallel_groups()),
-    ):
-        layer = layer_of(method(backend, **given), 2)
-        layer.set_projection(projection())
+    outs = []
+    for chosen, groups in ((exact, None), (eight, None), (eight, parallel_groups())):
+        layer = layer_of(chosen, 2)
+        if name == "sla":
+            layer.set_projection(projection())
         local = [
             x if x is None or groups is None else own(x, lengths, *text) for x in (*whole, mask)
         ]
@@ -380,10 +390,14 @@ def check_quantised(where, masked):
     assert 0 < errors[1] <= 1.5 * errors[0]
 
 
-@pytest.mark.slow_cases("back-False", "front-True")
-@pytest.mark.parametrize(("where", "masked"), CASES)
-def test_eight_bits_err_no_more_in_a_ring(two_ranks, where, masked):
-    two_ranks.run(RING, check_quantised, where, masked)
+@pytest.mark.slow_cases("sla-back-False", "sla-front-True", "vsa-none-True", "sol-front-True")
+@pytest.mark.parametrize(
+    ("name", "where", "masked"),
+    [("sla", *case) for case in CASES]
+    + [(name, *case) for name in ("vsa", "sol") for case in CASES[1:3]],
+)
+def test_eight_bits_err_no_more_in_a_ring(two_ranks, name, where, masked):
+    two_ranks.run(RING, check_quantised, name, where, masked)
 
 
 def check_compiled(name):

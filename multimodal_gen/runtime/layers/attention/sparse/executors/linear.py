@@ -117,11 +117,8 @@ def _attend_both(
             make = partial(_plan_found, found, make, keys, blocks)
         plan = make(scale=call.scale, mask=call.mask)
     record_plan(slice(0, q.shape[2]), plan, (q.shape[1], k.shape[1]), keys=index)
-    engine = router.engine(settings)
-    if engine is None:
-        out = call.attend(plan, q, k, v, call.tail_of(blocks.num_video, slice(None)))
-    else:  # any mean will do that is close to what the keys have in common
-        out = engine(q, k, v, plan, mean=means.mean(2).float())
+    mean = None if call.engine is None else means.mean(2).float()  # any that is close will do
+    out = call.attend(plan, q, k, v, call.tail_of(blocks.num_video, slice(None)), mean)
     if layout.text and out.requires_grad:
         out = out.clone()  # the backward pass of the sparse branch reads what it gave
     attend_text(call, out)

@@ -18,7 +18,6 @@ from typing_extensions import override
 from multimodal_gen.errors import UnsupportedBackendError, UsageError
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.engine import QUANTIZED, TRITON
-from multimodal_gen.kernels.quantized_attention.api import quantized_attention
 from multimodal_gen.kernels.requirements import Capability
 from multimodal_gen.kernels.tensors import place_of
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import DenseLimits
@@ -65,6 +64,7 @@ from multimodal_gen.runtime.layers.attention.sparse.router import (
     LinearBranch,
     Router,
     SparseEngine,
+    engine_in_8_bits,
 )
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SparseCall, lists_as_map
 from multimodal_gen.runtime.layers.attention.sparse.windows import Window
@@ -259,36 +259,19 @@ class SageSLARouter(_BothRouter[SageSLAConfig]):
 
     def engine(self, settings: SageSLAConfig) -> SparseEngine:
         """Return 8-bit attention by plans."""
-
-        def attend(
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
-            plan: BlockPlan,
-            *,
-            mean: torch.Tensor | None = None,
-            return_lse: bool = False,
-        ) -> Any:
-            refuse_grad(self.layer.label, query, key, value)
-            if self.layer.kernel.name == SPAS_SAGE:
-                return self._attend_spas_sage(query, key, value, plan)
-            return quantized_attention(
-                query,
-                key,
-                value,
-                plan,
-                scale=self.layer.scale,
-                return_lse=return_lse,
-                kernel=self.layer.kernel,
-                values=settings.values,
-                mean=mean,
-            )
-
-        return attend
+        if self.layer.kernel.name == SPAS_SAGE:
+            return self._attend_spas_sage
+        return engine_in_8_bits(self.layer, settings.values)
 
     def _attend_spas_sage(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: BlockPlan
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        plan: BlockPlan,
+        **more: Any,  # it takes no mean, and gives no log-sum-exp: no ring asks it for one
     ) -> torch.Tensor:
+        refuse_grad(self.layer.label, query, key, value)
         wanted = mask_blocks(place_of(query.device)[1])
         if (plan.q.size, plan.kv.size) != wanted:
             raise UnsupportedBackendError(

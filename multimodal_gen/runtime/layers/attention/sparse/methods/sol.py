@@ -14,16 +14,19 @@ import torch
 
 from multimodal_gen.errors import ConfigError
 from multimodal_gen.kernels.static_cache import static_cache
+from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.config import (
+    ComputeMode,
     EngineKernel,
     IndexSelector,
     Ratio,
     SparseConfig,
+    compute_mode_option,
     option,
     ratio_now,
 )
 from multimodal_gen.runtime.layers.attention.sparse.base import Tail, tail_option
-from multimodal_gen.runtime.layers.attention.sparse.method import SparseBackend
+from multimodal_gen.runtime.layers.attention.sparse.method import VARIANTS_OF_BOTH, SparseBackend
 from multimodal_gen.runtime.layers.attention.sparse.router import (
     BlockStats,
     Budget,
@@ -65,6 +68,8 @@ class SolConfig(SparseConfig):
         block_size: tokens of a block, in the order of the sequence.
         tile_size: tokens per block along (time, height, width) instead: neighbours in space lie
             together, as with the authors' Morton order.
+        compute_mode: `bf16` multiplies in the dtype of the inputs; `sage_bf16` queries and keys in
+            8 bits, which has no gradients.
         tail: `pooled` as the paper has it; `none` drops what is not exact.
         kernel: which kernel runs; `auto` takes the fastest one supported.
     """
@@ -92,6 +97,7 @@ class SolConfig(SparseConfig):
     tile_size: tuple[int, ...] | None = option(
         None, "tokens per block along time, height, width, instead", ge=1, length=3
     )
+    compute_mode: ComputeMode = compute_mode_option()  # noqa: RUF009 - it returns a field
     tail: Tail = tail_option("pooled")  # noqa: RUF009 - it returns a field
     kernel: EngineKernel = option("auto", "kernel that runs")
 
@@ -227,3 +233,4 @@ class SolBackend(SparseBackend):
     summary: ClassVar[str] = "Sol-Attn: blocks that stand out exactly, the others by their means"
     config_cls: ClassVar[type[SolConfig]] = SolConfig
     router: ClassVar[type[SolRouter]] = SolRouter
+    variants: ClassVar[tuple[Variant, ...]] = VARIANTS_OF_BOTH

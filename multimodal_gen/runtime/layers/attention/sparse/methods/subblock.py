@@ -12,15 +12,18 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar, Literal
 
+from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.config import (
+    ComputeMode,
     EngineKernel,
     Ratio,
     SparseConfig,
+    compute_mode_option,
     option,
     ratio_now,
 )
 from multimodal_gen.runtime.layers.attention.sparse.base import Tail, tail_option
-from multimodal_gen.runtime.layers.attention.sparse.method import SparseBackend
+from multimodal_gen.runtime.layers.attention.sparse.method import VARIANTS_OF_BOTH, SparseBackend
 from multimodal_gen.runtime.layers.attention.sparse.router import Budget, Cut, Router
 from multimodal_gen.runtime.layers.attention.sparse.windows import Window
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
@@ -42,7 +45,8 @@ class SubblockConfig(SparseConfig):
         skip_first_steps: first denoising steps that stay dense.
         skip_first_layers: first layers that stay dense.
         min_seq_len: sequences of fewer tokens stay dense.
-        compute_mode: what attention is computed in.
+        compute_mode: `bf16` multiplies in the dtype of the inputs; `sage_bf16` queries and keys in
+            8 bits, which has no gradients.
         tail: what becomes of blocks that are not kept: `none` drops them; `pooled` counts each by
             the mean of its keys and values.
         kernel: which kernel runs; `auto` takes the fastest one supported.
@@ -57,7 +61,7 @@ class SubblockConfig(SparseConfig):
     skip_first_steps: int = option(10, "first denoising steps that stay dense", ge=0)
     skip_first_layers: int = option(0, "first layers that stay dense", ge=0)
     min_seq_len: int = option(4096, "sequences of fewer tokens stay dense", ge=0)
-    compute_mode: Literal["bf16"] = option("bf16", "what attention is computed in")
+    compute_mode: ComputeMode = compute_mode_option()  # noqa: RUF009 - it returns a field
     tail: Tail = tail_option()  # noqa: RUF009 - it returns a field
     kernel: EngineKernel = option("auto", "kernel that runs")
 
@@ -101,3 +105,4 @@ class SubblockBackend(SparseBackend):
     summary: ClassVar[str] = "the best blocks by the means of their cells"
     config_cls: ClassVar[type[SubblockConfig]] = SubblockConfig
     router: ClassVar[type[SubblockRouter]] = SubblockRouter
+    variants: ClassVar[tuple[Variant, ...]] = VARIANTS_OF_BOTH

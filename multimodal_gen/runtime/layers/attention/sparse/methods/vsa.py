@@ -24,9 +24,11 @@ from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.backends.engine import upstream_variant
 from multimodal_gen.runtime.layers.attention.backends.packages import FASTVIDEO_KERNEL, VSA
 from multimodal_gen.runtime.layers.attention.config import (
+    ComputeMode,
     EngineKernel,
     Ratio,
     SparseConfig,
+    compute_mode_option,
     option,
     ratio_now,
 )
@@ -35,7 +37,7 @@ from multimodal_gen.runtime.layers.attention.sparse.base import (
     refuse_foreign_tail,
     tail_option,
 )
-from multimodal_gen.runtime.layers.attention.sparse.method import SparseBackend
+from multimodal_gen.runtime.layers.attention.sparse.method import VARIANTS_OF_BOTH, SparseBackend
 from multimodal_gen.runtime.layers.attention.sparse.methods.vsa_upstream import (
     UPSTREAM,
     attend_upstream,
@@ -73,6 +75,8 @@ class VideoSparseConfig(SparseConfig):
             the log-sum-exp over those of their cells (`subblock`), see `subblock_sparse_attn`. A
             gate's coarse stage is the same with both.
         tile_size: tokens per tile along (time, height, width): 64, 128 or 256 in all.
+        compute_mode: `bf16` multiplies in the dtype of the inputs; `sage_bf16` queries and keys in
+            8 bits, which has no gradients.
         tail: what becomes of tiles that a query tile does not keep: `none` drops them, as the paper
             does; `pooled` counts each by the mean of its keys and values.
         kernel: which kernel runs; `auto` takes the fastest one supported.
@@ -93,6 +97,7 @@ class VideoSparseConfig(SparseConfig):
     tile_size: tuple[int, ...] = option(
         (4, 4, 4), "time, height, width of a tile: 4x4x4, 4x8x4 or 4x8x8 tokens", ge=1, length=3
     )
+    compute_mode: ComputeMode = compute_mode_option()  # noqa: RUF009 - it returns a field
     tail: Tail = tail_option()  # noqa: RUF009 - it returns a field
     kernel: Literal[EngineKernel, "vsa", "fastvideo_kernel"] = option("auto", "kernel that runs")
 
@@ -184,7 +189,7 @@ class VideoSparseBackend(SparseBackend):
     )
     router: ClassVar[type[VideoSparseRouter]] = VideoSparseRouter
     variants: ClassVar[tuple[Variant, ...]] = (
-        *SparseBackend.variants,
+        *VARIANTS_OF_BOTH,
         upstream_variant("vsa", VSA),
         upstream_variant("fastvideo_kernel", FASTVIDEO_KERNEL),
     )

@@ -268,7 +268,7 @@ def test_the_plan_that_is_attended_to_is_that_of_sla(monkeypatch):
         assert mean.shape == (key.shape[0], key.shape[2], key.shape[3])
         return attention_reference(query, key, value, plan, scale=scale)[0]
 
-    module = "multimodal_gen.runtime.layers.attention.sparse.methods.sla.quantized_attention"
+    module = "multimodal_gen.runtime.layers.attention.sparse.router.quantized_attention"
     monkeypatch.setattr(module, exactly)
     qkv = inputs(RAGGED)
     options = {"topk_ratio": 0.3, "projection": projection(HEAD_SIZE)}
