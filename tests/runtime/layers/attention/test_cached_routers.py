@@ -476,6 +476,12 @@ REFUSED = [
         r"its tiles have \[4, 8, 8\] tokens, and the cache keeps tiles of \[2, 4, 4\]",
     ),
     ("video_sparse_attn", {"skip_below": 30.0}, True, "`skip_below` is for keys of one call"),
+    (
+        "video_sparse_attn",
+        {"compute_mode": "sage_bf16", "tile_size": [4, 4, 4]},
+        True,
+        "8 bits are made of the keys of one call",
+    ),
     ("vmoba_attn", BY_FRAME, True, "its blocks are 60 tokens as they came, and the cache keeps"),
     ("sla_attn", {}, True, "its linear branch sums over all keys of one call"),
     ("sage_sla_attn", {}, True, "its linear branch sums over all keys of one call"),
