@@ -430,11 +430,13 @@ def fallback_warning(selection: Selection) -> str:
     """Return what was asked for, what runs instead, why, and the remedies, in one line."""
     asked, *between = selection.rejected
     nor = f", and neither can {' or '.join(str(r.backend) for r in between)}" if between else ""
+    given = " and ".join(_narrowing(selection.asked.config))
+    leave = f"leave {given} out or " if given else ""
     return (
         f"attention backend {asked.backend} ({selection.asked.who}) cannot serve this layer{nor}, "
         f"so {selection.label} runs instead: {'; '.join(condensed(asked.reasons))}. To run it "
-        f"without this warning ask for {selection.backend}; to refuse it set --strict-attention, "
-        f"or strict=True in apply()"
+        f"without this warning {leave}ask for {selection.backend}; to refuse it set "
+        f"--strict-attention, or strict=True in apply()"
     )
 
 
