@@ -6,8 +6,8 @@ step, and how torch computes. What belongs to the model is looked at before ever
 """
 
 import itertools
-from collections.abc import Hashable, Iterable
-from operator import is_, itemgetter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -28,11 +28,9 @@ from multimodal_gen.runtime.layers.attention.scope import forced_backend
 
 _OWN_DATA = (nn.Parameter, torch.Tensor)
 _PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size)
-
-_OF_MODULES = ("_modules", "_parameters", "_buffers")
-_OF_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-# What a module may have for itself, and decides what it does.
-_SET = ("forward", "_compiled_call_impl", "processor")
+_CHILDREN = itemgetter("_modules")
+_WEIGHTS = itemgetter("_parameters", "_buffers")
+_HOOKS = itemgetter("_forward_hooks", "_forward_pre_hooks")
 
 
 class CannotCaptureError(Exception):
@@ -40,7 +38,7 @@ class CannotCaptureError(Exception):
 
 
 class ModelFacts:
-    """What a graph of a model goes by; looked at before every call, so that it is flat and short.
+    """What a graph of a model goes by; taken before every call, so that it is flat and short.
 
     The modules, which are held, so that no other one takes the identity of one; where their weights
     lie, and which of these wrap others, as quantised ones do; their hooks, those of step caches
@@ -48,60 +46,63 @@ class ModelFacts:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._own = own = [vars(module) for module in model.modules()]
-        self._inner = inner = own[1:]  # hooks of the model itself run around every call
-        self._adapters = [each for each in inner if "scaling" in each or "merged_adapters" in each]
-        # Torch writes to these mappings, and never sets others.
-        mappings = [each[name] for each in own for name in _OF_MODULES]
-        mappings += [each[name] for each in inner for name in _OF_HOOKS]
-        self._filled = [mapping for mapping in mappings if mapping]
-        self._empty = [mapping for mapping in mappings if not mapping]
-        self._members = self._all_members()
-        tensors = [x for x in self._members if isinstance(x, torch.Tensor)]
-        self._plain = [x for x in tensors if type(x) in _OWN_DATA]
-        self._wrappers = [x for x in tensors if type(x) not in _OWN_DATA]
-        self._sizes, self._set = self._all_sizes(), self._all_set()
+        self._own = [vars(module) for module in model.modules()]
+        self._inner = inner = self._own[1:]  # hooks of the model itself run around every call
+        self._adapters = [own for own in inner if "scaling" in own or "merged_adapters" in own]
         self._taken = self._take()
+        self._held = _wrappers(self._weights())  # for their `id`s
 
     def hold(self) -> bool:
         """Tell whether the model is what it was."""
-        members, sizes = self._all_members(), self._all_sizes()
-        if len(members) != len(self._members) or not all(map(is_, members, self._members)):
-            return False
-        if sizes != self._sizes:  # attributes came or went: which ones?
-            self._sizes = sizes
-            if self._all_set() != self._set:
-                return False
-        return not any(self._empty) and self._take() == self._taken
+        return self._take() == self._taken
 
-    # A model has thousands of modules and weights: loops of Python over them would take longer than
-    # a call should. So what is read of each is read by functions of C.
+    def _weights(self) -> list[torch.Tensor]:
+        found = _members(self._own, _WEIGHTS)
+        return [x for x in found if x is not None]
 
-    def _all_members(self) -> list[Any]:
-        """Return children, weights and hooks of the modules that have any."""
-        return [*itertools.chain.from_iterable(map(dict.values, self._filled))]
-
-    def _all_sizes(self) -> list[int]:
-        """Return how many attributes each module has."""
-        return [*map(len, self._own)]
-
-    def _all_set(self) -> list[tuple[int, str]]:
-        """Return which modules have what they need not have."""
-        pairs = itertools.product(enumerate(self._inner), _SET)
-        return [(place, name) for (place, own), name in pairs if name in own]
-
-    def _take(self) -> tuple[list[object], ...]:
-        parts = [part for x in self._wrappers for part in parts_of(x)]
-        found: list[Any] = [self._inner[place].get(name) for place, name in self._set]
+    # There are thousands of modules and weights: loops of Python over all of them would take longer
+    # than a call should. So functions of C read what each of them has.
+    def _take(self) -> tuple[Sequence[object], ...]:
+        own, inner = self._own, self._inner
+        weights = self._weights()
+        wrappers = _wrappers(weights)
+        parts = [part for x in wrappers for part in parts_of(x)]
+        processors = [each["processor"] for each in inner if "processor" in each]
         return (
-            [*map(torch.Tensor.data_ptr, self._plain)],
-            [*map(torch.Tensor.numel, self._plain)],
-            [*map(_place, parts)],
-            [*map(itemgetter("training"), self._own)],
-            found,
-            [repr(each.scale) for each in found if hasattr(each, "scale")],
+            [*itertools.chain.from_iterable(map(dict.values, filter(None, map(_CHILDREN, own))))],
+            _places(weights),
+            [*map(torch.Tensor.numel, weights)],
+            [*map(id, wrappers)],
+            _places(parts),
+            [*map(itemgetter("training"), own)],
+            _members(inner, _HOOKS),
+            [each["forward"] for each in inner if "forward" in each],
+            [each["_compiled_call_impl"] for each in inner if "_compiled_call_impl" in each],
+            [*processors],
+            [repr(each.scale) for each in processors if hasattr(each, "scale")],
             [repr(each.get(name)) for each in self._adapters for name in ADAPTER_STATE],
         )
+
+
+def _members(modules: list[dict[str, Any]], mappings: Callable[[Any], Any]) -> list[Any]:
+    """Return what modules, given by their attributes, have in mappings."""
+    found = itertools.chain.from_iterable(map(mappings, modules))
+    return [*itertools.chain.from_iterable(map(dict.values, filter(None, found)))]
+
+
+def _wrappers(weights: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return those that are no plain tensors."""
+    if {*map(type, weights)} <= {*_OWN_DATA}:
+        return []
+    return [x for x in weights if type(x) not in _OWN_DATA]
+
+
+def _places(tensors: list[torch.Tensor]) -> list[int]:
+    """Return where tensors lie; 0 for those that do not say."""
+    try:
+        return [*map(torch.Tensor.data_ptr, tensors)]
+    except RuntimeError:
+        return [*map(_place, tensors)]
 
 
 def device_of(model: nn.Module) -> torch.device:
