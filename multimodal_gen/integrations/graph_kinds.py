@@ -6,7 +6,7 @@ step, and how torch computes. What belongs to the model is looked at before ever
 """
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -28,9 +28,6 @@ from multimodal_gen.runtime.layers.attention.scope import forced_backend
 
 _OWN_DATA = (nn.Parameter, torch.Tensor)
 _PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size)
-_CHILDREN = itemgetter("_modules")
-_WEIGHTS = itemgetter("_parameters", "_buffers")
-_HOOKS = itemgetter("_forward_hooks", "_forward_pre_hooks")
 
 
 class CannotCaptureError(Exception):
@@ -57,8 +54,7 @@ class ModelFacts:
         return self._take() == self._taken
 
     def _weights(self) -> list[torch.Tensor]:
-        found = _members(self._own, _WEIGHTS)
-        return [x for x in found if x is not None]
+        return [x for x in _members(self._own, "_parameters", "_buffers") if x is not None]
 
     # There are thousands of modules and weights: loops of Python over all of them would take longer
     # than a call should. So functions of C read what each of them has.
@@ -69,13 +65,13 @@ class ModelFacts:
         parts = [part for x in wrappers for part in parts_of(x)]
         processors = [each["processor"] for each in inner if "processor" in each]
         return (
-            [*itertools.chain.from_iterable(map(dict.values, filter(None, map(_CHILDREN, own))))],
+            _members(own, "_modules"),
             _places(weights),
             [*map(torch.Tensor.numel, weights)],
             [*map(id, wrappers)],
             _places(parts),
             [*map(itemgetter("training"), own)],
-            _members(inner, _HOOKS),
+            _members(inner, "_forward_hooks", "_forward_pre_hooks"),
             [each["forward"] for each in inner if "forward" in each],
             [each["_compiled_call_impl"] for each in inner if "_compiled_call_impl" in each],
             [*processors],
@@ -84,9 +80,9 @@ class ModelFacts:
         )
 
 
-def _members(modules: list[dict[str, Any]], mappings: Callable[[Any], Any]) -> list[Any]:
-    """Return what modules, given by their attributes, have in mappings."""
-    found = itertools.chain.from_iterable(map(mappings, modules))
+def _members(modules: list[dict[str, Any]], *names: str) -> list[Any]:
+    """Return what modules, given by their attributes, have in the mappings of these names."""
+    found = itertools.chain.from_iterable(map(itemgetter(name), modules) for name in names)
     return [*itertools.chain.from_iterable(map(dict.values, filter(None, found)))]
 
 
