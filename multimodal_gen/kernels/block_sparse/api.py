@@ -89,8 +89,8 @@ def block_sparse_attention(
         scale: positive factor of the scores, 1 / sqrt(D) by default.
         return_lse: whether to return the log-sum-exp of the scores as well.
         kernel: what must run, "auto" for the fastest that can, or what was selected for a layer.
-        deterministic: whether two runs must agree bit by bit; costs speed in some kernels. So does
-            `torch.use_deterministic_algorithms`, for gradients.
+        deterministic: whether two runs must agree bit by bit, as they must under
+            `torch.use_deterministic_algorithms`; costs speed in some kernels.
         tail: lets the blocks that a row does not keep count by their means; None drops them.
         skip: leaves out what lies far below the scores seen so far; None leaves nothing out. Not
             under `torch.compile`, nor for subclasses of tensors, nor where a gradient is asked for.
@@ -254,13 +254,15 @@ def rows_for_choice(q: torch.Tensor, kernel: KernelChoice, given: tuple[torch.Te
 
 
 def _run_gluon(call: Call) -> _Results:
-    q, _, _, plan, _, return_lse, deterministic, form, skip, overwrite_q = call
+    q, _, _, plan, _, return_lse, fixed, form, skip, overwrite_q = call
+    fixed = fixed or torch.are_deterministic_algorithms_enabled()
     # Queries of a block are read before its rows are written, by the program that writes them.
     out, lse = empty_results(q, plan, return_lse, out=q if overwrite_q else None)
     below = 0.0 if skip is None else skip.octaves
-    key = (return_lse, deterministic, overwrite_q, below)
+    key = (return_lse, fixed, overwrite_q, below)
     prepared = form.prepared.get(key)
     if prepared is None:
+        call = call._replace(deterministic=fixed)
         prepared = form.prepared[key] = _prepare_gluon(call, out, lse)
     prepared(call, out, lse)
     return out, lse

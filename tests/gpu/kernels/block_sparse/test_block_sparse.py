@@ -197,14 +197,20 @@ def test_one_plan_serves_tensors_of_any_form(kernel: str, name: str) -> None:
         check(kernel, plan, QKV(*strided))
 
 
-def test_a_deterministic_run_repeats_bit_by_bit(kernel: str) -> None:
+@pytest.mark.parametrize("by_torch", [False, True], ids=["asked", "by torch"])
+def test_a_deterministic_run_repeats_bit_by_bit(kernel: str, by_torch: bool) -> None:
     shape = PlanShape(heads=4, num_q=40, num_kv=40, q_size=64, kv_size=64, keep=0.3)
     plan = random_plan(shape, seed=6, device="cuda")
     q, k, v = inputs = inputs_for(plan, dtype=torch.bfloat16)
     skip_if_refused(kernel, plan, inputs)
-    runs = [
-        block_sparse_attention(q, k, v, plan, kernel=kernel, deterministic=True) for _ in range(5)
-    ]
+    torch.use_deterministic_algorithms(by_torch, warn_only=True)
+    try:
+        runs = [
+            block_sparse_attention(q, k, v, plan, kernel=kernel, deterministic=not by_torch)
+            for _ in range(5)
+        ]
+    finally:
+        torch.use_deterministic_algorithms(False)
     assert all(torch.equal(runs[0], run) for run in runs[1:])
 
 
