@@ -86,6 +86,11 @@ class Chosen:
     mask: torch.Tensor | None = None
     _parts: dict[tuple[Any, Any], _Packed] = field(default_factory=dict)
 
+    @property
+    def is_known(self) -> bool:
+        """Whether it was chosen in an earlier call, for all ranges that such calls ask for."""
+        return bool(self._parts)
+
     def get(self, heads: slice) -> torch.Tensor | None:
         """Return what a range of heads keeps, bool or int32 [B, H, R, N or K], if it is known."""
         packed = self._parts.get((heads.start, heads.stop))
