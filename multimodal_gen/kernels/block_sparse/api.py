@@ -109,6 +109,7 @@ def block_sparse_attention(
     form = _checked(q, k, v, plan, scale)
     backward = records_gradient(q, k, v) if form is None else form.request.backward
     scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     if skip is not None and (backward or form is None):
         raise UsageError(
             "`skip` must be None where a gradient is asked for, a graph is traced or a tensor is "
@@ -254,15 +255,13 @@ def rows_for_choice(q: torch.Tensor, kernel: KernelChoice, given: tuple[torch.Te
 
 
 def _run_gluon(call: Call) -> _Results:
-    q, _, _, plan, _, return_lse, fixed, form, skip, overwrite_q = call
-    fixed = fixed or torch.are_deterministic_algorithms_enabled()
+    q, _, _, plan, _, return_lse, deterministic, form, skip, overwrite_q = call
     # Queries of a block are read before its rows are written, by the program that writes them.
     out, lse = empty_results(q, plan, return_lse, out=q if overwrite_q else None)
     below = 0.0 if skip is None else skip.octaves
-    key = (return_lse, fixed, overwrite_q, below)
+    key = (return_lse, deterministic, overwrite_q, below)
     prepared = form.prepared.get(key)
     if prepared is None:
-        call = call._replace(deterministic=fixed)
         prepared = form.prepared[key] = _prepare_gluon(call, out, lse)
     prepared(call, out, lse)
     return out, lse
