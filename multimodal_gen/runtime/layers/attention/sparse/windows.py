@@ -19,8 +19,6 @@ import torch
 Window: TypeAlias = tuple[int, int, int]
 """Three numbers along time, height and width: a window or a grid."""
 
-AXES = ("time", "height", "width")
-
 DEFAULT_TILE: Window = (6, 8, 8)
 """Tokens per tile along each axis, unless told otherwise."""
 
