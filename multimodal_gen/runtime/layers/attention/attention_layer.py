@@ -567,7 +567,7 @@ def binding_at(bound: Binding, call: AttentionCall, context: ForwardContext | No
     method = bound.method
     # A branch that a trained projection weighs is a part of the result.
     if method is not None and (call.projection is None or "projection" not in method.takes):
-        reason = method.dense_reason(call.query, call.key, context, call.first_head)
+        reason = method.dense_reason(call.query, call.key, call.value, context, call.first_head)
         if reason is not None:
             bound = bound.dense(reason)
     return bound if bound.by_shape is None else bound.by_shape.at(call)

@@ -398,6 +398,7 @@ class SparseMethodImpl(AttentionImpl):
         self,
         query: torch.Tensor,
         key: torch.Tensor,
+        value: torch.Tensor,
         context: ForwardContext | None,
         first_head: int = 0,
     ) -> str | None:
@@ -409,6 +410,7 @@ class SparseMethodImpl(AttentionImpl):
         Args:
             query: [B, Sq, H, D].
             key: [B, Sk, Hkv, D].
+            value: [B, Sk, Hkv, D].
             context: the running denoiser call.
             first_head: index of the first of `query`'s heads among those of the layer.
         """
@@ -419,7 +421,7 @@ class SparseMethodImpl(AttentionImpl):
             return own
         if self._dense_above.never or context is None or grid is None:
             return None  # without a grid, the call itself is refused
-        if torch.are_deterministic_algorithms_enabled() or records_gradient(query, key):
+        if torch.are_deterministic_algorithms_enabled() or records_gradient(query, key, value):
             return None
         heads = slice(first_head, first_head + query.shape[2])
         step = (context.current_timestep, context.num_steps) if self._varies else None

@@ -659,8 +659,7 @@ def attend_tiled(
         [B, Sq, H, D] in the order of the sequence. Queries that see no key are zero.
     """
     query, key, value, mask = call.query, call.key, call.value, call.mask
-    kv_heads = key.shape[2]
-    group = query.shape[2] // kv_heads
+    kv_heads, group = key.shape[2], query.shape[2] // key.shape[2]
     index, masked = (
         (keys.index, None) if mask is None else kept_first(keys.index, keys.blocks, mask)
     )

@@ -173,7 +173,7 @@ def test_a_rank_learns_of_its_own_heads(method):
     mine = slice(1, HEADS)
     for step in range(2):
         context = ForwardContext(current_timestep=step, num_steps=9, latent_grid=GRID)
-        reason = impl.dense_reason(q[:, :, mine], k[:, :, mine], context, first_head=1)
+        reason = impl.dense_reason(*(x[:, :, mine] for x in (q, k, v)), context, first_head=1)
         if step == 0:
             impl.forward(q[:, :, mine], k[:, :, mine], v[:, :, mine], context, first_head=1)
     assert "kept more than 0.2 of the pairs when last tried" in str(reason)
@@ -272,13 +272,15 @@ def test_under_deterministic_algorithms_nothing_is_exchanged(method):
     assert layer.report().detours == ()
 
 
-def test_calls_that_need_gradients_run_the_method():
+@pytest.mark.parametrize("which", range(3), ids=["query", "key", "value"])
+def test_calls_that_need_gradients_run_the_method(which: int):
     layer, qkv = (
         make_layer("video_sparse_attn", KNOWN["video_sparse_attn"], dense_above=0.3),
         inputs(),
     )
+    qkv[which].requires_grad_()
     with set_forward_context(0, latent_grid=GRID):
-        layer(qkv[0].requires_grad_(), *qkv[1:]).sum().backward()
+        layer(*qkv).sum().backward()
     assert layer.report().entries[0].calls == 1
 
 

@@ -176,7 +176,7 @@ def test_too_much_that_is_kept_makes_the_next_steps_dense():
     impl, qkv = impl_of(topk=4, dense_above=0.5), inputs(None, HEADS)
     run(impl, qkv)
     with set_forward_context(4, latent_grid=GRID) as context:
-        reason = impl.dense_reason(qkv.query, qkv.key, context)
+        reason = impl.dense_reason(*qkv, context)
     assert reason is not None
     assert "kept more than 0.5 of the pairs when last tried" in reason
 
