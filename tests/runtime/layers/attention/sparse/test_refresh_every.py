@@ -299,12 +299,12 @@ def test_gradients_and_graphs_are_refused(monkeypatch) -> None:
 def test_what_is_packed_is_what_was_chosen(num: int) -> None:
     generator = torch.Generator().manual_seed(num)
     chosen = torch.rand(2, 3, 5, num, generator=generator) < 0.4
-    found, heads = Chosen(3, ()), slice(0, 3)
-    found.set(heads, chosen, num)
-    assert torch.equal(found.get(heads), chosen)
-    assert found.get(slice(1, 3)) is None
+    found = Chosen(3, ())
+    assert found.get() is None
+    found.set(chosen, num)
+    assert torch.equal(found.get(), chosen)
     for most, dtype in ((num, torch.int16), (40_000, torch.int32)):
         lists = torch.randint(0, num, (1, 3, 5, 4), generator=generator, dtype=torch.int32)
-        found.set(heads, lists, most)
-        assert torch.equal(found.get(heads), lists)
-        assert found._parts[0, 3].data.dtype == dtype
+        found.set(lists, most)
+        assert torch.equal(found.get(), lists)
+        assert found._packed.data.dtype == dtype

@@ -20,9 +20,11 @@ from multimodal_gen.runtime.layers.attention.config import SparseConfig, option
 from multimodal_gen.runtime.layers.attention.layer import UlyssesAttention_VSA
 from multimodal_gen.runtime.layers.attention.scope import scope_from
 from multimodal_gen.runtime.layers.attention.sparse import router as router_module
+from multimodal_gen.runtime.layers.attention.sparse import tiles as tiles_module
 from multimodal_gen.runtime.layers.attention.sparse.method import SparseBackend
 from multimodal_gen.runtime.layers.attention.sparse.pattern import Pattern
 from multimodal_gen.runtime.layers.attention.sparse.router import Budget, Cut, Densities, Router
+from multimodal_gen.runtime.layers.attention.sparse.tiles import lists_as_map
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from tests.helpers.inputs import QKV, make_qkv
@@ -225,6 +227,23 @@ def test_what_a_router_cannot_mean_is_refused(what):
     router, message = WRONG[what]
     with pytest.raises(UsageError, match=message), serving(router) as name:
         attend(layer_of(name), video())
+
+
+@pytest.mark.parametrize("chooses", ["lists", "map"])
+def test_what_all_heads_keep_may_be_said_once(chooses, monkeypatch):
+    monkeypatch.setattr(tiles_module, "_SHARE_AT_ONCE", 0.0)
+    for name in ("_BYTES_AT_ONCE", "_BYTES_IN_TWO"):  # a head at a time
+        monkeypatch.setattr(tiles_module, name, 0)
+
+    def first(stats, budget):
+        lists = stats.best(2)[:, :1]
+        return lists if chooses == "lists" else lists_as_map(lists, stats.num)
+
+    said, outs = {"cut": Cut((2, 2, 2)), "chooses": chooses}, []
+    for make in (first, lambda *given: first(*given).expand(-1, HEADS, -1, -1)):
+        with serving(saying(chosen(make), **said)) as name:
+            outs.append(attend(layer_of(name), video()))
+    assert torch.equal(*outs)
 
 
 def test_a_method_registered_as_dense_is_refused_when_it_loads():

@@ -11,7 +11,7 @@ Shapes: B batch, H heads, R and N blocks of queries and of keys, K kept blocks.
 """
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -71,9 +71,9 @@ def _eight(device: torch.device) -> torch.Tensor:
     return torch.arange(8, dtype=torch.uint8, device=device)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Chosen:
-    """What a call's router chose, by range of heads.
+    """What a call's router chose.
 
     Attributes:
         step: denoising step that it was chosen in.
@@ -84,23 +84,16 @@ class Chosen:
     step: int
     kind: tuple[Hashable, ...]
     mask: torch.Tensor | None = None
-    _parts: dict[tuple[Any, Any], _Packed] = field(default_factory=dict)
+    _packed: _Packed | None = None
 
-    @property
-    def is_known(self) -> bool:
-        """Whether it was chosen in an earlier call, for all ranges that such calls ask for."""
-        return bool(self._parts)
+    def get(self) -> torch.Tensor | None:
+        """Return what heads keep, bool or int32 [B, H, R, N or K], if it is known."""
+        return None if self._packed is None else self._packed.unpacked()
 
-    def get(self, heads: slice) -> torch.Tensor | None:
-        """Return what a range of heads keeps, bool or int32 [B, H, R, N or K], if it is known."""
-        packed = self._parts.get((heads.start, heads.stop))
-        return None if packed is None else packed.unpacked()
-
-    def set(self, heads: slice, chosen: torch.Tensor, num_blocks: int) -> None:
-        """Keep what a range of heads chose among so many blocks."""
+    def set(self, chosen: torch.Tensor, num_blocks: int) -> None:
+        """Keep what was chosen among so many blocks."""
         small = chosen.dtype != torch.bool and num_blocks <= torch.iinfo(torch.int16).max
-        packed = _Packed.of(chosen.to(torch.int16) if small else chosen)
-        self._parts[heads.start, heads.stop] = packed
+        self._packed = _Packed.of(chosen.to(torch.int16) if small else chosen)
 
 
 def _identity(mask: torch.Tensor | None) -> Hashable:

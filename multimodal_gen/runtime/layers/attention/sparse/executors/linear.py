@@ -181,11 +181,11 @@ def _plan_found(
     found: Chosen, make: Callable[..., BlockPlan], keys: Blocks, blocks: RasterBlocks, **how: Any
 ) -> BlockPlan:
     """Return the plan of what was chosen in an earlier step, else the one that is made."""
-    lists = found.get(slice(None))
+    lists = found.get()
     if lists is not None:
         return uniform_plan(lists, blocks.queries, keys)
     plan = make(**how)
-    found.set(slice(None), plan.indices, blocks.num_video + blocks.num_text)
+    found.set(plan.indices, blocks.num_video + blocks.num_text)
     return plan
 
 
