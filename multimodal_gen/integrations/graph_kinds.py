@@ -5,8 +5,10 @@ tensors, the latent grid and where text is, how the padding lies, what serves ev
 step, and how torch computes. What belongs to the model is looked at before every call instead.
 """
 
+import gc
 import itertools
-from collections.abc import Hashable, Iterable, Sequence
+import operator
+from collections.abc import Hashable, Iterable, Iterator
 from operator import itemgetter
 from typing import Any
 
@@ -27,6 +29,7 @@ from multimodal_gen.runtime.layers.attention.call import current_watch
 from multimodal_gen.runtime.layers.attention.scope import forced_backend
 
 _OWN_DATA = (nn.Parameter, torch.Tensor)
+_SPECIAL = ("forward", "processor", "_compiled_call_impl")  # that few modules have
 _PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
@@ -46,51 +49,61 @@ class ModelFacts:
         self._own = [vars(module) for module in model.modules()]
         self._inner = inner = self._own[1:]  # hooks of the model itself run around every call
         self._adapters = [own for own in inner if "scaling" in own or "merged_adapters" in own]
-        self._taken = self._take()
-        self._held = _wrappers(self._weights())  # for their `id`s
+        self._taken = [*self._take()]
+        self._held = _tensors(*self._weights())[1]  # for their `id`s
 
     def hold(self) -> bool:
         """Tell whether the model is what it was."""
-        return self._take() == self._taken
+        return all(map(operator.eq, self._take(), self._taken))
 
-    def _weights(self) -> list[torch.Tensor]:
-        return [x for x in _members(self._own, "_parameters", "_buffers") if x is not None]
+    def _weights(self) -> tuple[list[Any], list[type]]:
+        """Return weights, None where a module goes without, and their types."""
+        found = _members(self._own, "_parameters", "_buffers")
+        return found, [*map(type, found)]
 
     # There are thousands of modules and weights: loops of Python over all of them would take longer
-    # than a call should. So functions of C read what each of them has.
-    def _take(self) -> tuple[Sequence[object], ...]:
+    # than a call should. So functions of C read what each of them has, up to the first difference.
+    def _take(self) -> Iterator[list[Any]]:
         own, inner = self._own, self._inner
-        weights = self._weights()
-        wrappers = _wrappers(weights)
-        parts = [part for x in wrappers for part in parts_of(x)]
-        processors = [each["processor"] for each in inner if "processor" in each]
-        return (
-            _members(own, "_modules"),
-            _places(weights),
-            [*map(torch.Tensor.numel, weights)],
-            [*map(id, wrappers)],
-            _places(parts),
-            [*map(itemgetter("training"), own)],
-            _members(inner, "_forward_hooks", "_forward_pre_hooks"),
-            [each["forward"] for each in inner if "forward" in each],
-            [each["_compiled_call_impl"] for each in inner if "_compiled_call_impl" in each],
-            [*processors],
-            [repr(each.scale) for each in processors if hasattr(each, "scale")],
-            [repr(each.get(name)) for each in self._adapters for name in ADAPTER_STATE],
-        )
+        yield _members(own, "_modules")
+        found, types = self._weights()
+        yield types
+        weights, wrappers = _tensors(found, types)
+        yield _places(weights)
+        yield [*map(torch.Tensor.numel, weights)]
+        yield [*map(id, wrappers)]
+        yield _places([part for x in wrappers for part in parts_of(x)])
+        yield [*map(itemgetter("training"), own)]
+        hooks = _mappings(inner, "_forward_hooks", "_forward_pre_hooks")
+        yield [hook for each in filter(None, hooks) for hook in each.values()]
+        special = [
+            each
+            for each in inner
+            if "forward" in each or "processor" in each or "_compiled_call_impl" in each
+        ]
+        yield [*map(id, special)]
+        yield [each.get(name) for each in special for name in _SPECIAL]
+        processors = [each["processor"] for each in special if "processor" in each]
+        yield [repr(each.scale) for each in processors if hasattr(each, "scale")]
+        yield [repr(each.get(name)) for each in self._adapters for name in ADAPTER_STATE]
+
+
+def _mappings(modules: list[dict[str, Any]], *names: str) -> Iterable[dict[str, Any]]:
+    """Return the mappings of these names that modules have, which are given by attributes."""
+    return itertools.chain(*(map(itemgetter(name), modules) for name in names))
 
 
 def _members(modules: list[dict[str, Any]], *names: str) -> list[Any]:
-    """Return what modules, given by their attributes, have in the mappings of these names."""
-    found = itertools.chain.from_iterable(map(itemgetter(name), modules) for name in names)
-    return [*itertools.chain.from_iterable(map(dict.values, filter(None, found)))]
+    """Return what is in these mappings; of those of a class of their own, that of the class too."""
+    return gc.get_referents(*_mappings(modules, *names))  # by one call for all of them
 
 
-def _wrappers(weights: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return those that are no plain tensors."""
-    if {*map(type, weights)} <= {*_OWN_DATA}:
-        return []
-    return [x for x in weights if type(x) not in _OWN_DATA]
+def _tensors(found: list[Any], types: list[type]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the tensors in a list of such types, and those of them that are no plain ones."""
+    if {*types} <= {*_OWN_DATA, type(None)}:
+        return [x for x in found if x is not None], []
+    tensors = [x for x in found if isinstance(x, torch.Tensor)]
+    return tensors, [x for x in tensors if type(x) not in _OWN_DATA]
 
 
 def _places(tensors: list[torch.Tensor]) -> list[int]:

@@ -22,6 +22,7 @@ from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.integrations import cuda_graphs
 from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.integrations.generator import DiffGenerator
+from multimodal_gen.integrations.graph_kinds import ModelFacts
 from multimodal_gen.runtime.attention_report import AttentionReport, DenoiserGraphs, GraphReport
 from multimodal_gen.runtime.layers.attention.scope import (
     global_force_attn_backend_context_manager as forced,
@@ -383,6 +384,28 @@ def test_a_model_that_changes_is_computed_as_it_is_then(change) -> None:
     assert replays(report) == (2 + 2 if drops else 2 + 4)
     assert all(map(torch.equal, found, expected))
     assert not any(map(torch.equal, found, before))
+
+
+def test_a_bias_that_moves_to_the_next_module_is_seen() -> None:
+    model = torch.nn.Sequential(
+        torch.nn.Linear(2, 2), torch.nn.LayerNorm(2, elementwise_affine=False)
+    )
+    facts = ModelFacts(model)
+    assert facts.hold()
+    model[0].bias, model[1].bias = None, model[0].bias
+    assert not facts.hold()
+
+
+def test_weights_in_a_mapping_of_its_own_class_are_looked_at() -> None:
+    class Mapping(OrderedDict):  # type: ignore[type-arg]
+        pass
+
+    model = torch.nn.Linear(2, 2)
+    model._parameters = Mapping(model._parameters)
+    facts = ModelFacts(model)
+    assert facts.hold()
+    model.weight.data = model.weight.data * 2
+    assert not facts.hold()
 
 
 def test_an_attribute_that_decides_nothing_drops_no_graph() -> None:
