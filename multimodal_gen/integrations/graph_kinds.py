@@ -46,7 +46,8 @@ class ModelFacts:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._own = [vars(module) for module in model.modules()]
+        plain = (x for x in model.modules() if not isinstance(x, torch.jit.ScriptModule))
+        self._own = [vars(module) for module in plain]
         self._inner = inner = self._own[1:]  # hooks of the model itself run around every call
         self._adapters = [own for own in inner if "scaling" in own or "merged_adapters" in own]
         self._taken = [*self._take()]
@@ -219,12 +220,8 @@ def reason_of_model(model: nn.Module) -> str | None:
     if getattr(model, "_compiled_call_impl", None) is not None:
         return "it is compiled as a whole (compile_repeated_blocks() compiles its blocks)"
     for name, module in model.named_modules():
-        if module is model:
-            continue
-        if module._forward_hooks or module._forward_pre_hooks:
-            return f"{name} has hooks, which a replay would not call"
-        if has_other_forward(module):
-            return f"{name} has a forward of its own, as step caches and offloading set"
+        if module is not model and (reason := _reason_of_part(module)) is not None:
+            return f"{name} {reason}"
     for name, weight in (*model.named_parameters(), *model.named_buffers()):
         if type(weight) not in _OWN_DATA and not all(
             _place(part) for part in parts_of(weight) if part.numel()
@@ -232,6 +229,16 @@ def reason_of_model(model: nn.Module) -> str | None:
             return f"{name} is a {type(weight).__name__}, which does not say where it lies"
     devices = {parameter.device for parameter in model.parameters()}
     return "its weights are on several devices" if len(devices) > 1 else None
+
+
+def _reason_of_part(module: nn.Module) -> str | None:
+    if isinstance(module, torch.jit.ScriptModule):
+        return "is a ScriptModule, which does not show what it holds"
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "has hooks, which a replay would not call"
+    if has_other_forward(module):
+        return "has a forward of its own, as step caches and offloading set"
+    return None
 
 
 def has_other_forward(module: nn.Module) -> bool:

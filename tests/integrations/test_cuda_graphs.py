@@ -662,15 +662,21 @@ def opaque(model: Any) -> None:
     wrap_weight(model, Opaque)
 
 
+def scripted(model: Any) -> None:
+    model.blocks[0].ffn.net[1] = torch.jit.script(torch.nn.Identity())
+
+
 OF_MODELS: dict[Callable[[Any], None], str] = {
     hooked: "has hooks",
     with_a_cache: "a step cache is enabled",
     wrapped: "a forward of its own",
     compiled: "compiled as a whole",
+    scripted: "blocks.0.ffn.net.1 is a ScriptModule, which does not show what it holds",
     opaque: "blocks.0.ffn.net.2.weight is a Opaque, which does not say where it lies",
 }
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")
 @pytest.mark.parametrize("change", OF_MODELS)
 def test_models_that_no_graph_can_repeat_are_refused(change) -> None:
     model, _ = model_of()
@@ -679,7 +685,8 @@ def test_models_that_no_graph_can_repeat_are_refused(change) -> None:
         apply(model, **DENSE, cuda_graph=True)
 
 
-@pytest.mark.parametrize("change", [hooked, wrapped])
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")
+@pytest.mark.parametrize("change", [hooked, wrapped, scripted])
 def test_models_that_become_so_run_without_graphs_and_it_is_said(change, caplog) -> None:
     model, inputs = model_of()
     with apply(model, **DENSE, cuda_graph=True) as handle:
