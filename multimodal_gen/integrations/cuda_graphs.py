@@ -42,6 +42,7 @@ from multimodal_gen.integrations.graph_kinds import (
     reason_of_model,
     require_copyable,
     taken_apart,
+    varying_layers,
 )
 from multimodal_gen.integrations.hooks import own_method, replace_method
 from multimodal_gen.integrations.module_attention import ModuleAttention
@@ -50,7 +51,7 @@ from multimodal_gen.runtime.attention_report import DenoiserGraphs, GraphReport
 from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
 from multimodal_gen.runtime.layers.attention.binding import Binding
 from multimodal_gen.runtime.layers.attention.call import watching
-from multimodal_gen.runtime.layers.attention.scope import SelectionScope
+from multimodal_gen.runtime.layers.attention.scope import SelectionScope, forced_backend
 from multimodal_gen.runtime.layers.attention.sparse.router import Densities
 from multimodal_gen.runtime.managers.forward_context import TensorCache, use_forward_context
 
@@ -359,6 +360,8 @@ class GraphedDenoiser:
         # Kinds: seen once, why they cannot be captured, or their graph; the last used last.
         self._kinds: OrderedDict[Hashable, _Graph | str | None] = OrderedDict()
         self._facts: ModelFacts | None = None
+        # Layers that steps may change, and under which forced backend; kept from replay to replay.
+        self._varying: tuple[object, list[AttentionLayer]] | None = None
         self._tally: Counter[str] = Counter(calls=0, replays=0, learning=0, dropped=0)
         self._plain: Counter[str] = Counter()
         self._installed = False
@@ -405,7 +408,8 @@ class GraphedDenoiser:
     def _call(self, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what the model's own forward returns, from a graph where there is one."""
         self._tally["calls"] += 1
-        context = current_denoiser_context()
+        context, forced = current_denoiser_context(), forced_backend()
+        varying, self._varying = self._varying, None
         try:
             if context is None or context.component != self._component:
                 raise CannotCaptureError("it was called without its hooks")
@@ -413,7 +417,9 @@ class GraphedDenoiser:
             if reason is not None:
                 raise CannotCaptureError(reason)
             given = args, kwargs, None if context.padding is None else context.padding.text
-            kind = kind_of_call(given, context, self._layers(), self._device)
+            if varying is None or varying[0] is not forced:
+                varying = (forced, varying_layers(self._layers()))
+            kind = kind_of_call(given, context, varying[1], self._device)
         except CannotCaptureError as error:
             return self._run_plainly(str(error), own, args, kwargs)
         if kind not in self._kinds:
@@ -429,6 +435,7 @@ class GraphedDenoiser:
             self._keep(kind, found)
         if isinstance(found, str):
             return self._run_plainly(found, own, args, kwargs)
+        self._varying = varying
         return self._replay(found, given, context)
 
     def _run_plainly(

@@ -148,7 +148,7 @@ def kind_of_call(
     Args:
         given: the arguments of the call, and the text of its padding.
         context: the call's.
-        layers: the attention layers of the denoiser.
+        layers: the attention layers of the denoiser that steps may change.
         device: the denoiser's.
 
     Raises:
@@ -164,6 +164,12 @@ def kind_of_call(
         tuple(layer.step_kind(context) for layer in layers),
         _how_torch_computes(),
     )
+
+
+def varying_layers(layers: Iterable[AttentionLayer]) -> list[AttentionLayer]:
+    """Return the layers that one thing does not serve in all steps, or a sparse method does."""
+    served = ((layer, layer.schedule()) for layer in layers)
+    return [x for x, entries in served if len(entries) > 1 or entries[0].primary.method is not None]
 
 
 def taken_apart(given: object) -> tuple[list[Any], TreeSpec]:

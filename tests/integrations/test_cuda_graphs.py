@@ -24,6 +24,7 @@ from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.integrations.generator import DiffGenerator
 from multimodal_gen.integrations.graph_kinds import ModelFacts
 from multimodal_gen.runtime.attention_report import AttentionReport, DenoiserGraphs, GraphReport
+from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
 from multimodal_gen.runtime.layers.attention.scope import (
     global_force_attn_backend_context_manager as forced,
 )
@@ -190,6 +191,14 @@ def test_dense_steps_and_sparse_ones_have_a_graph_each(fresh, recorder) -> None:
     assert recorder.recorded == reports[1].graphs.num_graphs == 2
     assert replays(reports[1]) == 2 * STEPS - 4
     assert ran(reports[0]) == ran(reports[1])
+
+
+def test_layers_that_no_step_changes_are_not_asked_in_each(monkeypatch) -> None:
+    model, inputs = model_of()
+    monkeypatch.delattr(AttentionLayer, "step_kind")
+    with apply(model, **DENSE, cuda_graph=True) as handle:
+        outputs(model, inputs)
+        assert replays(handle.report()) == 2
 
 
 def test_every_ratio_of_a_schedule_has_a_graph(fresh, recorder) -> None:
