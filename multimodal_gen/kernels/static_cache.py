@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache, wraps
-from typing import ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
@@ -34,13 +34,22 @@ def being_captured() -> bool:
     return begun and torch.cuda.is_current_stream_capturing()
 
 
+def wait_for_devices() -> None:
+    """Wait for what the current streams are to do, so that any stream may read what they made."""
+    cuda: Any = torch._C
+    begun = torch.cuda.is_initialized() and not being_captured()  # type: ignore[no-untyped-call]
+    for index in range(torch.cuda.device_count() if begun else 0):
+        if cuda._cuda_hasPrimaryContext(index):  # others do nothing, and would get one
+            torch.cuda.current_stream(index).synchronize()
+
+
 def static_cache(maxsize: int) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Cache what a function makes of its arguments: the last `maxsize`, and what graphs read.
 
     A replay reads the memory that its capture saw, however many shapes were seen since: what is
     asked for during a capture is held as long as the process lives, or by whom `held_by_graph`
     gives it to. Nothing is made during one: it would hold nothing before a replay, and lie in
-    memory of that graph alone.
+    memory of that graph alone. What is made is waited for: any stream may read what is cached.
 
     Args:
         maxsize: how many results are held that no graph reads.
@@ -55,7 +64,9 @@ def static_cache(maxsize: int) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]
                     f"settings, which makes what the graph reads; got none ({make.__qualname__}); "
                     "run the call once before the capture"
                 )
-            return make(*args, **kwargs)
+            made = make(*args, **kwargs)
+            wait_for_devices()
+            return made
 
         read_by_graphs: dict[object, _R] = {}
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from multimodal_gen.errors import UsageError, short
-from multimodal_gen.kernels.static_cache import static_cache
+from multimodal_gen.kernels.static_cache import static_cache, wait_for_devices
 from multimodal_gen.kernels.tensors import usable_device
 
 WORD_BITS = 32
@@ -163,10 +163,9 @@ def _moved(
 def _regular_bounds(
     num: int, size: int, total: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # Made on the CPU: a copy is waited for, so that any stream may read what is cached.
-    with torch.inference_mode(False), torch.device("cpu"):
-        starts = torch.arange(num, dtype=torch.int32).view(1, 1, -1) * size
-        return starts.to(device), (total - starts).clamp_max(size).to(device)
+    with torch.inference_mode(False):
+        starts = torch.arange(num, dtype=torch.int32, device=device).view(1, 1, -1) * size
+        return starts, (total - starts).clamp_max(size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -194,6 +193,7 @@ class BlockPlan:
             `counts`, flattened. `longest_first` computes it once for a plan that is used often.
         causal: drop keys after the query, aligned to the last query and the last key. For plans
             that otherwise keep everything, as `dense` makes them; or, without gradients, nothing.
+        shared: whether several streams read the plan: what is derived is waited for.
         cache: what kernels derive from the plan once; its tensors must not be written to.
     """
 
@@ -205,6 +205,7 @@ class BlockPlan:
     uniform: bool = False
     order: torch.Tensor | None = None
     causal: bool = False
+    shared: bool = False
     cache: dict[Any, Any] = dataclasses.field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -329,6 +330,8 @@ class BlockPlan:
         """
         if self.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
             self.cache[key] = derived
+            if self.shared:
+                wait_for_devices()
         return derived
 
     def derive(self, key: object, make: Callable[..., _DerivedT], *arguments: object) -> _DerivedT:

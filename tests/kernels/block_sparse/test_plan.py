@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multimodal_gen.errors import UsageError
+from multimodal_gen.kernels.block_sparse import plan as plan_module
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks, check_arguments
 from tests.helpers.block_plans import PlanShape, dense_mask, random_plan
 from tests.helpers.drawn import plan_shapes
@@ -220,6 +221,18 @@ def test_what_is_derived_while_a_graph_is_captured_is_not_kept(
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     assert plan.remember("there", 2) == 2
     assert ("there" in plan.cache) is not capturing
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_is_derived_from_a_shared_plan_is_there_for_every_stream(
+    shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(plan_module, "wait_for_devices", lambda: done.append("waited"))
+    plan = dataclasses.replace(plan_of(), shared=shared)
+    for _ in range(2):
+        plan.derive("lists", lambda: done.append("made") or 1)
+    assert done == ["made", "waited"][: 1 + shared]
 
 
 def test_a_plan_remembers_what_fits_it_and_nothing_else() -> None:

@@ -154,8 +154,6 @@ def dense_plan(
 ) -> BlockPlan:
     """Return the plan of dense attention on regular blocks; the last 128 are cached.
 
-    A new plan is waited for, so that any stream may read what is cached.
-
     Args:
         num_queries: Sq.
         num_keys: Sk.
@@ -165,15 +163,12 @@ def dense_plan(
         device: where the tensors lie.
     """
     with torch.inference_mode(False):
-        plan = BlockPlan.dense(
+        return BlockPlan.dense(
             Blocks.regular(num_queries, q_size),
             Blocks.regular(num_keys, kv_size),
             device,
             causal=causal,
         )
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-    return plan
 
 
 def drop_masked(

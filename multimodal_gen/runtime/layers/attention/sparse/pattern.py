@@ -128,6 +128,7 @@ def _plan_of(heads: Sequence[_ShardLists], mine: Shard, keys: Blocks) -> BlockPl
             q=mine.queries,
             kv=keys,
             uniform=all(held.least == most for held in heads),
+            shared=True,
         )
         return plan.longest_first()
 

@@ -66,7 +66,6 @@ def raster_blocks(
         kv_bounds = _cut([video, *text], kv_size)
         ends = kv_bounds[1].cumsum(0)
         spans = [torch.arange(span.start, span.stop) for span in (video, *text)]
-        # Ready on the CPU: a copy is waited for, so that any stream may read what is cached.
         starts, lengths, kv_starts, kv_lengths, ordered_starts, order = (
             x.int().to(device)
             for x in (*q_bounds, *kv_bounds, ends - kv_bounds[1], torch.cat(spans))

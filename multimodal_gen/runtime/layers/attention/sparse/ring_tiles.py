@@ -129,7 +129,7 @@ class ShardKeys:
 
     def kept(self, plan: BlockPlan) -> BlockPlan:
         """Return a plan over the shard's keys without those that are masked."""
-        return plan if self.mask is None else replace(plan, kv=self.blocks)
+        return plan if self.mask is None else replace(plan, kv=self.blocks, shared=False)
 
 
 PlanOf = Callable[[Shard], BlockPlan | None]

@@ -9,7 +9,7 @@ Shapes: B batch, S tokens, H heads, D head size, N blocks; q/k suffix = query/ke
 """
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any, TypeVar
@@ -50,9 +50,6 @@ _BYTES_IN_TWO = 512 << 20
 
 # Tokens of a block where everything is attended to: the fastest of 16 bits, and of other engines.
 _DENSE_BLOCK, _DENSE_BLOCK_OF_OTHERS = 384, 128
-
-# Key of a plan's cache.
-_USED = "used on the current stream"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -381,11 +378,8 @@ def tiled_video(layout: SequenceLayout, tile: Window, device: torch.device) -> T
     """
     first = layout.start
     alone = tiled_sequence(replace(layout, start=0), layout.num_video, tile, device)
-    index = alone.index
-    if first:
-        # Added on the CPU: a copy is waited for, so that any stream may read what is cached.
-        with torch.inference_mode(False):
-            index = (tile_order(layout.grid, tile, "cpu").order + first).to(device)
+    with torch.inference_mode(False):
+        index = alone.index + first if first else alone.index
     return replace(alone, index=index, rest=layout.text)
 
 
@@ -417,7 +411,6 @@ def shard_of(
     """
     order, total = _in_cells(tile_order(grid, tile, "cpu"), cells), stop - first
     size = order.largest
-    # Made on the CPU: a copy is waited for, so that any stream may read what is cached.
     with torch.inference_mode(False), torch.device("cpu"):
         index, counts = _video_first(order, video_start - first, total)
         in_order = bool((index == torch.arange(total)).all())
@@ -524,8 +517,7 @@ def pool_video(
 def static_cells_held(order: TileOrder, cells: int) -> torch.Tensor:
     """Return which cells of tiles hold tokens, bool [1, N * cells]; the last 64 are cached."""
     with torch.inference_mode(False):
-        tiles = Tiles(order.starts.cpu(), order.lengths.cpu(), order.largest)
-        return cells_held(tiles, cells).to(order.starts.device)
+        return cells_held(Tiles(order.starts, order.lengths, order.largest), cells)
 
 
 def kept_tokens(video: TiledSequence, mask: torch.Tensor | None) -> torch.Tensor:
@@ -639,8 +631,6 @@ def attend_tiled(
     queries: TiledSequence,
     keys: TiledSequence,
     plan_of: Callable[[slice], BlockPlan],
-    *,
-    cached_plans: bool = False,
 ) -> torch.Tensor:
     """Attend by a plan of tiles: into tile order, block-sparse attention, and back.
 
@@ -652,8 +642,7 @@ def attend_tiled(
         queries: the queries in tiles; those left out attend to every key.
         keys: the keys in tiles.
         plan_of: gives the plan of a range of query heads, over `queries.blocks` and
-            `keys.blocks`.
-        cached_plans: whether `plan_of` may return one plan several times.
+            `keys.blocks`; those it gives several times are `shared`.
 
     Returns:
         [B, Sq, H, D] in the order of the sequence. Queries that see no key are zero.
@@ -668,7 +657,7 @@ def attend_tiled(
     out = torch.empty((*query.shape[:3], value.shape[3]), dtype=query.dtype, device=query.device)
     same = queries.index is keys.index and mask is None and call.computed is None
 
-    def attend(kv_slice: slice, plan: BlockPlan | None) -> None:
+    def attend(kv_slice: slice) -> None:
         q_slice = slice(kv_slice.start * group, kv_slice.stop * group)
         whole = kv_slice.stop - kv_slice.start == kv_heads  # and views take as long as a launch
         parts = (
@@ -676,13 +665,13 @@ def attend_tiled(
             if whole
             else (query[:, :, q_slice], key[:, :, kv_slice], value[:, :, kv_slice])
         )
-        plan, rows, sources = _of_computed(call, queries, q_slice, plan or plan_of(q_slice))
+        plan, rows, sources = _of_computed(call, queries, q_slice, plan_of(q_slice))
         if same:
             q, k, v = gather_tokens(parts, index)
         else:
             (q,) = gather_tokens(parts[:1], rows)
             k, v = gather_tokens(parts[1:], index)
-        plan = plan if masked is None else replace(plan, kv=masked)
+        plan = plan if masked is None else replace(plan, kv=masked, shared=False)
         if LISTENER.get() is not None:
             sizes = call.layout.num_queries, call.layout.num_keys
             record_plan(q_slice, plan, sizes, queries=rows, keys=index, idle=sources is not None)
@@ -698,14 +687,7 @@ def attend_tiled(
     calls = [*(partial(attend_to_all, span) for span in queries.rest)]
     recorded = records_gradient(query, key, value)
     shares = [slice(0, kv_heads)] if recorded else head_slices(query, out, kv_heads)
-    for part in shares:
-        plan = plan_of(slice(part.start * group, part.stop * group)) if cached_plans else None
-        now = partial(attend, part, plan)
-        use = (query.shape, kv_heads, query.dtype, call.kernel.name, recorded)
-        if plan is not None and mask is None and _is_new(plan, use):
-            now()
-        else:
-            calls.append(now)
+    calls += [partial(attend, part) for part in shares]
     run_on_two_streams(calls, query.device, recorded=recorded)
     return out
 
@@ -735,17 +717,6 @@ def _attend_in_order(
     found = call.attend(plan, video, key, value, tail, call.key_mean)
     rest = [attend_rows(call, query[:, span]) for span in queries.rest]
     return torch.cat((found, *rest), dim=1) if rest else found
-
-
-def _is_new(plan: BlockPlan, use: Hashable) -> bool:
-    """Tell once that a plan has never been used in a way.
-
-    Its first use, which adds what kernels derive from it, must be on the stream that all others
-    wait for: they would read lists that are still being written.
-    """
-    if (_USED, use) in plan.cache:
-        return False
-    return plan.remember((_USED, use), True)
 
 
 def attend_rows(call: SparseCall, rows: torch.Tensor) -> torch.Tensor:

@@ -89,8 +89,7 @@ class RowChunks(NamedTuple):
 def static_key_blocks(keys: TiledSequence, groups: ChunkGroups, heads: int) -> Blocks:
     """Return `key_blocks` of the keys of `row_chunks`; the last 64 are cached."""
     with torch.inference_mode(False):
-        found = key_blocks(keys.blocks.to("cpu"), groups, heads, torch.device("cpu"))
-        return found.to(keys.index.device)
+        return key_blocks(keys.blocks, groups, heads, keys.index.device)
 
 
 def key_blocks(blocks: Blocks, groups: ChunkGroups, heads: int, device: torch.device) -> Blocks:
