@@ -8,7 +8,6 @@ import torch
 
 from multimodal_gen.errors import ConfigError, UnsupportedBackendError, UsageError
 from multimodal_gen.kernels.engine import SelectedKernel
-from multimodal_gen.runtime.layers.attention.sparse import tiles
 from multimodal_gen.runtime.layers.attention.sparse.executors import kept, local
 from multimodal_gen.runtime.layers.attention.sparse.executors.kept import Chosen
 from multimodal_gen.runtime.layers.attention.warn_once import WarnOnce
@@ -85,29 +84,6 @@ def test_no_statistics_are_made_where_a_choice_serves(name: str, monkeypatch) ->
         run_sparse(layer, qkv, defined.grid, step=step, known=known())
         counts.append(len(made))
     assert 0 < counts[0] == counts[1] < counts[2]
-
-
-@pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize("name", [name for name in KEEP if name != "sla"])
-def test_all_streams_wait_for_what_heads_choose_by(name: str, every: int, monkeypatch) -> None:
-    defined, streams, made = DEFINED[name], [], []
-    run = tiles.run_on_two_streams
-
-    def on_streams(*given: Any, **how: Any) -> None:
-        streams.append(1)
-        run(*given, **how)
-        streams.pop()
-
-    monkeypatch.setattr(tiles, "run_on_two_streams", on_streams)
-    for pool in ("pool_video", "pool_cells"):
-        own = getattr(local, pool)
-        monkeypatch.setattr(
-            local, pool, lambda *x, own=own, **y: made.append(len(streams)) or own(*x, **y)
-        )
-    layer = defined.method.layer(kv_heads=1, refresh_every=every)
-    run_sparse(layer, defined.inputs(), defined.grid, step=1, known=known())
-    assert made
-    assert not any(made)
 
 
 @pytest.mark.parametrize(
