@@ -1,10 +1,12 @@
 """Caches of tensors that many calls read, and that replays of CUDA graphs may read as well."""
 
+import dataclasses
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache, wraps
-from typing import Any, ParamSpec, TypeVar, cast
+from itertools import chain
+from typing import ParamSpec, TypeVar, cast
 
 import torch
 
@@ -34,13 +36,30 @@ def being_captured() -> bool:
     return begun and torch.cuda.is_current_stream_capturing()
 
 
-def wait_for_devices() -> None:
-    """Wait for what the current streams are to do, so that any stream may read what they made."""
-    cuda: Any = torch._C
-    begun = torch.cuda.is_initialized() and not being_captured()  # type: ignore[no-untyped-call]
-    for index in range(torch.cuda.device_count() if begun else 0):
-        if cuda._cuda_hasPrimaryContext(index):  # others do nothing, and would get one
-            torch.cuda.current_stream(index).synchronize()
+def wait_for_devices(*made: object) -> None:
+    """Wait for what makes these tensors, so that any stream may read them.
+
+    On the current streams of their devices, and of devices that are among them; not in a capture,
+    nor in a graph that is traced, which compute nothing.
+    """
+    if torch.compiler.is_compiling():
+        return
+    begun: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if not begun or being_captured():
+        return
+    for device in {*_devices_of(made)}:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
+
+def _devices_of(made: object) -> Iterator[torch.device]:
+    """Yield the devices of tensors in tuples, lists and dataclasses."""
+    if isinstance(made, torch.Tensor | torch.device):
+        yield made.device if isinstance(made, torch.Tensor) else made
+    elif isinstance(made, tuple | list):
+        yield from chain.from_iterable(map(_devices_of, made))
+    elif dataclasses.is_dataclass(made):
+        yield from _devices_of([getattr(made, field.name) for field in dataclasses.fields(made)])
 
 
 def static_cache(maxsize: int) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
@@ -65,7 +84,7 @@ def static_cache(maxsize: int) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]
                     "run the call once before the capture"
                 )
             made = make(*args, **kwargs)
-            wait_for_devices()
+            wait_for_devices(made, *args, *kwargs.values())
             return made
 
         read_by_graphs: dict[object, _R] = {}

@@ -142,7 +142,7 @@ class TwoStreams(TorchDispatchMode):
             for known in self._known.values():
                 known.forget()
 
-    def wait(self) -> None:
+    def wait(self, *made: object) -> None:
         """What the running call wrote is there for every other."""
         with _disable_current_modes():
             for known in self._known.values():

@@ -2,7 +2,9 @@
 
 import gc
 import weakref
+from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +35,7 @@ def test_the_last_results_are_kept() -> None:
 
 def test_what_is_made_is_there_for_every_stream(monkeypatch) -> None:
     done: list[str] = []
-    monkeypatch.setattr(module, "wait_for_devices", lambda: done.append("waited"))
+    monkeypatch.setattr(module, "wait_for_devices", lambda *_: done.append("waited"))
 
     @static_cache(maxsize=2)
     def make(size: int) -> int:
@@ -44,21 +46,45 @@ def test_what_is_made_is_there_for_every_stream(monkeypatch) -> None:
     assert done == ["made", "waited"]
 
 
-def test_every_device_in_use_is_waited_for(monkeypatch, capture: dict[str, bool]) -> None:
-    waited: list[int] = []
+@pytest.fixture
+def waited(monkeypatch) -> list[int | None]:
+    """Return the CUDA devices whose current streams are waited for."""
+    found: list[int | None] = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda i: i != 1, raising=False)
 
-    def stream(index: int) -> SimpleNamespace:
-        return SimpleNamespace(synchronize=lambda: waited.append(index))
+    def stream(device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(synchronize=lambda: found.append(device.index))
 
     monkeypatch.setattr(torch.cuda, "current_stream", stream)
-    wait_for_devices()
-    assert waited == [0, 2]
+    return found
+
+
+@dataclass
+class Table:
+    parts: tuple[Any, ...]
+
+
+def test_the_devices_of_what_is_made_are_waited_for(waited, capture: dict[str, bool]) -> None:
+    first, second = (torch.device("cuda", i) for i in range(2))
+    wait_for_devices(Table((torch.ones(1), [second, None], first)), second, 3)
+    assert sorted(waited) == [0, 1]
+    wait_for_devices(torch.ones(1), "cuda")
     capture["on"] = True
-    wait_for_devices()
-    assert waited == [0, 2], "a capture computes nothing, and may not be waited for"
+    wait_for_devices(first)
+    assert len(waited) == 2, "a capture computes nothing, and may not be waited for"
+
+
+@pytest.mark.filterwarnings("ignore:.*lru_cache")
+def test_a_graph_that_is_traced_waits_for_nothing(waited, capture) -> None:
+    @static_cache(maxsize=2)
+    def make(size: int, device: torch.device) -> torch.Tensor:
+        return torch.ones(size)
+
+    compiled = torch.compile(
+        lambda: make(3, torch.device("cuda", 0)) + 1, fullgraph=True, backend="eager"
+    )
+    assert torch.equal(compiled(), torch.full((3,), 2.0))
+    assert not waited
 
 
 def test_a_capture_makes_nothing(capture: dict[str, bool]) -> None:

@@ -329,9 +329,9 @@ class BlockPlan:
         and belongs to that graph alone: it is not kept.
         """
         if self.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-            self.cache[key] = derived
             if self.shared:
-                wait_for_devices()
+                wait_for_devices(self.device)
+            self.cache[key] = derived
         return derived
 
     def derive(self, key: object, make: Callable[..., _DerivedT], *arguments: object) -> _DerivedT:

@@ -227,12 +227,15 @@ def test_what_is_derived_while_a_graph_is_captured_is_not_kept(
 def test_what_is_derived_from_a_shared_plan_is_there_for_every_stream(
     shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done: list[str] = []
-    monkeypatch.setattr(plan_module, "wait_for_devices", lambda: done.append("waited"))
+    done: list[object] = []
     plan = dataclasses.replace(plan_of(), shared=shared)
+    monkeypatch.setattr(
+        plan_module, "wait_for_devices", lambda device: done.append((device, "lists" in plan.cache))
+    )
     for _ in range(2):
         plan.derive("lists", lambda: done.append("made") or 1)
-    assert done == ["made", "waited"][: 1 + shared]
+    # No other thread finds it before.
+    assert done == ["made", (plan.device, False)][: 1 + shared]
 
 
 def test_a_plan_remembers_what_fits_it_and_nothing_else() -> None:

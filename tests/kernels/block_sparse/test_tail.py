@@ -145,8 +145,10 @@ def test_it_has_the_gradients_of_its_definition():
     assert q.dtype == torch.float64
 
 
-def test_it_compiles():
-    plan = random_plan(shape(kv_form="ragged", keep=0.4), seed=10)
+@pytest.mark.filterwarnings("ignore:.*lru_cache")
+@pytest.mark.parametrize("form", ["ragged", "regular"])
+def test_it_compiles(form):
+    plan = random_plan(shape(kv_form=form, keep=0.4), seed=10)
     q, k, v = inputs(plan, dtype=torch.float32)
 
     def run(q, k, v):
