@@ -164,7 +164,8 @@ class VideoSparseH3Router(Router[VideoSparseH3Config]):
         if not stats.always or tiles < len(stats.order.starts):  # no text, or none of its means
             return stats.best(budget.kept)
         if settings.vsa_mode == "compete":
-            return stats.scores().topk(budget.kept + stats.always).indices.sort().values.int()
+            count = budget.kept + stats.always
+            return stats.by_scores(lambda x: x.topk(count).indices.sort().values.int())
         real = None if real is None else real[:, :tiles]
         return replace(stats, key=stats.key[:, :, :tiles], real=(None, real)).best(budget.kept)
 
