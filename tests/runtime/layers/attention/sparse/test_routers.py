@@ -21,7 +21,7 @@ from multimodal_gen.runtime.layers.attention.layer import UlyssesAttention_VSA
 from multimodal_gen.runtime.layers.attention.scope import scope_from
 from multimodal_gen.runtime.layers.attention.sparse import router as router_module
 from multimodal_gen.runtime.layers.attention.sparse import tiles as tiles_module
-from multimodal_gen.runtime.layers.attention.sparse.executors.local import _of_heads
+from multimodal_gen.runtime.layers.attention.sparse.executors.local import _lists_of_heads
 from multimodal_gen.runtime.layers.attention.sparse.method import SparseBackend
 from multimodal_gen.runtime.layers.attention.sparse.pattern import Pattern
 from multimodal_gen.runtime.layers.attention.sparse.router import Budget, Cut, Densities, Router
@@ -250,7 +250,7 @@ def test_what_all_heads_keep_may_be_said_once(chooses, monkeypatch):
 def test_lists_of_any_heads_begin_where_kernels_expect_it():
     lists = torch.arange(4 * 3 * 3, dtype=torch.int32).view(1, 4, 3, 3)
     for first in range(4):
-        part = _of_heads(lists, slice(first, 4))
+        part = _lists_of_heads(lists, slice(first, 4))
         assert part.data_ptr() % 16 == 0
         assert torch.equal(part, lists[:, first:])
 
