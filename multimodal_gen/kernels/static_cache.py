@@ -42,10 +42,8 @@ def wait_for_devices(*made: object) -> None:
     On the current streams of their devices, and of devices that are among them; not in a capture,
     nor in a graph that is traced, which compute nothing.
     """
-    if torch.compiler.is_compiling():
-        return
     begun: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    if not begun or being_captured():
+    if not begun or torch.compiler.is_compiling() or being_captured():
         return
     for device in {*_devices_of(made)}:
         if device.type == "cuda":

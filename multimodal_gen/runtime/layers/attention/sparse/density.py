@@ -35,9 +35,9 @@ def _shares(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return keys of every block, fp32, and rows over all pairs of `times` heads; cached."""
     with torch.inference_mode(False):
-        rows, lengths = (x.bounds(device)[1][0, 0].cpu() for x in (queries, keys))
+        rows, lengths = (x.bounds(device)[1][0, 0] for x in (queries, keys))
         pairs = times * layout.num_queries * layout.num_keys
-        return lengths.float().to(device), (rows.double() / pairs).to(device)
+        return lengths.float(), rows.double() / pairs
 
 
 def density_of_plan(

@@ -93,7 +93,7 @@ def raster_blocks(
 def static_shares(blocks: RasterBlocks, dtype: torch.dtype) -> torch.Tensor:
     """Return `shares_of` the video's blocks of keys; the last 64 are cached."""
     with torch.inference_mode(False):
-        return shares_of(blocks.lengths.cpu(), dtype).to(blocks.lengths.device)
+        return shares_of(blocks.lengths, dtype)
 
 
 def shares_of(lengths: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

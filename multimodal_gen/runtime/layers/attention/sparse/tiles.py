@@ -588,7 +588,7 @@ def uniform_plan(indices: torch.Tensor, queries: Blocks, keys: Blocks) -> BlockP
 def _alike(count: int, device: torch.device) -> torch.Tensor:
     """Return the counts of lists of equal length, int32 [1, 1, 1]; not to be written to."""
     with torch.inference_mode(False):
-        return torch.full((1, 1, 1), count, dtype=torch.int32).to(device)
+        return torch.full((1, 1, 1), count, dtype=torch.int32, device=device)
 
 
 def kept_first(

@@ -222,8 +222,8 @@ def _outstanding(config: SolConfig, stats: BlockStats) -> torch.Tensor:
 def _even(num: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the weights of blocks that all count, [1, 1, N, 1], and their sum; cached."""
     with torch.inference_mode(False):
-        weight = torch.ones(1, 1, num, 1, device="cpu")
-        return weight.to(device), weight.sum(2, keepdim=True).to(device)
+        weight = torch.ones(1, 1, num, 1, device=device)
+        return weight, weight.sum(2, keepdim=True)
 
 
 class SolBackend(SparseBackend):
