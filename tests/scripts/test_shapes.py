@@ -26,9 +26,9 @@ def shapes():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend("scripts/shapes")
         clips, score = importlib.import_module("clips"), importlib.import_module("score")
-    scenes = clips.draw_scenes(3, COUNT, frames=FRAMES)
-    videos = clips.render(scenes, height=SIDE, width=SIDE).permute(0, 2, 3, 4, 1).numpy()
-    return clips, score, videos, [scene.caption for scene in scenes]
+        scenes = clips.draw_scenes(3, COUNT, frames=FRAMES)
+        videos = clips.render(scenes, height=SIDE, width=SIDE).permute(0, 2, 3, 4, 1).numpy()
+        yield clips, score, videos, [scene.caption for scene in scenes]
 
 
 def mean(shapes, change, captions=None) -> float:
