@@ -57,6 +57,7 @@ class Size:
         patch: latents of a token, along time, height and width.
         stages: of the transformer's training; the last one has the clips that it generates, and the
             first one those of the autoencoder.
+        muon: whether the transformer's blocks are trained by Muon, not by AdamW.
     """
 
     heads: int
@@ -68,6 +69,7 @@ class Size:
     vae: int
     patch: tuple[int, int, int]
     stages: tuple[Stage, ...]
+    muon: bool = False
 
 
 SIZES = {
@@ -79,52 +81,37 @@ SIZES = {
     # of which a step holds many; the last stages have the tokens of Wan's 480p.
     "large": Size(
         heads=3, head_size=128, layers=6, ffn=1024, text=128, latent=12, vae=16, patch=(1, 2, 2),
+        muon=True,
         stages=(
-            Stage(frames=17, height=128, width=224, batch=64, clips=12_288, steps=13_000),
+            Stage(frames=17, height=128, width=224, batch=64, clips=12_288, steps=8000),
+            # Some tokens of larger clips, of which a step holds many; then all of them.
             Stage(
-                frames=33, height=240, width=416, batch=32, clips=4096, steps=4000,
+                frames=33, height=240, width=416, batch=64, clips=12_288, steps=5000,
+                rate=8e-4, shift=4, keep=(5, 9, 15),
+            ),
+            Stage(
+                frames=33, height=240, width=416, batch=32, clips=12_288, steps=2400,
                 rate=6e-4, shift=5,
             ),
             Stage(
-                frames=49, height=352, width=608, batch=8, clips=1024, steps=2500,
-                rate=5e-4, shift=6.5,
-            ),
-            Stage(
-                frames=81, height=480, width=832, batch=4, clips=384, steps=1900,
-                rate=5e-4, shift=8,
-            ),
-            # Some tokens of such clips, of which a step holds many again; then all of them.
-            Stage(
-                frames=81, height=480, width=832, batch=64, clips=1536, steps=3500,
-                rate=5e-4, shift=4, keep=(7, 12, 16),
-            ),
-            Stage(
-                frames=81, height=480, width=832, batch=16, clips=1536, steps=3000,
-                rate=4e-4, shift=6, keep=(11, 18, 30),
-            ),
-            Stage(
-                frames=81, height=480, width=832, batch=4, clips=1536, steps=2200,
-                rate=4e-4, shift=8,
-            ),
-            # More of the world, on clips that cost little, and its large clips twice more.
-            Stage(
-                frames=33, height=240, width=416, batch=32, clips=12_288, steps=6500,
-                rate=6e-4, shift=5,
-            ),
-            Stage(
-                frames=81, height=480, width=832, batch=16, clips=1536, steps=2500,
-                rate=4e-4, shift=6, keep=(11, 18, 30),
-            ),
-            Stage(
-                frames=81, height=480, width=832, batch=4, clips=1536, steps=2450,
-                rate=4e-4, shift=8,
-            ),
-            Stage(
-                frames=81, height=480, width=832, batch=32, clips=2048, steps=3500,
+                frames=81, height=480, width=832, batch=16, clips=2048, steps=2500,
                 rate=5e-4, shift=6, keep=(11, 18, 30),
             ),
             Stage(
-                frames=81, height=480, width=832, batch=4, clips=2048, steps=1500,
+                frames=81, height=480, width=832, batch=4, clips=2048, steps=350,
+                rate=4e-4, shift=8,
+            ),
+            # The same once more: on clips that cost little, and on large ones.
+            Stage(
+                frames=33, height=240, width=416, batch=32, clips=12_288, steps=3000,
+                rate=6e-4, shift=5,
+            ),
+            Stage(
+                frames=81, height=480, width=832, batch=16, clips=2048, steps=4900,
+                rate=5e-4, shift=6, keep=(11, 18, 30),
+            ),
+            Stage(
+                frames=81, height=480, width=832, batch=4, clips=2048, steps=1400,
                 rate=4e-4, shift=8,
             ),
         ),
