@@ -33,6 +33,17 @@ def pages() -> list[str]:
     return ["README.md", *(page for page in found if "/kernels/" not in page)]
 
 
+MODULE_ROW = re.compile(r"^\| (`[^|]*`) \|", re.MULTILINE)
+
+
+def missing_modules(readme: Path) -> list[str]:
+    """Return what the table of modules of a folder's README names, and the folder lacks."""
+    _, _, table = readme.read_text().partition("\n| module |")
+    names = [name for cell in MODULE_ROW.findall(table) for name in re.findall(r"`([^`]+)`", cell)]
+    folder = readme.parent
+    return [x for x in names if not any((folder / f).exists() for f in (x, f"{x}.py"))]
+
+
 def pages_with(language: str) -> list[str]:
     """Return the pages that have blocks of a language."""
     return [page for page in pages() if blocks((REPOSITORY / page).read_text(), language)]
@@ -148,6 +159,19 @@ def test_a_planted_dead_link_is_reported(tmp_path: Path) -> None:
     (tmp_path / "b.md").touch()
     text = "[b](b.md#part) [c](c.md) [web](https://example.org) ![picture](d.png)"
     assert dead_links(text, tmp_path) == ["c.md"]
+
+
+def test_every_module_of_a_readme_exists() -> None:
+    readmes = [*(REPOSITORY / "multimodal_gen").rglob("README.md")]
+    assert [x for x in readmes if MODULE_ROW.search(x.read_text())]
+    assert [(page.parent.name, lacks) for page in readmes if (lacks := missing_modules(page))] == []
+
+
+def test_a_planted_module_that_is_gone_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "here.py").touch()
+    page = tmp_path / "README.md"
+    page.write_text("`word`\n\n| module | is about |\n|---|---|\n| `here`, `gone` | `text` |\n")
+    assert missing_modules(page) == ["gone"]
 
 
 def test_the_readme_is_short() -> None:
