@@ -229,11 +229,14 @@ class ComputedQueries:
         source: int32 [B, H, V], position in the tiled video as it is -> that in `index` whose
             output is taken.
         counts: int32 [B|1, N], how many of a tile are computed.
+        compared: int32 [B|1, N], how many of these have a say in what the tile keeps: the first
+            ones, without those whose keys are masked.
     """
 
     index: torch.Tensor
     source: torch.Tensor
     counts: torch.Tensor
+    compared: torch.Tensor
 
     def heads(self, heads: slice) -> "ComputedQueries":
         """Return those of some query heads."""
@@ -246,13 +249,12 @@ class ComputedQueries:
         return Blocks.ragged(starts, self.counts.unsqueeze(1), total=total, size=size)
 
     def means(self, query: torch.Tensor, order: TileOrder) -> torch.Tensor:
-        """Return the mean of every tile's computed queries, [B, H, N, D]."""
+        """Return the mean of every tile's computed and compared queries, [B, H, N, D]."""
         (moved,) = gather_tokens((query,), self.index)
         starts, lengths, total = order.starts, order.lengths, order.num_tokens
-        tile = torch.arange(len(starts), device=starts.device)
-        tile = torch.repeat_interleave(tile, lengths, output_size=total)
+        tile = torch.repeat_interleave(lengths.long(), output_size=total)
         place = torch.arange(total, device=starts.device) - starts[tile]
-        inside = (place < self.counts[:, tile]).expand(len(query), -1)
+        inside = (place < self.compared[:, tile]).expand(len(query), -1)
         return pool_tiles((moved,), Tiles(starts, lengths, order.largest), mask=inside)[0]
 
 

@@ -18,7 +18,8 @@ What differs from them, or is easily missed:
 - The middle query is like itself, so it is never computed unless all are, or n is 1.
 - FastVideo refuses grids that are not of whole tiles, and has neither text, nor masks, nor fewer
   key heads. Here tiles at the edges may be cut short, and n is then smaller. Tokens that a mask
-  leaves out are in no tile: n counts the others, and the middle is that of the others.
+  leaves out are in no tile: n counts the others, and the middle is that of the others. Each is
+  computed for itself, because a mask of keys alone leaves its query in.
 - At a threshold of 1 all tiles are kept; a sum in floating point may reach 1 before the last.
 - A query that is not computed has no gradient; the output's goes to the one that stands for it.
 - Its density counts the pairs of computed queries alone. A kernel saves the time of the others
@@ -172,15 +173,13 @@ def _computed(call: SparseCall, queries: TiledSequence, share: Fraction) -> Comp
     device, (num, room) = index.device, (len(order.starts), order.largest)
     slots = torch.arange(room, device=device)
     token = index[(order.starts[:, None] + slots).clamp_max(order.num_tokens - 1).long()]
-    real = (slots < order.lengths[:, None]).unsqueeze(0)  # [B|1, N, L]
-    if call.mask is not None:
-        real = real & call.mask[:, token.long()]
+    inside = (slots < order.lengths[:, None]).unsqueeze(0)  # [B|1, N, L]
+    real = inside if call.mask is None else inside & call.mask[:, token.long()]
+    masked = (inside & ~real).unsqueeze(1)  # queries all the same where keys alone are masked
     sizes = real.sum(-1)
     counts = (sizes * share.numerator // share.denominator).clamp_min(1).minimum(sizes)
     middle = (real & (real.cumsum(-1) == (sizes // 2 + 1).unsqueeze(-1))).int().argmax(-1)
-    tile = torch.repeat_interleave(
-        torch.arange(num, device=device), order.lengths, output_size=order.num_tokens
-    )
+    tile = torch.repeat_interleave(order.lengths.long(), output_size=order.num_tokens)
     place = torch.arange(order.num_tokens, device=device) - order.starts[tile]
 
     def chosen(heads: slice) -> torch.Tensor:
@@ -190,17 +189,18 @@ def _computed(call: SparseCall, queries: TiledSequence, share: Fraction) -> Comp
         centre = middle[:, None, :, None, None].expand(batch, some, -1, 1, size)
         alike = F.cosine_similarity(tokens, tokens.gather(3, centre), dim=-1)
         ranks = alike.masked_fill(~real.unsqueeze(1), torch.inf).argsort(dim=-1, stable=True)
-        is_computed = ranks.argsort(dim=-1) < counts[:, None, :, None]
-        first = (~is_computed).int().argsort(dim=-1, stable=True)
+        compared = ranks.argsort(dim=-1) < counts[:, None, :, None]
+        first = torch.where(compared, 0, 2 - masked.int()).argsort(dim=-1, stable=True)
         found = token.expand_as(first).gather(-1, first)
-        source = (is_computed.cumsum(-1) - 1).gather(-1, _nearest(is_computed)).clamp_min(0)
+        source = first.argsort(dim=-1).gather(-1, torch.where(masked, slots, _nearest(compared)))
         both = torch.stack((found, source + order.starts[:, None]), dim=-1).int()
         return both[:, :, tile, place]
 
     each = call.query[:, 0, 0].numel() * num * room
     both = by_heads(call.query.shape[2], each, _NUMBERS_AT_ONCE, chosen)
     index, source = (x.contiguous() for x in both.unbind(-1))
-    return ComputedQueries(index=index, source=source, counts=counts.int())
+    every = counts + masked[:, 0].sum(-1)
+    return ComputedQueries(index=index, source=source, counts=every.int(), compared=counts.int())
 
 
 def _nearest(marked: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Bidirectional Sparse Attention through the layer, against its definition and FastVideo's code."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -99,6 +100,16 @@ def test_it_computes_what_fastvideo_does(ratio: float, mass: float, least: int) 
     out = run_sparse(case.method.layer(), qkv, grid)
     want = of_fastvideo(qkv, grid, ratio, mass, least)
     torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tail", ["none", "pooled"])
+def test_queries_whose_keys_alone_are_masked_have_their_own_output(tail: str) -> None:
+    qkv, keep = BSA.inputs(TEXT), torch.arange(math.prod(BSA.grid) + 35)[None] % 5 != 3
+    keep[:, tiles(2, 4, 4)(BSA.grid, TEXT)[0][1]] = False  # a whole tile
+    layer = BSA.method.layer(kv_heads=1, tail=tail)
+    out = run_sparse(layer, qkv, BSA.grid, text=TEXT, attn_mask=keep[:, None, None])
+    want = BSA.defined(BSA.mask(qkv, TEXT, keep), TEXT, keep, *qkv, tail=tail)
+    torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-5)
 
 
 def test_the_defaults_are_those_of_fastvideo_and_so_are_the_names() -> None:
