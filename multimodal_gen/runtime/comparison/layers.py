@@ -51,6 +51,7 @@ from multimodal_gen.runtime.generator.attention_check import (
     head_slices,
     row_errors,
     sample_rows,
+    sees_own_keys,
 )
 from multimodal_gen.runtime.layers.attention.attention_layer import AttentionLayer
 from multimodal_gen.runtime.layers.attention.call import AttentionCall, watching
@@ -127,7 +128,7 @@ class Replay:
         """Serve a call, and replay it where its step is one to be replayed."""
         out = serve(call)
         context = current_forward_context()
-        if context is None or not _is_measured(layer):
+        if context is None or not _is_measured(layer) or not sees_own_keys(call):
             return out
         steps = sampled_steps(context.num_steps, self._num_steps)
         if context.current_timestep in steps:

@@ -3,6 +3,7 @@ from typing import Any
 import pytest
 import torch
 
+from multimodal_gen.kernels.block_sparse.layouts import chunk_causal_plan
 from multimodal_gen.runtime.comparison.layers import (
     Replay,
     averaged,
@@ -73,6 +74,13 @@ def test_replayed_errors_and_masses_are_those_of_a_dense_recomputation() -> None
     assert (own.density, own.kept_mass) == (1.0, (1.0,) * HEADS)
     assert found.density == pytest.approx(float((weights > 0).double().mean()), abs=1e-6)
     assert found.backend == "sliding_tile_attn (reference)"
+
+
+def test_calls_with_a_mask_of_blocks_are_not_measured() -> None:
+    replay, blocks = Replay("torch_sdpa", {"sparse": SPARSE}, num_steps=2), [TOKENS - 9, 9]
+    with set_forward_context(0, num_steps=2, latent_grid=GRID), watching(replay):
+        layer_of(DENSE)(*qkv(), chunk_causal_plan(blocks, device="cpu"))
+    assert not any(found.layers for found in replay.found.values())
 
 
 def test_the_mass_is_estimated_where_no_plan_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

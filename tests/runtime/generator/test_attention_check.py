@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from multimodal_gen.kernels.block_sparse.layouts import chunk_causal_plan
 from multimodal_gen.runtime.attention_report import AttentionReport
 from multimodal_gen.runtime.generator.attention_check import (
     AttentionCheck,
@@ -138,3 +139,13 @@ def test_calls_outside_a_denoiser_are_not_checked() -> None:
     with watching(check):
         layer(*qkv())
     assert check.as_dict(AttentionReport(layers=(layer.report(),)))["layers"] == []
+
+
+def test_calls_that_attend_to_other_keys_are_not_held_against_all_of_their_own() -> None:
+    site = LayerSite(name="blocks.0", component="transformer", layer=0, num_layers=1)
+    layer, check = LocalAttention(HEADS, SIZE, KV_HEADS, site=site), AttentionCheck(1)
+    blocks = chunk_causal_plan([4, 8], device="cpu")
+    with set_forward_context(0), watching(check):
+        layer(*qkv(), blocks)
+    found = check.as_dict(AttentionReport(layers=(layer.report(),)))
+    assert (found["layers"], found["unchecked"]) == ([], 1)
