@@ -99,7 +99,7 @@ def record_plan(
         of_key = of_key.expand(*blocks.shape[:3], -1)
         kept = blocks.gather(-1, of_key.clamp_min(0)) & (of_key >= 0) & (own >= 0).unsqueeze(-1)
         if k_index is not None:
-            kept, index = _broadcast(kept, _of_heads(k_index, heads).unsqueeze(2))
+            kept, index = _broadcast(kept, of_heads(k_index, heads).unsqueeze(2))
             moved = kept.new_zeros((*kept.shape[:3], sizes[1]))
             kept = moved.scatter_(-1, index.expand(*kept.shape[:3], -1), kept)
         outside = places < 0 if idle else own < 0
@@ -123,7 +123,7 @@ def _places(
     """Return where rows of the sequence are in a plan, [b, h, R]; -1 for those that are not."""
     if index is None:
         return rows.view(1, 1, -1)
-    index = _of_heads(index, heads)
+    index = of_heads(index, heads)
     place = index.new_full((*index.shape[:2], num_rows), -1)
     place.scatter_(-1, index, torch.arange(index.shape[2], device=index.device).expand_as(index))
     return place[..., rows]
@@ -131,7 +131,7 @@ def _places(
 
 def _block_of(places: torch.Tensor, blocks: Blocks, heads: slice) -> torch.Tensor:
     """Return the block of each place, [b, h, places]; -1 for those in none."""
-    starts, lengths = (_of_heads(bound, heads).long() for bound in blocks.bounds(places.device))
+    starts, lengths = (of_heads(bound, heads).long() for bound in blocks.bounds(places.device))
     starts, lengths = _broadcast(starts, lengths)
     # Empty blocks may begin where others do.
     first, order = torch.where(lengths > 0, starts, blocks.total).sort(-1)
@@ -147,11 +147,11 @@ def _kept_blocks(
 ) -> torch.Tensor:
     """Return the key blocks that rows keep, bool [b, h, R, Nk]; `own` are their query blocks."""
     num = plan.kv.num
-    kept, own = _broadcast(_of_heads(plan.block_mask(num), heads), own.clamp_min(0))
+    kept, own = _broadcast(of_heads(plan.block_mask(num), heads), own.clamp_min(0))
     kept = kept.gather(2, own.unsqueeze(-1).expand(*own.shape, num))
     if plan.row_bits is None:
         return kept
-    words, places = _broadcast(_of_heads(plan.row_bits, heads), places.clamp_min(0).unsqueeze(-1))
+    words, places = _broadcast(of_heads(plan.row_bits, heads), places.clamp_min(0).unsqueeze(-1))
     words = words.gather(2, places.expand(*places.shape[:3], words.shape[3]))
     return kept & bits_of(words, num)
 
@@ -162,7 +162,8 @@ def bits_of(words: torch.Tensor, num: int) -> torch.Tensor:
     return (words[..., bit // WORD_BITS] >> (bit % WORD_BITS).int()) & 1 != 0
 
 
-def _of_heads(x: torch.Tensor, heads: slice) -> torch.Tensor:
+def of_heads(x: torch.Tensor, heads: slice) -> torch.Tensor:
+    """Return what some heads have of [B, H, ...]; all have the same where there is but one."""
     return x if x.shape[1] == 1 else x[:, heads]
 
 
