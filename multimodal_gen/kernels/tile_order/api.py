@@ -59,6 +59,11 @@ class TileOrder:
     largest: int
     uniform: bool
 
+    def places(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tile of each position in tile order, and its place there: int64 [S] each."""
+        tile = torch.repeat_interleave(self.lengths.long(), output_size=self.num_tokens)
+        return tile, torch.arange(self.num_tokens, device=tile.device) - self.starts[tile]
+
 
 def tile_order(
     grid: Sequence[int], tile: Sequence[int], device: torch.device | str = "cpu"

@@ -251,11 +251,10 @@ class ComputedQueries:
     def means(self, query: torch.Tensor, order: TileOrder) -> torch.Tensor:
         """Return the mean of every tile's computed and compared queries, [B, H, N, D]."""
         (moved,) = gather_tokens((query,), self.index)
-        starts, lengths, total = order.starts, order.lengths, order.num_tokens
-        tile = torch.repeat_interleave(lengths.long(), output_size=total)
-        place = torch.arange(total, device=starts.device) - starts[tile]
+        tile, place = order.places()
         inside = (place < self.compared[:, tile]).expand(len(query), -1)
-        return pool_tiles((moved,), Tiles(starts, lengths, order.largest), mask=inside)[0]
+        tiles = Tiles(order.starts, order.lengths, order.largest)
+        return pool_tiles((moved,), tiles, mask=inside)[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -179,8 +179,7 @@ def _computed(call: SparseCall, queries: TiledSequence, share: Fraction) -> Comp
     sizes = real.sum(-1)
     counts = (sizes * share.numerator // share.denominator).clamp_min(1).minimum(sizes)
     middle = (real & (real.cumsum(-1) == (sizes // 2 + 1).unsqueeze(-1))).int().argmax(-1)
-    tile = torch.repeat_interleave(order.lengths.long(), output_size=order.num_tokens)
-    place = torch.arange(order.num_tokens, device=device) - order.starts[tile]
+    tile, place = order.places()
 
     def chosen(heads: slice) -> torch.Tensor:
         (tokens,) = gather_tokens((call.query[:, :, heads],), token.flatten())

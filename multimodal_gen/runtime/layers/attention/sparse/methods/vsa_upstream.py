@@ -94,9 +94,8 @@ def _fine_stage(module: Any) -> Callable[..., Any]:
 
 def _slots(order: TileOrder) -> torch.Tensor:
     """Return where each position in tile order lies when every tile has 64 slots: int64 [L]."""
-    starts, device = order.starts.long(), order.starts.device
-    tile = torch.repeat_interleave(order.lengths.long(), output_size=order.num_tokens)
-    return tile * _SLOTS + torch.arange(order.num_tokens, device=device) - starts[tile]
+    tile, place = order.places()
+    return tile * _SLOTS + place
 
 
 def _padded(tiled: torch.Tensor, slots: torch.Tensor, num_tiles: int) -> torch.Tensor:
