@@ -15,7 +15,8 @@ A run stops after `--seconds` and leaves its state in STATE, with which the next
 are made on the device. Seeds are fixed, and so is the result for runs that stop at the same steps
 only: the transformer's clips are drawn anew when a run begins, by a seed that has the step at which
 it did, and the optimiser's moments begin anew. The curve of the loss is in STATE/vae.csv and
-STATE/transformer.csv.
+STATE/transformer.csv, there beside the loss on clips that are not trained on: where that one no
+longer falls, what is missing is clips and not steps.
 
 The transformer is trained by flow matching (Lipman et al. 2023; Esser et al. 2024, eq. 13): at
 noise s a latent is x_s = (1 - s) x + s e, and the model predicts e - x; s is uniform, shifted as
@@ -35,6 +36,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,12 @@ STEPS_OF_VAE = 12_000
 RATE_OF_MUON = 5.0
 """In shares of AdamW's: after 500 steps of the large model the loss is 0.293, with 2.0 it is 0.312,
 and with AdamW alone 0.384."""
+HELD_OUT_SEEDS = 700_000
+"""The first seed of clips on which the loss is measured and nothing is trained."""
+HELD_OUT = 64
+"""Clips that are held out of a stage."""
+HELD_OUT_STEPS = 4
+"""Draws of clips and noise, the same ones each time, of which the loss on these is the mean."""
 CURVE_EVERY = 50
 PIXELS = 64 * 17 * 128 * 128
 """Of the clips that are made at once, of which there are at least `LEAST_CLIPS`."""
@@ -179,6 +187,7 @@ class Training:
         rate: float,
         until: int | None = None,
         cosine: range | None = None,
+        held_out: Callable[[], float] | None = None,
     ) -> None:
         """Train until all steps are done, or the time is over; then write the state.
 
@@ -189,6 +198,7 @@ class Training:
             rate: the highest learning rate.
             until: the step to stop at; default: all steps.
             cosine: the steps over which the rate falls to 0; default: all.
+            held_out: gives the loss on clips that are not trained on; default: it is not noted.
         """
         start, last, began = time.monotonic(), min(self.steps, until or self.steps), self.step
         cosine = cosine or range(self.steps)
@@ -205,7 +215,7 @@ class Training:
             self.step += 1
             self._since += 1
             if self.step % CURVE_EVERY == 0:
-                self._note(time.monotonic() - start)
+                self._note(time.monotonic() - start, held_out)
         if self.step > began and rank() == 0:
             self.save()
         print(f"{self.step} of {self.steps} steps, {time.monotonic() - start:.0f} s", flush=True)
@@ -294,21 +304,24 @@ class Training:
     def _share_of_rate(self, cosine: range) -> float:
         return 0.5 * (1 + math.cos(math.pi * (self.step - cosine.start) / len(cosine)))
 
-    def _note(self, seconds: float) -> None:
+    def _note(self, seconds: float, held_out: Callable[[], float] | None) -> None:
         loss = self._loss.item() / max(self._since, 1)
         self._loss.zero_()
         self._since = 0
         if rank():
             return
+        seldom = self.step % (10 * CURVE_EVERY) == 0
+        apart = f"{held_out():.5f}" if seldom and held_out is not None else ""
         curve = self.path.with_suffix(".csv")
         curve.parent.mkdir(parents=True, exist_ok=True)
         new = not curve.exists()
         with curve.open("a", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
-            writer.writerows([["step", "loss"]] if new else [])
-            writer.writerow([self.step, f"{loss:.5f}"])
-        if self.step % (10 * CURVE_EVERY) == 0:
-            print(f"step {self.step}: loss {loss:.4f}, {seconds:.0f} s", flush=True)
+            writer.writerows([["step", "loss", "held_out"]] if new else [])
+            writer.writerow([self.step, f"{loss:.5f}", apart])
+        if seldom:
+            shown = f"loss {loss:.4f}" + (f", held out {apart}" if apart else "")
+            print(f"step {self.step}: {shown}, {seconds:.0f} s", flush=True)
             self.save()  # a run may be ended from outside
 
     def save(self) -> None:
@@ -521,11 +534,14 @@ def train_transformer(size: Size, state: Path, options: argparse.Namespace) -> A
     )
     end, last, rope = time.monotonic() + options.seconds, 0, transformer.rope
     pool: Pool | None = None
+    held: Pool | None = None
     for stage in size.stages:
         first, last = last, last + stage.steps
         if training.step < last and time.monotonic() < end:
-            if pool is None or not pool.serves(stage):
+            if pool is None or held is None or not pool.serves(stage):
                 pool = Pool(vae, tokenizer, stage, TRAINING_SEEDS + 100_000 + training.step)
+                few = replace(stage, clips=min(stage.clips, HELD_OUT))
+                held = Pool(vae, tokenizer, few, HELD_OUT_SEEDS)
             place_tokens(rope, *stretched_positions(rope, stage, size.stages[-1]))
             feed, loss_of = flow_matching(transformer, text_encoder, pool, stage)
             training.run(
@@ -535,6 +551,7 @@ def train_transformer(size: Size, state: Path, options: argparse.Namespace) -> A
                 rate=stage.rate,
                 until=last,
                 cosine=range(first, last),
+                held_out=mean_loss(*flow_matching(transformer, text_encoder, held, stage)),
             )
     place_tokens(rope, *stretched_positions(rope, size.stages[-1], size.stages[-1]))
     training.use_average()
@@ -630,6 +647,22 @@ def flow_matching(
         return F.mse_loss(found.float(), noise - latents)
 
     return feed, loss_of
+
+
+def mean_loss(
+    feed: Callable[[int], None], loss_of: Callable[[], torch.Tensor]
+) -> Callable[[], float]:
+    """Return what gives the mean of the loss over draws that are the same each time."""
+
+    def loss() -> float:
+        found = []
+        for number in range(HELD_OUT_STEPS):
+            feed(number)
+            # With gradients, though none is taken: without, what is compiled is compiled again.
+            found.append(loss_of().item())
+        return sum(found) / len(found)
+
+    return loss
 
 
 @torch.no_grad()

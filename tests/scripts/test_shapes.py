@@ -290,6 +290,35 @@ def test_training_goes_on_from_packed_weights(train, tmp_path, monkeypatch, caps
     assert any(key.startswith("transformer.blocks.0.attn1.to_q") for key in changed)
 
 
+def test_the_loss_on_clips_held_out_is_noted(train, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(train, "CURVE_EVERY", 1)
+    vae, folder = str(tmp_path / "vae"), tmp_path / "state"
+    train.main(["vae", "--size", "smoke", "--out", str(tmp_path), "--steps", "1", "--folder", vae])
+    smoke = train.SIZES["smoke"]
+    long = dataclasses.replace(smoke, stages=(dataclasses.replace(smoke.stages[1], steps=12),))
+    monkeypatch.setitem(train.SIZES, "smoke", long)
+    seeds, clips_of, flow_matching, kept = [], train.clips_of, train.flow_matching, []
+
+    def noted(stage, seed: int, count: int):
+        seeds.append((seed, count))
+        return clips_of(stage, seed, count)
+
+    def found(*given):
+        kept.append(flow_matching(*given))
+        return kept[-1]
+
+    monkeypatch.setattr(train, "clips_of", noted)
+    monkeypatch.setattr(train, "flow_matching", found)
+    train.main(["transformer", "--size", "smoke", "--vae", vae, "--out", str(folder)])
+    assert seeds == [(train.TRAINING_SEEDS + 100_000, 2), (train.HELD_OUT_SEEDS, 2)]
+    _, *rows = (folder / "transformer.csv").read_text().split()
+    told = [row.split(",")[2] for row in rows]
+    assert [bool(each) for each in told] == 9 * [False] + [True] + 2 * [False]
+    assert f"held out {told[9]}" in capsys.readouterr().out
+    _, held = kept
+    assert train.mean_loss(*held)() == train.mean_loss(*held)() > 0
+
+
 def test_evaluations_draw_neither_clips_of_the_study_nor_of_training(
     study, train, monkeypatch
 ) -> None:
@@ -313,7 +342,7 @@ def test_evaluations_draw_neither_clips_of_the_study_nor_of_training(
     train.evaluate(Pipeline(), size, 6, 2)
     assert len({*seeds}) == 6
     assert min(seeds) > study.SEED + 1000
-    assert max(seeds) < train.TRAINING_SEEDS - 1000
+    assert max(seeds) < train.HELD_OUT_SEEDS - 1000 < train.TRAINING_SEEDS - 2000
 
 
 def test_large_clips_are_made_several_at_once_and_small_ones_as_they_were(train) -> None:
