@@ -4,9 +4,6 @@ Packages serve what their authors needed. What nearly all of them lack is here; 
 lacks is where it is called.
 """
 
-from multimodal_gen.runtime.layers.attention.backends.engine import (
-    refuse_upstream as refuse_upstream,
-)
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SparseCall
 
 

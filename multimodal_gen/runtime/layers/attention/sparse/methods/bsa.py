@@ -48,10 +48,11 @@ from multimodal_gen.runtime.layers.attention.backends.engine import engine_varia
 from multimodal_gen.runtime.layers.attention.config import (
     Ratio,
     SparseConfig,
+    Tail,
     option,
     ratio_now,
+    tail_option,
 )
-from multimodal_gen.runtime.layers.attention.sparse.base import Tail, tail_option
 from multimodal_gen.runtime.layers.attention.sparse.method import SPARSE_FEATURES, SparseBackend
 from multimodal_gen.runtime.layers.attention.sparse.router import (
     BlockStats,

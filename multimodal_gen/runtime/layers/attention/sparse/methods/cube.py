@@ -19,9 +19,10 @@ from multimodal_gen.runtime.layers.attention.config import (
     Ratio,
     SparseConfig,
     StepSet,
+    Tail,
     option,
+    tail_option,
 )
-from multimodal_gen.runtime.layers.attention.sparse.base import Tail, tail_option
 from multimodal_gen.runtime.layers.attention.sparse.method import SparseBackend
 from multimodal_gen.runtime.layers.attention.sparse.router import BlockStats, Budget, Cut, Router
 from multimodal_gen.runtime.layers.attention.sparse.windows import Window

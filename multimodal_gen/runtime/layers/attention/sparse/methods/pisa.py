@@ -14,9 +14,10 @@ from multimodal_gen.runtime.layers.attention.config import (
     EngineKernel,
     Ratio,
     SparseConfig,
+    Tail,
     option,
+    tail_option,
 )
-from multimodal_gen.runtime.layers.attention.sparse.base import Tail, tail_option
 from multimodal_gen.runtime.layers.attention.sparse.method import SparseBackend
 from multimodal_gen.runtime.layers.attention.sparse.router import (
     Budget,

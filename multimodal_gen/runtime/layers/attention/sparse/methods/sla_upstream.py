@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from multimodal_gen.runtime.layers.attention.backends.engine import refuse_upstream
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SparseCall
-from multimodal_gen.runtime.layers.attention.sparse.upstream import call_reasons, refuse_upstream
+from multimodal_gen.runtime.layers.attention.sparse.upstream import call_reasons
 
 UPSTREAM = "sparse_linear_attention"
 

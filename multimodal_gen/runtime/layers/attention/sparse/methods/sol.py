@@ -21,11 +21,12 @@ from multimodal_gen.runtime.layers.attention.config import (
     IndexSelector,
     Ratio,
     SparseConfig,
+    Tail,
     compute_mode_option,
     option,
     ratio_now,
+    tail_option,
 )
-from multimodal_gen.runtime.layers.attention.sparse.base import Tail, tail_option
 from multimodal_gen.runtime.layers.attention.sparse.method import VARIANTS_OF_BOTH, SparseBackend
 from multimodal_gen.runtime.layers.attention.sparse.router import (
     BlockStats,

@@ -31,12 +31,10 @@ from multimodal_gen.runtime.layers.attention.config import (
     EngineKernel,
     Ratio,
     SparseConfig,
+    Tail,
     first_of,
     option,
     ratio_now,
-)
-from multimodal_gen.runtime.layers.attention.sparse.base import (
-    Tail,
     refuse_foreign_tail,
     tail_option,
 )

@@ -24,10 +24,11 @@ from multimodal_gen.runtime.layers.attention.backends.engine import engine_varia
 from multimodal_gen.runtime.layers.attention.config import (
     BackendConfig,
     SparseConfig,
+    Tail,
     option,
     parameters_of,
+    tail_option,
 )
-from multimodal_gen.runtime.layers.attention.sparse.base import Tail, tail_option
 from multimodal_gen.runtime.layers.attention.sparse.method import SPARSE_FEATURES, SparseBackend
 from multimodal_gen.runtime.layers.attention.sparse.pattern import Pattern, Patterns
 from multimodal_gen.runtime.layers.attention.sparse.router import Cut, Router

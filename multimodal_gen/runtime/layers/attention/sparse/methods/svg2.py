@@ -36,16 +36,14 @@ from multimodal_gen.runtime.layers.attention.config import (
     BackendConfig,
     Ratio,
     SparseConfig,
+    Tail,
     first_of,
     option,
     ratio_now,
-)
-from multimodal_gen.runtime.layers.attention.request import AttentionRequest, Feature
-from multimodal_gen.runtime.layers.attention.sparse.base import (
-    Tail,
     refuse_foreign_tail,
     tail_option,
 )
+from multimodal_gen.runtime.layers.attention.request import AttentionRequest, Feature
 from multimodal_gen.runtime.layers.attention.sparse.kept_steps import KeptSteps
 from multimodal_gen.runtime.layers.attention.sparse.method import SparseBackend
 from multimodal_gen.runtime.layers.attention.sparse.methods.svg2_upstream import (

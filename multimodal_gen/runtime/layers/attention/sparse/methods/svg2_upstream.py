@@ -8,11 +8,11 @@ import importlib
 import torch
 
 from multimodal_gen.kernels.tile_order.api import gather_tokens, scatter_tokens
+from multimodal_gen.runtime.layers.attention.backends.engine import refuse_upstream
 from multimodal_gen.runtime.layers.attention.sparse.router import GroupMap, SparseLayer
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SparseCall
 from multimodal_gen.runtime.layers.attention.sparse.upstream import (
     call_reasons,
-    refuse_upstream,
     shape_reasons,
     text_reasons,
 )

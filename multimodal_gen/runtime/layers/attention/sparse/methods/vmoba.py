@@ -32,11 +32,9 @@ from multimodal_gen.runtime.layers.attention.config import (
     BackendConfig,
     Ratio,
     SparseConfig,
+    Tail,
     option,
     ratio_now,
-)
-from multimodal_gen.runtime.layers.attention.sparse.base import (
-    Tail,
     refuse_foreign_tail,
     tail_option,
 )

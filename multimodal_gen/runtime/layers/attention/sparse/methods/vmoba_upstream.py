@@ -15,8 +15,9 @@ import torch
 
 from multimodal_gen.kernels.select.row_reference import Rule
 from multimodal_gen.kernels.tile_order.api import TileOrder
+from multimodal_gen.runtime.layers.attention.backends.engine import refuse_upstream
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SparseCall
-from multimodal_gen.runtime.layers.attention.sparse.upstream import call_reasons, refuse_upstream
+from multimodal_gen.runtime.layers.attention.sparse.upstream import call_reasons
 
 UPSTREAM = "fastvideo_kernel"
 

@@ -28,12 +28,10 @@ from multimodal_gen.runtime.layers.attention.config import (
     EngineKernel,
     Ratio,
     SparseConfig,
+    Tail,
     compute_mode_option,
     option,
     ratio_now,
-)
-from multimodal_gen.runtime.layers.attention.sparse.base import (
-    Tail,
     refuse_foreign_tail,
     tail_option,
 )

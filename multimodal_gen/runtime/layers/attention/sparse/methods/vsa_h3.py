@@ -51,10 +51,11 @@ from multimodal_gen.runtime.layers.attention.config import (
     IndexSelector,
     Ratio,
     SparseConfig,
+    Tail,
     option,
     ratio_now,
+    tail_option,
 )
-from multimodal_gen.runtime.layers.attention.sparse.base import Tail, tail_option
 from multimodal_gen.runtime.layers.attention.sparse.method import SparseBackend
 from multimodal_gen.runtime.layers.attention.sparse.router import (
     BlockStats,

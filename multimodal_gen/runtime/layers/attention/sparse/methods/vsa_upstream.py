@@ -15,15 +15,13 @@ from typing import Any, cast
 import torch
 
 from multimodal_gen.kernels.tile_order.api import TileOrder
+from multimodal_gen.runtime.layers.attention.backends.engine import refuse_upstream
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SparseCall,
     TiledSequence,
     lists_as_map,
 )
-from multimodal_gen.runtime.layers.attention.sparse.upstream import (
-    call_reasons,
-    refuse_upstream,
-)
+from multimodal_gen.runtime.layers.attention.sparse.upstream import call_reasons
 
 UPSTREAM = ("vsa", "fastvideo_kernel")
 

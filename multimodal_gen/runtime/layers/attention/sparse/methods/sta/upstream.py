@@ -13,8 +13,9 @@ from types import MappingProxyType
 import torch
 
 from multimodal_gen.kernels.tile_order.api import TileOrder
+from multimodal_gen.runtime.layers.attention.backends.engine import refuse_upstream
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SparseCall, TiledSequence
-from multimodal_gen.runtime.layers.attention.sparse.upstream import call_reasons, refuse_upstream
+from multimodal_gen.runtime.layers.attention.sparse.upstream import call_reasons
 from multimodal_gen.runtime.layers.attention.sparse.windows import Window
 from multimodal_gen.settings import by_axis
 
