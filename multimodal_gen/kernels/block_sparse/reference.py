@@ -39,7 +39,7 @@ def _outside_autocast(function: Callable[_Inputs, _Result]) -> Callable[_Inputs,
     return run
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Tile:
     """One query block of every batch and head: rows, keys, and which pairs count."""
 
@@ -47,36 +47,47 @@ class _Tile:
     real_rows: torch.Tensor  # bool [B, H, R]
     keys: torch.Tensor  # int64 [B, H, L]
     mask: torch.Tensor  # bool [B, H, R, L]
+    sample: torch.Tensor  # int64 [B, 1, 1], each one's own place
+    head: torch.Tensor  # int64 [1, H, 1]
+
+    def index(self, positions: torch.Tensor, kv_heads: int) -> tuple[torch.Tensor, ...]:
+        """Index that takes positions [B, H, R] of every query head from [B, S, `kv_heads`, D]."""
+        return self.sample, positions, self.head // (self.head.shape[1] // kv_heads)
+
+    def take(self, tensor: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Gather [B, S, H or fewer, D] at positions [B, H, R]: [B, H, R, D]."""
+        return tensor[self.index(positions, tensor.shape[2])]
 
 
 def _tiles(plan: BlockPlan, batch: int, heads: int) -> Iterator[_Tile]:
     """Yield the tile of every query block."""
     device = plan.device
+    places = (torch.arange(n, device=device) for n in (batch, heads, plan.q.size, plan.kv.size))
+    sample, head, rows_of_block, keys_of_block = places
     q_starts, q_lengths = (t.expand(batch, heads, -1) for t in plan.q.bounds(device))
-    kv_starts, kv_lengths = (t.expand(batch, heads, -1).long() for t in plan.kv.bounds(device))
-    indices = plan.indices.expand(batch, heads, -1, -1)
-    counts = plan.counts.expand(batch, heads, -1)
-    rows_of_block = torch.arange(plan.q.size, device=device)
-    keys_of_block = torch.arange(plan.kv.size, device=device)
-    for i in range(plan.q.num):
-        rows = q_starts[:, :, i, None].long() + rows_of_block
-        real_rows = rows_of_block < q_lengths[:, :, i, None]
-        rows = torch.where(real_rows, rows, 0)
-        used = max(int(counts[:, :, i].max()), 1)
-        valid = torch.arange(used, device=device) < counts[:, :, i, None]
-        blocks = torch.where(valid, indices[:, :, i, :used], 0).long()
-        lengths = torch.where(valid, kv_lengths.gather(2, blocks), 0)
-        real_keys = keys_of_block < lengths.unsqueeze(-1)
-        keys = kv_starts.gather(2, blocks).unsqueeze(-1) + keys_of_block
-        keys = torch.where(real_keys, keys, 0).flatten(2)
+    every_real_row = rows_of_block < q_lengths.unsqueeze(-1)
+    every_row = torch.where(every_real_row, q_starts.long().unsqueeze(-1) + rows_of_block, 0)
+    # [B, H, Nq, L] of the lists.
+    valid = torch.arange(plan.indices.shape[-1], device=device) < plan.counts.unsqueeze(-1)
+    indices = torch.where(valid, plan.indices, 0).long().expand(batch, heads, -1, -1)
+    starts, lengths = (
+        t.expand(batch, heads, -1).long().gather(2, indices.flatten(2)).view(indices.shape)
+        for t in plan.kv.bounds(device)
+    )
+    lengths = torch.where(valid, lengths, 0)
+    for i, used in enumerate(plan.counts.amax((0, 1)).clamp_min(1).tolist()):
+        rows, real_rows = every_row[:, :, i], every_real_row[:, :, i]
+        real_keys = keys_of_block < lengths[:, :, i, :used, None]
+        keys = torch.where(real_keys, starts[:, :, i, :used, None] + keys_of_block, 0).flatten(2)
         mask = real_rows.unsqueeze(-1) & real_keys.flatten(2).unsqueeze(2)
         if plan.row_bits is not None:
-            chosen = _chosen(plan.row_bits.expand(batch, heads, -1, -1), rows, blocks)
+            row_bits = plan.row_bits.expand(batch, heads, -1, -1)
+            chosen = _chosen(row_bits, rows, indices[:, :, i, :used])
             mask = mask & chosen.repeat_interleave(plan.kv.size, dim=-1)
         if plan.causal:
             last = rows.unsqueeze(-1) + (plan.kv.total - plan.q.total)
             mask = mask & (keys.unsqueeze(2) <= last)
-        yield _Tile(rows=rows, real_rows=real_rows, keys=keys, mask=mask)
+        yield _Tile(rows, real_rows, keys, mask, sample.view(-1, 1, 1), head.view(1, -1, 1))
 
 
 def _chosen(row_bits: torch.Tensor, rows: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
@@ -84,19 +95,6 @@ def _chosen(row_bits: torch.Tensor, rows: torch.Tensor, blocks: torch.Tensor) ->
     words = row_bits.gather(2, rows.unsqueeze(-1).expand(-1, -1, -1, row_bits.shape[-1]))
     wanted = (blocks // WORD_BITS).unsqueeze(2).expand(-1, -1, rows.shape[2], -1)
     return (words.gather(3, wanted) >> (blocks % WORD_BITS).unsqueeze(2) & 1).bool()
-
-
-def _index(positions: torch.Tensor, kv_heads: int) -> tuple[torch.Tensor, ...]:
-    """Index that takes positions [B, H, R] of every query head from [B, S, `kv_heads`, D]."""
-    batch, heads = positions.shape[:2]
-    head = torch.arange(heads, device=positions.device) // (heads // kv_heads)
-    every = torch.arange(batch, device=positions.device)
-    return every.view(-1, 1, 1), positions, head.view(1, -1, 1)
-
-
-def _take(tensor: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Gather [B, S, H or fewer, D] at positions [B, H, R]: [B, H, R, D]."""
-    return tensor[_index(positions, tensor.shape[2])]
 
 
 def _weights(
@@ -138,8 +136,8 @@ def _gather(
     """
     compute = torch.promote_types(q.dtype, torch.float32)
     unused = ~tile.mask.any(2).unsqueeze(-1)
-    query = _take(q, tile.rows).to(compute).masked_fill(~tile.real_rows.unsqueeze(-1), 0.0)
-    key, value = (_take(t, tile.keys).to(compute).masked_fill(unused, 0.0) for t in (k, v))
+    query = tile.take(q, tile.rows).to(compute).masked_fill(~tile.real_rows.unsqueeze(-1), 0.0)
+    key, value = (tile.take(t, tile.keys).to(compute).masked_fill(unused, 0.0) for t in (k, v))
     return query, key, value
 
 
@@ -180,7 +178,7 @@ def attention_reference(
         weights, tile_lse = _weights(query, key, mask, scale)
         tile_out = weights @ value
         real = tile.real_rows
-        at_b, at_r, at_h = (t.expand_as(real)[real] for t in _index(tile.rows, heads))
+        at_b, at_r, at_h = (t.expand_as(real)[real] for t in tile.index(tile.rows, heads))
         out = out.index_put_((at_b, at_r, at_h), tile_out[real].to(out.dtype))
         lse = lse.index_put_((at_b, at_h, at_r), tile_lse[real])
     return out, lse
@@ -214,7 +212,7 @@ def attention_reference_backward(
         query, key, value = _gather(q, k, v, tile)
         empty = ~tile.mask.any(-1, keepdim=True)
         upstream, result = (
-            _take(t, tile.rows).to(compute).masked_fill(empty, 0.0) for t in (grad_out, out)
+            tile.take(t, tile.rows).to(compute).masked_fill(empty, 0.0) for t in (grad_out, out)
         )
         shift = (upstream * result).sum(-1, keepdim=True)
         if grad_lse is not None:
@@ -230,5 +228,5 @@ def attention_reference_backward(
             weights.transpose(-1, -2) @ upstream,
         )
         for grad, part, where in zip(grads, parts, (tile.rows, tile.keys, tile.keys), strict=True):
-            grad.index_put_(_index(where, grad.shape[2]), part, accumulate=True)
+            grad.index_put_(tile.index(where, grad.shape[2]), part, accumulate=True)
     return grads[0].to(q.dtype), grads[1].to(k.dtype), grads[2].to(v.dtype)
