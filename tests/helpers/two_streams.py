@@ -11,12 +11,12 @@ the host lets go of it. So a call on the other stream may not touch it in a late
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_iter
 
 from multimodal_gen.kernels import static_cache
 from multimodal_gen.kernels.block_sparse import plan
@@ -35,6 +35,8 @@ _PARTLY = {
 _WHOLLY = {_aten.copy_.default, _aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default}
 _SEVERAL = 255
 
+Writes = Literal["", "wholly", "partly"]
+
 
 class _Touch(NamedTuple):
     """What a call does to a part of some memory.
@@ -49,7 +51,7 @@ class _Touch(NamedTuple):
 
     call: int
     reads: bool
-    writes: Literal["", "wholly", "partly"]
+    writes: Writes
     place: tuple[tuple[int, ...], tuple[int, ...], int]
     what: str
 
@@ -69,6 +71,7 @@ class _Memory:
     def forget(self) -> None:
         """Begin anew."""
         self._calls: set[int] = set()
+        self._seen: set[tuple[Any, ...]] = set()  # touches, which change nothing once more
         self._waiting: list[_Touch] = []  # to be looked at once another call comes
         self._known: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -78,11 +81,16 @@ class _Memory:
         assert self._known is not None
         written, _ = self._known
         written[written == call] = 0
+        self._seen.clear()
 
-    def touch(self, touch: _Touch) -> None:
-        """Note what a call does; raise where another one is in its way."""
-        self._calls.add(touch.call)
-        self._waiting.append(touch)
+    def touch(self, x: torch.Tensor, call: int, reads: bool, writes: Writes, by: object) -> None:
+        """Note what a call does to a tensor here; raise where another one is in its way."""
+        key = call, reads, writes, x.shape, x.stride(), x.storage_offset(), x.dtype
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        self._calls.add(call)
+        self._waiting.append(_Touch(call, reads, writes, _place(x), _told(x, by)))
         if len(self._calls) > 1:
             self._look()
 
@@ -166,23 +174,14 @@ class TwoStreams(TorchDispatchMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         del types
-        schema, given = function._schema, kwargs or {}
-        views = any(x.alias_info and not x.alias_info.is_write for x in schema.returns)
-        for argument, value in zip(
-            schema.arguments,
-            (*args, *(given.get(x.name) for x in schema.arguments[len(args) :])),
-            strict=True,
-        ):
-            writes = argument.alias_info is not None and argument.alias_info.is_write
+        given = kwargs or {}
+        touches, makes = _touches(function)
+        for at, name, reads, writes in touches:
+            value = args[at] if at < len(args) else given.get(name)
             for x in _tensors(value):
-                if writes:
-                    only = argument.kwarg_only or function in _PARTLY | _WHOLLY
-                    how = "partly" if function in _PARTLY else "wholly"
-                    self._touch(x, function, reads=not only, writes=how)
-                elif not views:
-                    self._touch(x, function, reads=True)
+                self._touch(x, function, reads=reads, writes=writes)
         made = function(*args, **given)
-        if not views and not schema.is_mutable:
+        if makes:
             for x in _tensors(made):
                 self._touch(x, function, writes="wholly", new=True)
         return made
@@ -193,25 +192,55 @@ class TwoStreams(TorchDispatchMode):
         function: Any,
         *,
         reads: bool = False,
-        writes: Literal["", "wholly", "partly"] = "",
+        writes: Writes = "",
         new: bool = False,
     ) -> None:
         storage, here = x.untyped_storage(), self._call % 2
-        what = f"{function} of {x.dtype} {list(x.shape)}"
         known = self._known.get(storage._cdata)
         if known is None:
             known = self._known[storage._cdata] = _Memory(storage, here if new else None)
-        sizes = tuple(n if step else 1 for n, step in zip(x.shape, x.stride(), strict=True))
-        each = x.element_size()
-        strides, offset = tuple(each * step for step in x.stride()), each * x.storage_offset()
-        place = (*sizes, each), (*strides, 1), offset
-        known.touch(_Touch(self._call, reads, writes, place, what))
-        assert known.stream in (None, here), f"call {self._call} reads the other stream's: {what}"
+        known.touch(x, self._call, reads, writes, function)
+        if known.stream not in (None, here):
+            raise AssertionError(
+                f"call {self._call} reads the other stream's: {_told(x, function)}"
+            )
+
+
+@cache
+def _touches(function: Any) -> tuple[list[tuple[int, str, bool, Writes]], bool]:
+    """Return what an operator does to its arguments, and whether it makes what it returns.
+
+    Of each argument that it touches: its place and name, whether it is read, and how it is written.
+    """
+    schema, found = function._schema, list[tuple[int, str, bool, Writes]]()
+    views = any(x.alias_info and not x.alias_info.is_write for x in schema.returns)
+    for at, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            only = argument.kwarg_only or function in _PARTLY | _WHOLLY
+            found.append(
+                (at, argument.name, not only, "partly" if function in _PARTLY else "wholly")
+            )
+        elif not views:
+            found.append((at, argument.name, True, ""))
+    return found, not views and not schema.is_mutable
+
+
+def _place(x: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Return sizes, strides and offset of a tensor in bytes."""
+    sizes = tuple(n if step else 1 for n, step in zip(x.shape, x.stride(), strict=True))
+    each = x.element_size()
+    return (*sizes, each), (*(each * n for n in x.stride()), 1), each * x.storage_offset()
+
+
+def _told(x: torch.Tensor, by: object) -> str:
+    return f"{by} of {x.dtype} {list(x.shape)}"
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    found = (x for x in tree_iter(value) if isinstance(x, torch.Tensor))
-    return [x for x in found if x.layout is torch.strided and x.numel()]
+    """Return the tensors with memory in what an operator takes or gives."""
+    if isinstance(value, torch.Tensor):
+        return [value] if value.layout is torch.strided and value.numel() else []
+    return [x for each in value for x in _tensors(each)] if type(value) in (list, tuple) else []
 
 
 def watch_two_streams(patch: pytest.MonkeyPatch) -> TwoStreams:
