@@ -21,6 +21,9 @@ from multimodal_gen.runtime.distributed.groups import (
 )
 from multimodal_gen.runtime.distributed.mesh import Mesh
 
+# What torch.testing imports when it first compares tensors, which takes more than a second.
+ASSERTIONS = "torch.distributed.tensor"
+
 
 def own(x: torch.Tensor, lengths: Sequence[int], front: int = 0, back: int = 0) -> torch.Tensor:
     """Return what this rank holds of a whole sequence.
@@ -76,7 +79,7 @@ class World:
         context: BaseContext
         if device_type == "cpu":
             context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload([__name__, *preload])
+            context.set_forkserver_preload([__name__, ASSERTIONS, *preload])
         else:
             context = multiprocessing.get_context("spawn")
         meeting = str(folder / "meet")

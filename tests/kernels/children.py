@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 # What takes longest to import; children are forks of a process that has imported it.
-PRELOAD = ["tests.helpers.processes", "numpy", "pytest", "hypothesis"]
+PRELOAD = ["tests.helpers.processes", "torch.distributed.tensor", "numpy", "pytest", "hypothesis"]
 
 
 def run_pytest(
