@@ -359,15 +359,15 @@ def holding(
         real = [n for n in range(len(key)) if kept is None or kept[list(k_blocks[n])].any()]
         for i, row in enumerate(query):
             shares = (key[real] @ row * size**-0.5).softmax(0).tolist()
-            below, order = 0.0, sorted(zip(shares, real, strict=True))
+            below, order, keeps = 0.0, sorted(zip(shares, real, strict=True)), []
             for share, j in order:
                 below += share
-                chosen[b, h, i, j] = below >= 1 - mass or j == order[-1][1]
+                keeps += [j] * (below >= 1 - mass or j == order[-1][1])
             own = places[len(k_blocks) - len(q_blocks) + i]
             for j, place in enumerate(places if widths is not None else ()):
                 far = [abs(a - c) for a, c in zip(own, place, strict=True)]
-                if all(d <= w // 2 for d, w in zip(far, widths or (), strict=True)):
-                    chosen[b, h, i, j] = True
+                keeps += [j] * all(d <= w // 2 for d, w in zip(far, widths or (), strict=True))
+            chosen[b, h, i, keeps] = True
     return chosen
 
 
@@ -388,12 +388,12 @@ def stand_ins(
         rows = query[b, real, h].double()
         rows = rows / rows.norm(dim=-1, keepdim=True)
         alike = (rows @ rows[len(real) // 2]).tolist()
+        of = {t: place for place, t in enumerate(block)}
         count = max(1, math.floor(Fraction(str(ratio)) * len(real)))
         order = sorted(range(len(real)), key=alike.__getitem__)
-        places = sorted(block.index(real[i]) for i in order[:count])
-        for t in real:
-            place = block.index(t)
-            source[b, t, h] = block[min(places, key=lambda x, p=place: (abs(x - p), x))]
+        places = sorted(of[real[i]] for i in order[:count])
+        nearest = [min(places, key=lambda x, p=of[t]: (abs(x - p), x)) for t in real]
+        source[b, real, h] = torch.tensor([block[place] for place in nearest])
     return source
 
 
@@ -420,10 +420,11 @@ def holding_of_computed(
         real = [n for n in range(len(key)) if kept is None or kept[list(k_blocks[n])].any()]
         for i, row in enumerate(query):
             shares = (key[real] @ row * size**-0.5).softmax(0).tolist()
-            before = 0.0
+            before, keeps = 0.0, []
             for rank, place in enumerate(sorted(range(len(real)), key=lambda j, s=shares: -s[j])):
-                chosen[b, h, i, real[place]] = before < mass or rank < least
+                keeps += [real[place]] * (before < mass or rank < least)
                 before += shares[place]
+            chosen[b, h, i, keeps] = True
     return chosen
 
 
@@ -453,8 +454,9 @@ def largest(
             chosen[b, h, i, real[draft.index(max(draft))]] = True
         number = math.floor(Fraction(str(sparsity)) * len(entries))
         bound = sorted(entries.values())[number - 1] if number else -math.inf
-        for (i, j), entry in entries.items():
-            chosen[b, h, i, j] |= entry >= bound and sparsity < 1
+        large = [place for place, entry in entries.items() if entry >= bound and sparsity < 1]
+        if large:
+            chosen[b, h][tuple(torch.tensor(large).T)] = True
     return chosen
 
 

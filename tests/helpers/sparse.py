@@ -243,10 +243,10 @@ def pair_mask(
         num_keys: Sk.
     """
     mask = torch.zeros(*chosen.shape[:-2], num_queries, num_keys, dtype=torch.bool)
-    keys = [torch.tensor(list(columns)) for columns in k_blocks]
-    for i, rows in enumerate(torch.tensor(list(block))[:, None] for block in q_blocks):
-        for j, columns in enumerate(keys):
-            mask[..., rows, columns] = chosen[..., i, j, None, None]
+    columns = torch.tensor([t for block in k_blocks for t in block])
+    block_of = torch.tensor([j for j, block in enumerate(k_blocks) for _ in block])
+    for i, block in enumerate(q_blocks):
+        mask[..., torch.tensor(list(block))[:, None], columns] = chosen[..., i, None, block_of]
     return mask
 
 
