@@ -180,7 +180,7 @@ def test_lists_and_lengths_that_change_in_place_are_heeded(shared: bool) -> None
     lists, counts = torch.zeros(1, 1, 1, slots, dtype=torch.int32), torch.zeros(1, 1, 1).int()
     kv = Blocks.ragged(starts.expand_as(lengths), lengths, total=slots * tokens, size=tokens)
     plan = BlockPlan(indices=lists, counts=counts, q=Blocks.regular(40, 64), kv=kv, uniform=True)
-    qkv = inputs(plan, kv_heads=2)
+    qkv = QKV(*(x[:1] for x in inputs(plan, kv_heads=2)))
     qkv.key.add_(3.0)  # so that a mean over other keys is another
     for seen, last in (([0, 1, 2], tokens), ([0, 1], tokens), ([1, 2], 10), ([0, 1, 2], 90)):
         lists[..., : len(seen)] = torch.tensor(seen)
@@ -204,7 +204,7 @@ def test_queries_whose_blocks_change_in_place_are_heeded(shared: bool) -> None:
     plan = BlockPlan.dense(
         Blocks.ragged(starts, lengths, total=80, size=64), Blocks.regular(90, 64), "cpu"
     )
-    qkv = inputs(plan, kv_heads=2)
+    qkv = QKV(*(x[:1] for x in inputs(plan, kv_heads=2)))
     for start, length in (([0, 40], [40, 40]), ([40, 0], [40, 33]), ([0, 64], [64, 16])):
         starts.copy_(torch.tensor(start))
         lengths.copy_(torch.tensor(length))
