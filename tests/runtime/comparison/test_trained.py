@@ -33,7 +33,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
         height=128,
         width=128,
         num_frames=17,
-        num_inference_steps=6,
+        num_inference_steps=3,
         guidance_scale=3.0,
     )
 
