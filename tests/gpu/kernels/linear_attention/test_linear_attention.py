@@ -35,7 +35,6 @@ from multimodal_gen.runtime.layers.attention.sparse.executors.linear import plan
 from multimodal_gen.runtime.layers.attention.sparse.methods.sla import (
     SLAConfig,
     SLARouter,
-    kept_blocks,
 )
 from multimodal_gen.runtime.layers.attention.sparse.raster import raster_blocks
 from multimodal_gen.runtime.layers.attention.sparse.router import BlockStats, Budget
@@ -204,7 +203,7 @@ def test_a_layer_is_the_definition(branch: str, where: str, sizes: tuple[int, in
     total = video + text
     layout = SequenceLayout(grid=grid, start=start, num_queries=total, num_keys=total)
     blocks = raster_blocks(layout, q_size, kv_size, query.device)
-    kept = kept_blocks(ratio, blocks.num_video)
+    kept = Budget.of_share(ratio, blocks.num_video).kept
     # The choice of blocks has tests of its own; here only what is made of it counts.
     budget = Budget(kept, blocks.num_video)
 

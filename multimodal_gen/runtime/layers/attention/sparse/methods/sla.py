@@ -42,7 +42,6 @@ from multimodal_gen.runtime.layers.attention.config import (
     Ratio,
     SparseConfig,
     Tail,
-    first_of,
     option,
     ratio_now,
     refuse_foreign_tail,
@@ -141,11 +140,6 @@ class SageSLAConfig(SLAParameters):
         refuse_foreign_values(self.kernel, self.values, "sage_sla_attn", *QUANTIZED.names)
 
 
-def kept_blocks(topk_ratio: float, num_blocks: int) -> int:
-    """Return how many of `num_blocks` key blocks a query block keeps: rounded down, at least 1."""
-    return min(max(first_of(topk_ratio, num_blocks), 1), num_blocks)
-
-
 def centred(means: torch.Tensor, shares: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return block means less the mean of all tokens in them, rounded to `dtype`.
 
@@ -174,8 +168,7 @@ class _BothRouter(Router[_SettingsT]):
 
     def budget(self, settings: _SettingsT, blocks: int, tokens: int) -> Budget:
         """Return how many of the blocks are kept."""
-        ratio = ratio_now(settings.topk_ratio)
-        return Budget(kept_blocks(ratio, blocks), blocks, ratio)
+        return Budget.of_share(settings.topk_ratio, blocks)
 
     def choose(
         self, settings: _SettingsT, stats: BlockStats, budget: Budget | None

@@ -32,9 +32,7 @@ from multimodal_gen.runtime.layers.attention.config import (
     Ratio,
     SparseConfig,
     Tail,
-    first_of,
     option,
-    ratio_now,
     refuse_foreign_tail,
     tail_option,
 )
@@ -104,9 +102,8 @@ class SpargeRouter(Router[SpargeConfig]):
     def budget(self, settings: SpargeConfig, blocks: int, tokens: int) -> Budget | None:
         if settings.cdfthreshd is not None:
             return None
-        ratio = ratio_now(settings.topk)
-        asked = ratio if settings.simthreshd1 < 0 else None
-        return Budget(max(1, first_of(ratio, blocks)), blocks, asked)
+        budget = Budget.of_share(settings.topk, blocks)
+        return budget if settings.simthreshd1 < 0 else budget._replace(asked=None)
 
     @override
     def density(self, settings: SpargeConfig, blocks: int, tokens: int) -> float | None:

@@ -7,9 +7,7 @@ everything. The rule is that of sglang's `subblock_sparse_attn`.
 Shapes: B batch, S tokens, H heads, D head size, N blocks.
 """
 
-import math
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import ClassVar, Literal
 
 from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
@@ -20,6 +18,7 @@ from multimodal_gen.runtime.layers.attention.config import (
     SparseConfig,
     Tail,
     compute_mode_option,
+    first_of,
     option,
     ratio_now,
     tail_option,
@@ -95,7 +94,7 @@ class SubblockRouter(Router[SubblockConfig]):
 
 def kept_blocks(sparsity: float, num_blocks: int) -> int:
     """Return how many key blocks a query block keeps: a multiple of eight, or all of fewer."""
-    kept = max(math.ceil((1 - Fraction(repr(float(sparsity)))) * num_blocks), 1)
+    kept = max(num_blocks - first_of(sparsity, num_blocks), 1)
     return min(-(-kept // _MULTIPLE) * _MULTIPLE, num_blocks)
 
 

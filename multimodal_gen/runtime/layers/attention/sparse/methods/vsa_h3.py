@@ -35,9 +35,7 @@ What differs from them, or is easily missed:
 Shapes: B batch, H heads, D head size, N tiles, P pieces of text.
 """
 
-import math
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from types import MappingProxyType
 from typing import ClassVar, Literal
 
@@ -52,6 +50,7 @@ from multimodal_gen.runtime.layers.attention.config import (
     Ratio,
     SparseConfig,
     Tail,
+    first_of,
     option,
     ratio_now,
     tail_option,
@@ -139,10 +138,9 @@ class VideoSparseH3Router(Router[VideoSparseH3Config]):
         if self.keeps_all(settings):
             return Budget(blocks, blocks)
         sparsity = ratio_now(settings.sparsity)
-        # In decimals, as people write them: 1 - 0.7 is more than 0.3 in binary.
-        kept = math.ceil((1 - Fraction(repr(float(sparsity)))) * blocks)
+        kept = max(blocks - first_of(sparsity, blocks), 1)
         asked = 1 - sparsity if settings.vsa_mode == "exempt" else None
-        return Budget(min(max(kept, 1), blocks), blocks, asked)
+        return Budget(kept, blocks, asked)
 
     def density(self, settings: VideoSparseH3Config, blocks: int, tokens: int) -> float | None:
         """Return the share of tiles; where text competes, the data decide what of it is kept."""

@@ -22,9 +22,9 @@ from multimodal_gen.runtime.layers.attention.sparse.executors import linear as l
 from multimodal_gen.runtime.layers.attention.sparse.methods.sla import (
     SLABackend,
     centred,
-    kept_blocks,
 )
 from multimodal_gen.runtime.layers.attention.sparse.raster import shares_of
+from multimodal_gen.runtime.layers.attention.sparse.router import Budget
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, current_platform
 from multimodal_gen.settings import read_mapping
@@ -167,7 +167,7 @@ def test_at_ratio_one_nothing_is_unselected_and_the_bias_is_left():
     [(0.1, 512, 51), (0.05, 512, 25), (0.29, 100, 29), (0.0, 9, 1), (1.0, 9, 9), (0.5, 1, 1)],
 )
 def test_the_number_of_kept_blocks(ratio, blocks, expected):
-    assert kept_blocks(ratio, blocks) == expected
+    assert Budget.of_share(ratio, blocks).kept == expected
 
 
 @given(
