@@ -151,7 +151,7 @@ class Binding:
         return out
 
     def reroute(self, by: Selection) -> None:
-        """Count a call of which something else serves a part.
+        """Count a call of which something else serves a part, which is not counted otherwise.
 
         Raises:
             UnsupportedBackendError: fallbacks are refused.

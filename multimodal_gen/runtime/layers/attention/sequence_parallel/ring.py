@@ -74,10 +74,10 @@ def ring_forward(
         bound = bound.with_features(Feature.BACKWARD) if training else bound
         assert bound.method is not None, "what trains it is the same method"
         return bound.count(bound.method.forward_ring(inputs, context))
-    if mask is not None and layer.geometry.causal:
-        # Leaving out keys would move the diagonal of the kernels.
-        bound.reroute(_by_definition(bound.selection))
     causal = layer.geometry.causal
+    by_definition = mask is not None and causal
+    if by_definition:  # leaving out keys would move the diagonal of the kernels
+        bound.reroute(_by_definition(bound.selection))
     needs = (Feature.RING, *((Feature.BACKWARD,) if training else ()))
 
     def computed_by(bound: Binding) -> tuple[Binding, AttendPart]:
@@ -89,7 +89,8 @@ def ring_forward(
         attend = check.part(attend, computed_by(bound.exact(check.reason))[1])
     shared = (inputs.shared_key, inputs.shared_value)
     out = ring_attention(inputs.query, inputs.key, inputs.value, *shared, attend, inputs.call)
-    full.count(out)  # as one call, however many parts there are
+    if not by_definition:
+        full.count(out)  # as one call, however many parts there are
     return out if gated is None else gated.add_branch_in_ring(out, inputs, context)
 
 
