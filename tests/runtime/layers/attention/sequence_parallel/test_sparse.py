@@ -15,6 +15,7 @@ from multimodal_gen.runtime.distributed.mesh import Mesh
 from multimodal_gen.runtime.layers.attention import UlyssesAttention_VSA, USPAttention
 from multimodal_gen.runtime.layers.attention.call import AttentionCall
 from multimodal_gen.runtime.layers.attention.scope import scope_from
+from multimodal_gen.runtime.layers.attention.sparse import tiles
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from tests.helpers.inputs import QKV, make_qkv
 from tests.helpers.methods import ALWAYS, DEFINED, method
@@ -140,6 +141,17 @@ def run(layer, groups, inputs, grid, text=(0, 0), step=1, **options):
         return layer(*inputs, **options)
 
 
+def assert_told_alike(*layers):
+    """Hold what layers tell of their calls against each other: what ran, why, and densities."""
+    first, second = (
+        [(x.selection, x.calls, dict(x.densities)) for x in (*report.entries, *report.detours)]
+        for report in (layer.report() for layer in layers)
+    )
+    assert [x[:2] for x in first] == [x[:2] for x in second]
+    for want, found in zip(first, second, strict=True):
+        assert found[2] == pytest.approx(want[2])
+
+
 def check(name, heads, cases, uneven=False, steps=(1,)):
     """Compare outputs and densities of this rank with those of one process."""
     grid, (heads, kv_heads), groups = grid_of(name), heads, parallel_groups()
@@ -158,15 +170,13 @@ def check(name, heads, cases, uneven=False, steps=(1,)):
                 want = run(alone, None, (*whole, mask), grid, text, step)
                 out = run(split_layer, groups, local, grid, text, step)
         torch.testing.assert_close(out, own(want, lengths, *text))
+        if groups.ulysses.size == 1:  # else densities are of its heads
+            assert_told_alike(alone, split_layer)
         entries = [layer.report().entries[-1] for layer in (alone, split_layer)]
         assert entries[0].calls == entries[1].calls == len(steps)
-        densities = [dict(entry.densities) for entry in entries]
-        if groups.ulysses.size == 1:  # else of its heads
-            # In a ring, blocks of lists that are cut short count as ones of mean size.
-            far = 0.17 if name in ("sla", "sla, most", "sla, tail") else None
-            assert densities[1] == pytest.approx(densities[0], abs=far)
-        assert 0 < densities[0][1] <= 1
-        assert (densities[0][1] == 1) is (name == "vsa, everything")
+        density = dict(entries[0].densities)[1]
+        assert 0 < density <= 1
+        assert (density == 1) is (name == "vsa, everything")
 
 
 @pytest.mark.parametrize("name", BY_RING)
@@ -174,6 +184,18 @@ def test_a_ring_of_two_computes_what_one_process_does(two_ranks, name):
     turn = BY_RING.index(name) % 2
     for uneven in (False, True):
         two_ranks.run(RING, check, name, (2, 1), CASES[2 * (turn ^ uneven) :][:2], uneven)
+
+
+def check_density_of_shares():
+    """Compare where one process computes head by head, of which each keeps another share."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiles, "_BYTES_AT_ONCE", 1)
+        patch.setattr(tiles, "_BYTES_IN_TWO", 0)
+        check("vsa", (4, 2), CASES[:2])
+
+
+def test_a_ring_tells_the_density_of_all_heads(two_ranks):
+    two_ranks.run(RING, check_density_of_shares)
 
 
 @pytest.mark.parametrize(
