@@ -371,14 +371,14 @@ class SequenceParallelLayer(AttentionLayer):
                 raise UnsupportedBackendError(entry.ulysses_refusal)
             bound = entry.primary
             if call.exact or (call.no_grid and bound.is_sparse):
-                bound, _ = in_place_of(bound, call)
+                bound, call = in_place_of(bound, call)
         except MultimodalGenError as error:
             raise self._refused(error, exchange=True) from None
         training = torch.is_grad_enabled() and call.wants_gradient()
         split = self._agreed(groups, call, bound, training)
         with recording(self.times):
             if groups.ring.size > 1:
-                return self._attend_in_ring(split, call, training)
+                return self._attend_in_ring(split, bound, call, training)
             observed = bool(entry.observers) and not call.no_grid
             plain = call.mask is None and call.gate is None and not observed
             plain = plain and call.check is None
@@ -407,7 +407,7 @@ class SequenceParallelLayer(AttentionLayer):
         return split.give_heads(out)
 
     def _attend_in_ring(
-        self, split: SplitCall, call: AttentionCall, training: bool
+        self, split: SplitCall, bound: Binding, call: AttentionCall, training: bool
     ) -> torch.Tensor:
         key_mask, mask = None, split.whole_mask(call)
         mask = None if mask is None else mask != 0
@@ -422,7 +422,7 @@ class SequenceParallelLayer(AttentionLayer):
         heads = split.take_heads(call)
         inputs = split.ring_inputs(*heads, mask, self.geometry, call.projection)
         size, check = split.groups.sequence.size, call.check
-        out = ring_forward(self, inputs, mask, size, exact=call.exact, check=check)
+        out = ring_forward(self, bound, inputs, mask, size, check=check)
         if check is not None:
             check.ring(inputs, split.in_ring(split.lengths), out)
         out = split.give_heads(out)

@@ -29,21 +29,21 @@ from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 def ring_forward(
     layer: AttentionLayer,
+    bound: Binding,
     inputs: RingInputs,
     mask: torch.Tensor | None,
     num_ranks: int,
     *,
-    exact: str = "",
     check: SplitCheck | None = None,
 ) -> torch.Tensor:
     """Return attention of a rank's heads and part of the sequence over the whole sequence.
 
     Args:
-        layer: whose backend computes the parts.
+        layer: whose call it is.
+        bound: what computes the parts.
         inputs: what this rank brings.
         mask: bool [B, Sk] or [B, 1, 1, Sk] of all keys, or None.
         num_ranks: ranks that share the sequence.
-        exact: see `AttentionCall`.
         check: looks at the parts; None for nothing. Not at those of a sparse method.
 
     Returns:
@@ -55,9 +55,7 @@ def ring_forward(
     _check_schedule(layer, num_ranks)
     whole = AttentionCall(inputs.query, inputs.key, inputs.value, gate=inputs.gate)
     training, context = whole.wants_gradient(), current_forward_context()
-    bound, gated = layer.entry_for(inputs.query).primary, None
-    if exact:
-        bound = bound.exact(exact)
+    gated = None
     if inputs.gate is not None:
         tokens = slice(inputs.call.prefix, inputs.query.shape[1] - inputs.call.suffix)
         own = whole._replace(query=inputs.query[:, tokens], mask=mask)

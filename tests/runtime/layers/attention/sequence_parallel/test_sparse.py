@@ -626,6 +626,32 @@ def first_error(backend, config):
     return error_of([(backend, config)], step=0)
 
 
+def check_without_grid():
+    """Compare calls that are not of the latent grid, one of them with a gate."""
+    lengths, groups = (12, 8), parallel_groups()
+    whole = make_qkv(1, sum(lengths), 2, 32)
+    tried = replace(DEFINED["vsa"].method, heads=2, layer_cls=USPAttention)
+    layers = [tried.layer(index=1) for _ in range(2)]
+    for gate in (None, whole.query):
+        outs = []
+        for layer, here in zip(layers, (None, groups), strict=True):
+            given = [x if x is None or here is None else own(x, lengths) for x in (*whole, gate)]
+            call = AttentionCall(*given[:3], gate=given[3], no_grid="they are a few")
+            with (
+                torch.no_grad(),
+                use_parallel_groups(here),
+                set_forward_context(1, latent_grid=(4, 6, 8), num_steps=2),
+            ):
+                outs.append(layer.attend(call))
+        torch.testing.assert_close(outs[1], own(outs[0], lengths))
+    assert_told_alike(*layers)
+
+
+@TWO
+def test_calls_off_the_latent_grid_are_dense_as_in_one_process(two_ranks, mesh):
+    two_ranks.run(mesh, check_without_grid)
+
+
 ALONE = {
     RING: "STA_searching compares whole heads, and strategies serve any number of GPUs",
     ULYSSES: "STA_searching must see all tokens and heads of a layer, got a part",
