@@ -23,7 +23,7 @@ from multimodal_gen.runtime.layers.attention.call import AttentionCall, SplitChe
 from multimodal_gen.runtime.layers.attention.kinds.gate import check_gate
 from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.layers.attention.selector import Selection
-from multimodal_gen.runtime.managers.forward_context import current_forward_context
+from multimodal_gen.runtime.managers.forward_context import ForwardContext, current_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 
@@ -55,7 +55,7 @@ def ring_forward(
     _check_schedule(layer, num_ranks)
     whole = AttentionCall(inputs.query, inputs.key, inputs.value, gate=inputs.gate)
     training, context = whole.wants_gradient(), current_forward_context()
-    gated = None
+    bound, gated = _by_rule(bound, inputs, context), None
     if inputs.gate is not None:
         tokens = slice(inputs.call.prefix, inputs.query.shape[1] - inputs.call.suffix)
         own = whole._replace(query=inputs.query[:, tokens], mask=mask)
@@ -90,6 +90,15 @@ def ring_forward(
     if not by_definition:
         full.count(out)  # as one call, however many parts there are
     return out if gated is None else gated.add_branch_in_ring(out, inputs, context)
+
+
+def _by_rule(bound: Binding, inputs: RingInputs, context: ForwardContext | None) -> Binding:
+    """Return what serves a call, which a method's own rule may leave dense; see `binding_at`."""
+    call, method = inputs.call, bound.method
+    if method is None:
+        return bound
+    reason = method.ruled_dense(call.prefix + sum(call.lengths) + call.suffix, context)
+    return bound if reason is None else bound.dense(reason)
 
 
 def _check_schedule(layer: AttentionLayer, num_ranks: int) -> None:

@@ -414,11 +414,10 @@ class SparseMethodImpl(AttentionImpl):
             context: the running denoiser call.
             first_head: index of the first of `query`'s heads among those of the layer.
         """
-        grid = None if context is None else context.latent_grid
-        frames = None if grid is None else grid[0]
-        own = self.router.dense_reason(self.config, query.shape[1], frames)
+        own = self.ruled_dense(query.shape[1], context)
         if own is not None:
             return own
+        grid = None if context is None else context.latent_grid
         if self._dense_above.never or context is None or grid is None:
             return None  # without a grid, the call itself is refused
         if torch.are_deterministic_algorithms_enabled() or records_gradient(query, key, value):
@@ -429,6 +428,11 @@ class SparseMethodImpl(AttentionImpl):
         sizes = query.shape[1], key.shape[1]
         density = partial(self._known_density, sizes, heads, context)
         return self._dense_above.reason(run, density, context)
+
+    def ruled_dense(self, tokens: int, context: ForwardContext | None) -> str | None:
+        """Return why so many tokens are dense by the method's own rule, or None."""
+        grid = None if context is None else context.latent_grid
+        return self.router.dense_reason(self.config, tokens, None if grid is None else grid[0])
 
     def _known_density(
         self, sizes: tuple[int, int], heads: slice, context: ForwardContext

@@ -246,6 +246,7 @@ def check_drawn(name, seeds):
             out = run(split_layer, groups, local, case.grid, text)
         real = slice(None) if mask is None else own(mask, lengths, *text)
         torch.testing.assert_close(out[real], own(want, lengths, *text)[real], msg=str(seed))
+        assert_told_alike(alone, split_layer)
 
 
 @pytest.mark.parametrize("name", DRAWN)
