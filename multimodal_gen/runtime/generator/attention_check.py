@@ -245,8 +245,8 @@ class AttentionCheck:
 
     def __init__(self, calls_per_step: int) -> None:
         self._calls_per_step = calls_per_step
-        self._unchecked = 0  # calls whose turn it was, and that give more or less than attention
-        self._found: dict[tuple[str | None, str], dict[int, torch.Tensor]] = {}
+        # By layer and step; None for a call that gives more or less than attention.
+        self._found: dict[tuple[str | None, str], dict[int, torch.Tensor | None]] = {}
 
     def __call__(
         self,
@@ -258,11 +258,11 @@ class AttentionCheck:
         out = serve(call)
         site = layer.site
         step = step_of_turn(site, self._calls_per_step)
-        if step is not None and (call.gate is not None or not sees_own_keys(call)):
-            self._unchecked += 1
-            return out
         done = self._found.setdefault((site.component, site.name), {})
-        if step is not None and step not in done:
+        if step is None or step in done:
+            return out
+        done[step] = None
+        if sees_own_keys(call) and call.gate is None:
             with torch.no_grad():
                 done[step] = row_errors(*sampled(layer, call, out, step))
         return out
@@ -275,7 +275,8 @@ class AttentionCheck:
         """
         layers: list[Json] = []
         for each in report.layers:
-            found = self._found.get((each.component, each.name))
+            calls = self._found.get((each.component, each.name), {})
+            found = {step: errors for step, errors in calls.items() if errors is not None}
             if not found:
                 continue
             errors = torch.stack(tuple(found.values())).double().cpu()  # [steps, 3, H]
@@ -294,7 +295,8 @@ class AttentionCheck:
                 }
             )
         told: dict[str, Json] = {"rows": ROWS, "calls_per_step": self._calls_per_step}
-        return told | {"layers": layers, "unchecked": self._unchecked}
+        unchecked = sum(x is None for calls in self._found.values() for x in calls.values())
+        return told | {"layers": layers, "unchecked": unchecked}
 
 
 def _rows_of_rank(
