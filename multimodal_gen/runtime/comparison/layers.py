@@ -49,6 +49,7 @@ from multimodal_gen.runtime.generator.attention_check import (
     exact_rows,
     exact_weights,
     head_slices,
+    projects,
     row_errors,
     sample_rows,
     sees_own_keys,
@@ -153,7 +154,8 @@ class Replay:
         (truth,) = exact_rows(layer, call, rows, (call.value,))
         errors = row_errors(out[:, rows], truth)
         ran = _served(layer).selection.label
-        self._add(self._reference, layer, context, ran, errors, *_dense(errors))
+        if not projects(layer, call):  # else it differs by what it was trained for, as below
+            self._add(self._reference, layer, context, ran, errors, *_dense(errors))
         gated = _with_gate(call)
         for name, scope in self._scopes.items():
             measured = self.found[name]
@@ -166,10 +168,11 @@ class Replay:
                     errors = row_errors(other.attend(asked)[:, rows], truth)
                 ran = _served(other).selection.label
                 density = dict(_served(other).densities).get(context.current_timestep, 1.0)
-                mass = _dense(errors)
-                if density < 1:
-                    mass = _kept_by(layer, other, call, rows, told, seed)
-                self._add(name, layer, context, ran, errors, *mass, density)
+                if not projects(other, call):
+                    mass = _dense(errors)
+                    if density < 1:
+                        mass = _kept_by(layer, other, call, rows, told, seed)
+                    self._add(name, layer, context, ran, errors, *mass, density)
                 if density < 1 and picture:
                     self._picture(name, other, call, context)
 

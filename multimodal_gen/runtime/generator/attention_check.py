@@ -210,6 +210,14 @@ def sees_own_keys(call: AttentionCall) -> bool:
     return call.cache is None and call.block_mask is None
 
 
+def projects(layer: AttentionLayer, call: AttentionCall) -> bool:
+    """Whether a trained projection weighs a branch that a call adds to attention."""
+    if layer.projection is None:
+        return False
+    seen = call.autocast() if call.autocasts() else call
+    return "projection" in layer.entry_for(seen.query).primary.impl.takes
+
+
 def step_of_turn(site: LayerSite, at_once: int) -> int | None:
     """Return the running step if self-attention of a layer is checked at it, or None.
 
@@ -262,7 +270,7 @@ class AttentionCheck:
         if step is None or step in done:
             return out
         done[step] = None
-        if sees_own_keys(call) and call.gate is None:
+        if sees_own_keys(call) and call.gate is None and not projects(layer, call):
             with torch.no_grad():
                 done[step] = row_errors(*sampled(layer, call, out, step))
         return out

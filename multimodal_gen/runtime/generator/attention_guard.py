@@ -23,6 +23,7 @@ from multimodal_gen.runtime.distributed.ring import AttendPart, KeyPart, RingInp
 from multimodal_gen.runtime.generator.attention_check import (
     error_in_ring,
     mask_of,
+    projects,
     row_errors,
     sampled,
 )
@@ -126,9 +127,7 @@ class AttentionGuard:
         self._tested += 1
         limit = self.bounds.sparse if bound.is_sparse else self.bounds.quantized
         only_finite = "" if limit is not None else NO_BOUND
-        if call.gate is not None or (
-            call.projection is not None and "projection" in bound.impl.takes
-        ):
+        if call.gate is not None or projects(layer, call):
             only_finite = MORE
         miss = GuardMiss(
             component=site.component,

@@ -2,6 +2,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from multimodal_gen.kernels.block_sparse.layouts import chunk_causal_plan
 from multimodal_gen.runtime.comparison.layers import (
@@ -81,6 +82,16 @@ def test_calls_with_a_mask_of_blocks_are_not_measured() -> None:
     with set_forward_context(0, num_steps=2, latent_grid=GRID), watching(replay):
         layer_of(DENSE)(*qkv(), chunk_causal_plan(blocks, device="cpu"))
     assert not any(found.layers for found in replay.found.values())
+
+
+def test_what_a_trained_projection_adds_is_not_measured() -> None:
+    scopes = {"sla": scope_from(attention_backend="sla_attn", strict=True), "other": SPARSE}
+    dense, replay = layer_of(DENSE), Replay("torch_sdpa", scopes, num_steps=2)
+    dense.set_projection(nn.Linear(SIZE, SIZE).requires_grad_(False))
+    with set_forward_context(0, num_steps=2, latent_grid=GRID), watching(replay):
+        dense(*qkv())
+    assert [len(x.layers) for x in replay.found.values()] == [1, 0, 1]
+    assert not any(x.failure for x in replay.found.values())
 
 
 def test_the_mass_is_estimated_where_no_plan_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

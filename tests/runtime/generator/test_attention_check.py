@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from multimodal_gen.kernels.block_sparse.layouts import chunk_causal_plan
@@ -150,3 +151,18 @@ def test_calls_that_attend_to_other_keys_are_not_held_against_all_of_their_own()
         layer(*qkv(), blocks)  # of the calls of a step, the first counts
     found = check.as_dict(AttentionReport(layers=(layer.report(),)))
     assert (found["layers"], found["unchecked"]) == ([], 1)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_what_a_trained_projection_adds_is_no_error(trained: bool) -> None:
+    site = LayerSite(name="blocks.0", component="transformer", layer=0, num_layers=1)
+    scope = scope_from(attention_backend="sla_attn", attention_backend_config="dense_steps=0")
+    layer, check = LocalAttention(HEADS, SIZE, KV_HEADS, site=site, scope=scope), AttentionCheck(1)
+    if trained:
+        layer.set_projection(nn.Linear(SIZE, SIZE).requires_grad_(False))
+    for step in range(2):  # dense steps lack the branch
+        with set_forward_context(step, latent_grid=(1, 3, 4), num_steps=2), watching(check):
+            layer(*qkv())
+    found = check.as_dict(AttentionReport(layers=(layer.report(),)))
+    (told,) = found["layers"]
+    assert (told["steps"], found["unchecked"]) == ([0] if trained else [0, 1], int(trained))
