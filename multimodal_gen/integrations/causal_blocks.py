@@ -5,6 +5,7 @@ call. A plan of blocks has one per pair of blocks, and layers compute nothing th
 While a call runs its model is told that blocks are of one frame, for which it makes no mask.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -57,4 +58,4 @@ class CausalBlocks:
 @static_cache(maxsize=16)
 def _plan(num_blocks: int, tokens: int, device: torch.device) -> BlockPlan:
     with torch.inference_mode(False):
-        return chunk_causal_plan([tokens] * num_blocks, device=device)
+        return replace(chunk_causal_plan([tokens] * num_blocks, device=device), shared=True)

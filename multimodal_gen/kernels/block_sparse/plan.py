@@ -259,7 +259,13 @@ class BlockPlan:
 
     @classmethod
     def dense(
-        cls, q: Blocks, kv: Blocks, device: torch.device | str, *, causal: bool = False
+        cls,
+        q: Blocks,
+        kv: Blocks,
+        device: torch.device | str,
+        *,
+        causal: bool = False,
+        shared: bool = False,
     ) -> "BlockPlan":
         """Every query block attends to every key block; one list, shared by expansion."""
         _expect_kind("q", q, Blocks)
@@ -274,6 +280,7 @@ class BlockPlan:
             kv=kv,
             uniform=True,
             causal=causal,
+            shared=shared,
         )
 
     @classmethod

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from multimodal_gen.integrations.causal_blocks import _plan
 from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.testing.tiny_models.streaming import ANYFLOW_FAR
 from tests.helpers.denoisers import SPLIT
@@ -114,3 +115,7 @@ def test_a_call_that_fails_leaves_the_configuration_as_it_was(skyreels, error, m
             run_and_fail()
     assert model.config.num_frame_per_block == 2
     assert torch.equal(run(model, inputs), stock)
+
+
+def test_layers_on_several_streams_share_the_plan_of_causal_blocks() -> None:
+    assert _plan(2, 6, torch.device("cpu")).shared

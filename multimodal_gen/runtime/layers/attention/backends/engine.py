@@ -168,6 +168,7 @@ def dense_plan(
             Blocks.regular(num_keys, kv_size),
             device,
             causal=causal,
+            shared=True,
         )
 
 
@@ -193,7 +194,7 @@ def drop_masked(
     starts = torch.arange(kv.num, dtype=torch.int32, device=mask.device) * kv.size
     lengths = (mask.sum(1, dtype=torch.int32).view(-1, 1, 1) - starts).clamp(0, kv.size)
     ragged = Blocks.ragged(starts.view(1, 1, -1), lengths, total=kv.total, size=kv.size)
-    return key, value, replace(plan, kv=ragged)
+    return key, value, replace(plan, kv=ragged, shared=False)
 
 
 def values_option() -> Any:

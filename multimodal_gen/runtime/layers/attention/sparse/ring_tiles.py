@@ -562,6 +562,5 @@ def _query_order(mine: Shard, prefix: int, suffix: int) -> torch.Tensor:
 def _plan_of_all(num_queries: int, theirs: Shard) -> BlockPlan:
     size = next((rows for rows in _DENSE_ROWS if num_queries <= rows), _DENSE_ROWS[-1])
     with torch.inference_mode(False):
-        return BlockPlan.dense(
-            Blocks.regular(num_queries, size), theirs.keys.blocks, theirs.keys.index.device
-        )
+        rows, keys = Blocks.regular(num_queries, size), theirs.keys
+        return BlockPlan.dense(rows, keys.blocks, keys.index.device, shared=True)

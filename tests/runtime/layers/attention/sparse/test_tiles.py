@@ -6,6 +6,8 @@ import torch
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.engine import SelectedKernel
+from multimodal_gen.runtime.layers.attention.backends.engine import dense_plan, drop_masked
+from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import _plan_of_all, text_shard
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SequenceLayout,
     SparseCall,
@@ -148,3 +150,11 @@ def test_shares_of_heads_are_small_but_keep_the_gpu_busy(
     assert [part.start for part in slices[1:]] == [part.stop for part in slices[:-1]]
     assert (slices[0].start, slices[-1].stop) == (0, heads)
     assert max(part.stop - part.start for part in slices) == most
+
+
+def test_plans_that_a_cache_holds_are_shared_and_those_of_one_call_are_not() -> None:
+    keys = torch.zeros(1, 9, 2, 16)
+    plan = dense_plan(9, 9, 4, 4, False, CPU)
+    assert plan.shared
+    assert _plan_of_all(9, text_shard(9, CPU)).shared
+    assert not drop_masked(keys, keys, plan, torch.ones(1, 9, dtype=torch.bool))[2].shared
