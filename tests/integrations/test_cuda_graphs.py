@@ -405,6 +405,19 @@ def test_a_bias_that_moves_to_the_next_module_is_seen() -> None:
     assert not facts.hold()
 
 
+@pytest.mark.parametrize("inner", [False, True])
+def test_another_class_of_a_module_is_seen(inner: bool) -> None:
+    class Doubled(torch.nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(input)
+
+    linear = torch.nn.Linear(2, 2)
+    facts = ModelFacts(torch.nn.Sequential(linear) if inner else linear)
+    assert facts.hold()
+    linear.__class__ = Doubled
+    assert not facts.hold()
+
+
 def test_weights_in_a_mapping_of_its_own_class_are_looked_at() -> None:
     class Mapping(OrderedDict):  # type: ignore[type-arg]
         pass
