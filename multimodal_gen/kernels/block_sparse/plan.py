@@ -259,13 +259,7 @@ class BlockPlan:
 
     @classmethod
     def dense(
-        cls,
-        q: Blocks,
-        kv: Blocks,
-        device: torch.device | str,
-        *,
-        causal: bool = False,
-        shared: bool = False,
+        cls, q: Blocks, kv: Blocks, device: torch.device | str, *, causal: bool = False
     ) -> "BlockPlan":
         """Every query block attends to every key block; one list, shared by expansion."""
         _expect_kind("q", q, Blocks)
@@ -280,7 +274,6 @@ class BlockPlan:
             kv=kv,
             uniform=True,
             causal=causal,
-            shared=shared,
         )
 
     @classmethod

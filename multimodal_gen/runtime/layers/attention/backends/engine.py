@@ -163,13 +163,8 @@ def dense_plan(
         device: where the tensors lie.
     """
     with torch.inference_mode(False):
-        return BlockPlan.dense(
-            Blocks.regular(num_queries, q_size),
-            Blocks.regular(num_keys, kv_size),
-            device,
-            causal=causal,
-            shared=True,
-        )
+        q, kv = Blocks.regular(num_queries, q_size), Blocks.regular(num_keys, kv_size)
+        return replace(BlockPlan.dense(q, kv, device, causal=causal), shared=True)
 
 
 def drop_masked(

@@ -563,4 +563,4 @@ def _plan_of_all(num_queries: int, theirs: Shard) -> BlockPlan:
     size = next((rows for rows in _DENSE_ROWS if num_queries <= rows), _DENSE_ROWS[-1])
     with torch.inference_mode(False):
         rows, keys = Blocks.regular(num_queries, size), theirs.keys
-        return BlockPlan.dense(rows, keys.blocks, keys.index.device, shared=True)
+        return replace(BlockPlan.dense(rows, keys.blocks, keys.index.device), shared=True)
