@@ -15,7 +15,6 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from typing_extensions import override
 
 from multimodal_gen.errors import ConfigError
@@ -41,10 +40,10 @@ from multimodal_gen.runtime.layers.attention.sparse.methods.vsa_upstream import 
     attend_upstream,
 )
 from multimodal_gen.runtime.layers.attention.sparse.router import (
-    BlockStats,
     Budget,
     Cut,
     Router,
+    attend_means,
 )
 from multimodal_gen.runtime.layers.attention.sparse.tiles import SparseCall
 from multimodal_gen.runtime.layers.attention.sparse.windows import Window
@@ -120,17 +119,10 @@ class VideoSparseConfig(SparseConfig):
             )
 
 
-def coarse_stage(stats: BlockStats, values: torch.Tensor) -> torch.Tensor:
-    """Return dense attention among the means of tiles."""
-    query, key = stats.query, stats.key
-    grouped = query.shape[1] != key.shape[1]
-    return F.scaled_dot_product_attention(query, key, values, scale=stats.scale, enable_gqa=grouped)
-
-
 class VideoSparseRouter(Router[VideoSparseConfig]):
     """The tiles that score best in the coarse stage."""
 
-    branch = staticmethod(coarse_stage)
+    branch = staticmethod(attend_means)
 
     def cut(self, settings: VideoSparseConfig, grid: Window) -> Cut:
         """Return the tiles."""

@@ -40,7 +40,6 @@ from types import MappingProxyType
 from typing import ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 
 from multimodal_gen.errors import ConfigError
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import DenseLimits
@@ -62,6 +61,7 @@ from multimodal_gen.runtime.layers.attention.sparse.router import (
     Cut,
     Limits,
     Router,
+    attend_means,
 )
 from multimodal_gen.runtime.layers.attention.sparse.windows import Window
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
@@ -114,15 +114,7 @@ class VideoSparseH3Router(Router[VideoSparseH3Config]):
     """The tiles that score best in the coarse stage, with all text or in competition with it."""
 
     cuts_text = True
-
-    @staticmethod
-    def branch(stats: BlockStats, values: torch.Tensor) -> torch.Tensor:
-        """Return dense attention among the means of tiles and pieces."""
-        query, key = stats.query, stats.key
-        grouped = query.shape[1] != key.shape[1]
-        return F.scaled_dot_product_attention(
-            query, key, values, scale=stats.scale, enable_gqa=grouped
-        )
+    branch = staticmethod(attend_means)
 
     def cut(self, settings: VideoSparseH3Config, grid: Window) -> Cut:
         """Return the tiles."""
