@@ -466,15 +466,8 @@ def _in_cells(order: TileOrder, cells: int) -> TileOrder:
     """Return the same order in pieces of tiles, of which some may be empty."""
     if cells == 1:
         return order
-    width = -(-order.largest // cells)
-    offsets = torch.arange(cells, dtype=torch.int32, device=order.starts.device) * width
-    return replace(
-        order,
-        starts=(order.starts[:, None] + offsets).flatten(),
-        lengths=(order.lengths[:, None] - offsets).clamp(0, width).flatten(),
-        largest=width,
-        uniform=False,
-    )
+    starts, lengths, largest, _ = Tiles(order.starts, order.lengths, order.largest).cells(cells)
+    return replace(order, starts=starts, lengths=lengths, largest=largest, uniform=False)
 
 
 def blocks_without_gaps(
