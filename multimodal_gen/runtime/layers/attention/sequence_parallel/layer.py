@@ -73,7 +73,6 @@ from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 if TYPE_CHECKING:
     from multimodal_gen.runtime.layers.attention.backends.block_masks import AnyBlockMask
-    from multimodal_gen.runtime.layers.attention.causal_cache import LayerCache
 
 _QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 # What all ranks hold: q, k and v in front of their tokens and after them, with all heads.
@@ -662,7 +661,7 @@ class UlyssesAttention(SequenceParallelLayer):
         replicated_v: torch.Tensor | None = None,
         seq_lens: list[int] | None = None,
         *,
-        cache: "LayerCache | None" = None,
+        cache: LayerCache | None = None,
         sink_logits: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return attention of the sharded tokens, with replicated ones joined at the end.
@@ -835,7 +834,7 @@ class USPAttention(SequenceParallelLayer):
         k_prefix: torch.Tensor | None = None,
         v_prefix: torch.Tensor | None = None,
         *,
-        cache: "LayerCache | None" = None,
+        cache: LayerCache | None = None,
         sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return attention of this device's tokens.
