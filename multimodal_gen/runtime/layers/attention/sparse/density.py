@@ -14,9 +14,6 @@ from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     by_heads,
 )
 
-# Pairs of blocks that are weighed at a time: 128 MiB in fp32.
-_PAIRS_AT_ONCE = 2**25
-
 
 def density_of_lists(
     indices: torch.Tensor, queries: TiledSequence, keys: TiledSequence, layout: SequenceLayout
@@ -115,8 +112,6 @@ def _pairs_of_map(
     else:
         # Sums of lengths are whole numbers below 2^24, which are exact in fp32.
         each, heads = block_mask[:, :1].numel(), block_mask.shape[1]
-        kept = by_heads(
-            heads, each, _PAIRS_AT_ONCE, lambda some: block_mask[:, some].float() @ lengths
-        )
+        kept = by_heads(heads, each, lambda some: block_mask[:, some].float() @ lengths)
     weights = (lengths.unsqueeze(0) if rows is None else rows).double().unsqueeze(1)
     return (kept.double() * weights).sum(-1).mean()

@@ -46,6 +46,7 @@ _Share = TypeVar("_Share", float, torch.Tensor)
 # copies of all heads take so many at most, two shares keep the GPU busier than the host.
 _SHARE_AT_ONCE = 0.05
 _BYTES_AT_ONCE = 64 << 20
+_NUMBERS_AT_ONCE = 2**25  # that are held at a time for some of the heads: 128 MiB in fp32
 _BYTES_IN_TWO = 512 << 20
 
 # Tokens of a block where everything is attended to: the fastest of 16 bits, and of other engines.
@@ -740,18 +741,15 @@ def attend_densely(call: SparseCall) -> torch.Tensor:
     return call.attend(plan, query, key, value)
 
 
-def by_heads(
-    num_heads: int, each: int, most: int, compute: Callable[[slice], torch.Tensor]
-) -> torch.Tensor:
+def by_heads(num_heads: int, each: int, compute: Callable[[slice], torch.Tensor]) -> torch.Tensor:
     """Return what is computed for all heads, [B, H, ...], a few at a time.
 
     Args:
         num_heads: H.
         each: numbers that are held for each.
-        most: how many may be held at a time.
         compute: gives the result of a range of heads.
     """
-    at_once = max(1, most // max(1, each))
+    at_once = max(1, _NUMBERS_AT_ONCE // max(1, each))
     starts = range(0, num_heads, at_once)
     parts = [compute(slice(first, min(first + at_once, num_heads))) for first in starts]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)

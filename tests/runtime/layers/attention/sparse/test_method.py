@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.runtime.layers.attention.sparse import router
+from multimodal_gen.runtime.layers.attention.sparse import tiles
 from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import recorded_pairs
 from multimodal_gen.runtime.managers.forward_context import TextSpan
 from tests.helpers.inputs import QKV
@@ -224,5 +224,5 @@ def test_some_heads_at_a_time_choose_as_all_do(name, monkeypatch) -> None:
     defined, text = DEFINED[name], text_of(DEFINED[name], "text last")
     layer, qkv = defined.method.layer(kv_heads=1), defined.inputs(text)
     whole = run_sparse(layer, qkv, defined.grid, text=text)
-    monkeypatch.setattr(router, "_SCORES_AT_ONCE", 1)
+    monkeypatch.setattr(tiles, "_NUMBERS_AT_ONCE", 1)
     assert torch.equal(run_sparse(layer, qkv, defined.grid, text=text), whole)

@@ -70,8 +70,6 @@ from multimodal_gen.runtime.layers.attention.sparse.tiles import (
 from multimodal_gen.runtime.layers.attention.sparse.windows import Window
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
-_NUMBERS_AT_ONCE = 2**25  # of queries that are compared, in fp32
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BsaConfig(SparseConfig):
@@ -197,7 +195,7 @@ def _computed(call: SparseCall, queries: TiledSequence, share: Fraction) -> Comp
         return both[:, :, tile, place]
 
     each = call.query[:, 0, 0].numel() * num * room
-    both = by_heads(call.query.shape[2], each, _NUMBERS_AT_ONCE, chosen)
+    both = by_heads(call.query.shape[2], each, chosen)
     index, source = (x.contiguous() for x in both.unbind(-1))
     every = counts + masked[:, 0].sum(-1)
     return ComputedQueries(index=index, source=source, counts=every.int(), compared=counts.int())

@@ -177,8 +177,6 @@ def _sink(config: SolConfig, stats: BlockStats) -> torch.Tensor:
     return shard_of(order.grid, 0, first, stop, order.tile, device, 1, False).block_of >= 0
 
 
-# Scores that are held at a time: 128 MiB in fp32.
-_SCORES_AT_ONCE = 2**25
 _LEAST_VARIANCE = 1e-6
 
 
@@ -216,7 +214,7 @@ def _outstanding(config: SolConfig, stats: BlockStats) -> torch.Tensor:
             variance = (query.square() @ of_channel.mT) * scale**2
         return scores > middle + config.tau * (variance + _LEAST_VARIANCE).sqrt()
 
-    return by_heads(heads, batch * num * stats.num, _SCORES_AT_ONCE, above)
+    return by_heads(heads, batch * num * stats.num, above)
 
 
 @static_cache(maxsize=64)

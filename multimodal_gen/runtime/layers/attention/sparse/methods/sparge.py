@@ -51,7 +51,6 @@ from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 _UNIT = 64  # tokens that are pooled; blocks are one or two of them
 _BLOCKS = (128, 64)
-_SCORES_AT_ONCE = 2**25  # that are held at a time, in fp32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +198,7 @@ def _chosen(
             return chosen
         return chosen | ~alike[0][:, some].unsqueeze(3) | ~alike[1][:, used].unsqueeze(2)
 
-    return by_heads(heads, query[:, 0, :, 0].numel() * key.shape[2], _SCORES_AT_ONCE, best)
+    return by_heads(heads, query[:, 0, :, 0].numel() * key.shape[2], best)
 
 
 def _merged(

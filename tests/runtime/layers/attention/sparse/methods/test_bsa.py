@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 from multimodal_gen.runtime.layers.attention.backends.registry import find_backend
-from multimodal_gen.runtime.layers.attention.sparse.methods import bsa
 from multimodal_gen.runtime.layers.attention.sparse.tiles import fit_tile
 from multimodal_gen.runtime.platforms import AttentionBackendEnum, PlatformEnum
 from tests.helpers.inputs import QKV
@@ -144,7 +143,7 @@ def test_queries_that_are_not_computed_have_no_gradient_and_others_have_theirs()
 def test_some_heads_at_a_time_compare_queries_as_all_do(monkeypatch) -> None:
     layer, qkv = BSA.method.layer(kv_heads=1), BSA.inputs(TEXT)
     whole = run_sparse(layer, qkv, BSA.grid, text=TEXT)
-    monkeypatch.setattr(bsa, "_NUMBERS_AT_ONCE", 1)
+    monkeypatch.setattr(f"{fit_tile.__module__}._NUMBERS_AT_ONCE", 1)
     assert torch.equal(run_sparse(layer, qkv, BSA.grid, text=TEXT), whole)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from multimodal_gen.errors import ConfigError
-from multimodal_gen.runtime.layers.attention.sparse.executors import local
+from multimodal_gen.runtime.layers.attention.sparse import tiles
 from multimodal_gen.runtime.layers.attention.sparse.methods import sparge
 from tests.helpers.methods import DEFINED
 from tests.helpers.sparse import run_sparse, text_places
@@ -92,8 +92,7 @@ def test_masked_tokens_are_in_no_cosine():
 def test_some_heads_at_a_time_choose_as_all_do(monkeypatch):
     layer = SPARGE.method.layer(kv_heads=1, topk=0.2, simthreshd1=0.7)
     whole = run_sparse(layer, inputs(TEXT), SPARGE.grid, text=TEXT)
-    monkeypatch.setattr(local, "_TOKENS_AT_ONCE", 1)
-    monkeypatch.setattr(sparge, "_SCORES_AT_ONCE", 1)
+    monkeypatch.setattr(tiles, "_NUMBERS_AT_ONCE", 1)
     assert torch.equal(run_sparse(layer, inputs(TEXT), SPARGE.grid, text=TEXT), whole)
 
 
