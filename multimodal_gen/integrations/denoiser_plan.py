@@ -117,7 +117,7 @@ class DenoiserPlan:
         self._patched = list(self._plan())
         # Processors that were set since, and cannot be taken over, by name of their module.
         self._left: dict[str, object] = {}
-        heads = [m.layer.num_heads for m in self._patched if is_split(m.layer.site.role)]
+        heads = [m.layer.usual.num_heads for m in self._patched if is_split(m.layer.site.role)]
         self.parallel = ParallelPlan(component, adapter, heads, groups, pipeline)
         self._hooks = DenoiserHooks(
             component.model,
@@ -137,7 +137,9 @@ class DenoiserPlan:
         stored = stored_parameters(component.model) if self._patched else {}
         wanted = {m.name: m.module for m in spare} or gated
         self._gates = find_gates(component.model, wanted, stored)
-        projected = {m.name: m.layer.head_size for m in self._patched if m.layer.takes_projection}
+        projected = {
+            m.name: m.layer.usual.head_size for m in self._patched if m.layer.takes_projection
+        }
         self._projections = find_projections(stored, projected)
         self._lost = self._lost_parts(bool(gated), bool(projected))
         self._unread = [

@@ -122,7 +122,7 @@ class AttentionHandle:
     def sizes(self) -> tuple[tuple[LayerSite, int, int, int], ...]:
         """Return where every layer sits, with its heads, key heads and head size."""
         return tuple(
-            (layer.site, layer.num_heads, layer.num_kv_heads, layer.head_size)
+            (layer.site, layer.usual.num_heads, layer.usual.num_kv_heads, layer.usual.head_size)
             for layer in self.layers()
         )
 

@@ -206,6 +206,7 @@ class ModuleAttention(StandIn):
         masks_padding: see `prepare_call`.
 
     Attributes:
+        usual: what its calls usually look like, with their scale.
         own_backend: the backend of diffusers that the module had, for calls that are left to it.
 
     Raises:
@@ -223,11 +224,7 @@ class ModuleAttention(StandIn):
         masks_padding: bool = False,
     ) -> None:
         self.site = site
-        self.num_heads = params.num_heads
-        self.head_size = params.head_size
-        self.num_kv_heads = params.num_kv_heads
-        self.scale = _scale(params.head_size, params.scale)
-        self.causal = params.causal
+        self.usual = params._replace(scale=_scale(params.head_size, params.scale))
         self._compute_dtype = compute_dtype
         self._scope = scope
         self.masks_padding = masks_padding
@@ -276,20 +273,12 @@ class ModuleAttention(StandIn):
             allowed = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool, device=key.device)
             attn_mask = _intersect(allowed.tril()[None, None], attn_mask)
             causal = False
-        of_text = self._is_of_text(query, key)
-        usual = (
-            not of_text
-            and query.shape[2] == self.num_heads
-            and query.shape[3] == self.head_size
-            and key.shape[2] == self.num_kv_heads
-            and causal == self.causal
-            and _scale(query.shape[3], scale) == self.scale
-        )
         if _skips_scores(query, value):
             return _as_queries(value, query.shape[2])
-        layer = self.layer
-        if not usual:
-            layer = self._other(query, key, causal=causal, scale=scale, of_text=of_text)
+        num_heads, head_size = query.shape[2:]
+        scale, of_text = _scale(head_size, scale), self._is_of_text(query, key)
+        asked = AttentionParams(num_heads, head_size, key.shape[2], scale, causal, of_text)
+        layer = self.layer if asked == self.usual else self._other(asked)
         if gate is None or isinstance(gate, torch.Tensor):
             call = AttentionCall(query, key, value, attn_mask, gate)
             return layer.attend(call if blocks is None else call._replace(block_mask=blocks))
@@ -335,7 +324,7 @@ class ModuleAttention(StandIn):
             place: module and name that it is a child under, where training may put another one.
         """
         for layer in self.built():
-            if layer.head_size == self.head_size:
+            if layer.head_size == self.usual.head_size:
                 layer.set_projection(projection)
         self._projection, self._place = projection, place
 
@@ -382,23 +371,7 @@ class ModuleAttention(StandIn):
             return False
         return any(e.primary.selection.backend.is_sparse for e in self.layer.schedule())
 
-    def _other(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        *,
-        causal: bool,
-        scale: float | None,
-        of_text: bool,
-    ) -> USPAttention:
-        params = AttentionParams(
-            num_heads=query.shape[2],
-            head_size=query.shape[3],
-            num_kv_heads=key.shape[2],
-            scale=_scale(query.shape[3], scale),
-            causal=causal,
-            of_text=of_text,
-        )
+    def _other(self, params: AttentionParams) -> USPAttention:
         if params not in self.others and torch.compiler.is_compiling():
             params = params._replace(of_text=True)  # which is not asked while a graph is traced
         if params not in self.others:
@@ -426,7 +399,7 @@ class ModuleAttention(StandIn):
             scope=self._scope,
             prepare=partial(prepare_call, masks_padding=self.masks_padding),
         )
-        if layer.head_size == self.head_size:
+        if layer.head_size == self.usual.head_size:
             layer.set_projection(self._projection)
         layer.guard = self._guard
         return layer
