@@ -13,6 +13,7 @@ import torch
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.engine import TOKEN_MOVES, choose_for
 from multimodal_gen.kernels.launch.launcher import Form, form_of
+from multimodal_gen.kernels.select.reference import Tiles
 from multimodal_gen.kernels.static_cache import static_cache
 from multimodal_gen.kernels.tile_order.reference import gather_reference, scatter_reference
 
@@ -58,6 +59,10 @@ class TileOrder:
     lengths: torch.Tensor
     largest: int
     uniform: bool
+
+    def as_tiles(self, tokens: torch.Tensor | None = None) -> Tiles:
+        """Return the tiles of what is in tile order, or of the `tokens` at these positions."""
+        return Tiles(self.starts, self.lengths, self.largest, tokens)
 
     def places(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tile of each position in tile order, and its place there: int64 [S] each."""

@@ -28,7 +28,6 @@ from multimodal_gen.kernels.engine import (
     records_gradient,
 )
 from multimodal_gen.kernels.select.api import pool_tiles
-from multimodal_gen.kernels.select.reference import Tiles
 from multimodal_gen.kernels.static_cache import static_cache
 from multimodal_gen.kernels.tile_order.api import (
     gather_tokens,
@@ -348,16 +347,14 @@ def _own(
     """Return the means of what this rank holds, as they travel: [n, B, H * D] of all, flat."""
     if mine is None or not mine.num_video:
         return tensors[0].new_empty(0, dtype=dtype)
-    tiles = Tiles(mine.starts, mine.lengths, mine.keys.order.largest, mine.keys.index)
     mask = call.mask_of(call.group.index)
-    means = pool_tiles(tuple(tensors), tiles, mask=mask, dtype=dtype)
+    means = pool_tiles(tuple(tensors), mine.held, mask=mask, dtype=dtype)
     return torch.cat([x.permute(2, 0, 1, 3).flatten(2) for x in means], dim=-1).flatten()
 
 
 def _counts(shard: Shard, mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """Return how many tokens of a shard's tiles count, [1 or B, n]."""
-    bounds, size, index = (shard.starts, shard.lengths), shard.keys.order.largest, shard.keys.index
-    return count_kept(mask, *bounds, size=size, index=index, dtype=dtype).to(dtype)
+    return count_kept(mask, shard.held, dtype).to(dtype)
 
 
 def sum_over_ring(own: torch.Tensor, group: Group) -> torch.Tensor:

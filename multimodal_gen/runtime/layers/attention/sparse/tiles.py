@@ -254,8 +254,7 @@ class ComputedQueries:
         (moved,) = gather_tokens((query,), self.index)
         tile, place = order.places()
         inside = (place < self.compared[:, tile]).expand(len(query), -1)
-        tiles = Tiles(order.starts, order.lengths, order.largest)
-        return pool_tiles((moved,), tiles, mask=inside)[0]
+        return pool_tiles((moved,), order.as_tiles(), mask=inside)[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -279,6 +278,11 @@ class Shard:
     starts: torch.Tensor
     lengths: torch.Tensor
     block_of: torch.Tensor
+
+    @property
+    def held(self) -> Tiles:
+        """The tokens of its tiles, in the order of the shard."""
+        return Tiles(self.starts, self.lengths, self.keys.order.largest, self.keys.index)
 
 
 def layout_of(
@@ -467,7 +471,7 @@ def _in_cells(order: TileOrder, cells: int) -> TileOrder:
     """Return the same order in pieces of tiles, of which some may be empty."""
     if cells == 1:
         return order
-    starts, lengths, largest, _ = Tiles(order.starts, order.lengths, order.largest).cells(cells)
+    starts, lengths, largest, _ = order.as_tiles().cells(cells)
     return replace(order, starts=starts, lengths=lengths, largest=largest, uniform=False)
 
 
@@ -503,43 +507,32 @@ def pool_video(
         video: the tiles.
         mask: bool [B, S], tokens that count; None for all.
     """
-    order = video.order
-    tiles = Tiles(order.starts, order.lengths, order.largest, video.moved)
-    return pool_tiles(tensors, tiles, mask=mask)
+    return pool_tiles(tensors, video.order.as_tiles(video.moved), mask=mask)
 
 
 @static_cache(maxsize=64)
 def static_cells_held(order: TileOrder, cells: int) -> torch.Tensor:
     """Return which cells of tiles hold tokens, bool [1, N * cells]; the last 64 are cached."""
     with torch.inference_mode(False):
-        return cells_held(Tiles(order.starts, order.lengths, order.largest), cells)
+        return cells_held(order.as_tiles(), cells)
 
 
 def kept_tokens(video: TiledSequence, mask: torch.Tensor | None) -> torch.Tensor:
     """Return how many tokens of every tile count, [B|1, N]; see `count_kept`."""
-    order = video.order
-    bounds = order.starts, order.lengths
-    return count_kept(mask, *bounds, size=order.largest, index=video.moved)
+    return count_kept(mask, video.order.as_tiles(video.moved))
 
 
 def count_kept(
-    mask: torch.Tensor | None,
-    starts: torch.Tensor,
-    lengths: torch.Tensor,
-    *,
-    size: int,
-    index: torch.Tensor | None,
-    dtype: torch.dtype = torch.float32,
+    mask: torch.Tensor | None, tiles: Tiles, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """Return how many tokens of blocks `mask`, bool [B, S], leaves, as [B|1, N] of `dtype`.
+    """Return how many tokens of tiles `mask`, bool [B, S], leaves, as [B|1, N] of `dtype`.
 
-    Without one, the lengths. See `Tiles` for the other arguments.
+    Without one, the lengths.
     """
     if mask is None:
-        return lengths.unsqueeze(0)
-    kept = mask[..., None, None].to(dtype)
-    (share,) = pool_tiles((kept,), Tiles(starts, lengths, size, index))
-    return (share[:, 0, :, 0] * lengths).round()
+        return tiles.lengths.unsqueeze(0)
+    (share,) = pool_tiles((mask[..., None, None].to(dtype),), tiles)
+    return (share[:, 0, :, 0] * tiles.lengths).round()
 
 
 def pooled_video(call: SparseCall, video: TiledSequence) -> PooledBlocks:

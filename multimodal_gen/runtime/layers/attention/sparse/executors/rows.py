@@ -164,9 +164,8 @@ def attend_by_rows(
 
 def row_stats(call: SparseCall, chunks: RowChunks) -> RowStats:
     """Return what the rows of a call choose by."""
-    order, video = chunks.keys.order, call.layout.video
-    tiles = Tiles(order.starts, order.lengths, order.largest, chunks.keys.index)
-    means = chunk_means(call.key, tiles, mask=call.mask)
+    keys, video = chunks.keys, call.layout.video
+    means = chunk_means(call.key, keys.order.as_tiles(keys.index), mask=call.mask)
     # The video lies at the same positions on both sides, so its masked keys are queries, too.
     mask = None if call.mask is None else call.mask[:, video]
     return RowStats(query=call.query[:, video], chunks=means, own=chunks.own, mask=mask)
