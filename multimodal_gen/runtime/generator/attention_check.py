@@ -212,7 +212,7 @@ def sees_own_keys(call: AttentionCall) -> bool:
 
 def projects(layer: AttentionLayer, call: AttentionCall) -> bool:
     """Whether a trained projection weighs a branch that a call adds to attention."""
-    if layer.projection is None:
+    if layer.projection is None or call.exact or call.no_grid:
         return False
     seen = call.autocast() if call.autocasts() else call
     return "projection" in layer.entry_for(seen.query).primary.impl.takes
@@ -244,8 +244,8 @@ def layer_density(report: LayerReport) -> float:
 class AttentionCheck:
     """Recomputes some calls of every denoising step exactly on sampled rows, as a `Watch`.
 
-    The layers take turns from step to step. Of the calls of a layer at a step, the first is taken.
-    Nothing waits for the device before the results are read.
+    The layers take turns from step to step. Of the calls of a layer at a step, the first is taken
+    that gives attention and nothing else. Nothing waits for the device before the results are read.
 
     Args:
         calls_per_step: how many self-attention calls of each component are checked at a step.
@@ -253,7 +253,7 @@ class AttentionCheck:
 
     def __init__(self, calls_per_step: int) -> None:
         self._calls_per_step = calls_per_step
-        # By layer and step; None for a call that gives more or less than attention.
+        # By layer and step; None where calls gave more or less than attention.
         self._found: dict[tuple[str | None, str], dict[int, torch.Tensor | None]] = {}
 
     def __call__(
@@ -267,9 +267,8 @@ class AttentionCheck:
         site = layer.site
         step = step_of_turn(site, self._calls_per_step)
         done = self._found.setdefault((site.component, site.name), {})
-        if step is None or step in done:
+        if step is None or done.setdefault(step, None) is not None:
             return out
-        done[step] = None
         if sees_own_keys(call) and call.gate is None and not projects(layer, call):
             with torch.no_grad():
                 done[step] = row_errors(*sampled(layer, call, out, step))

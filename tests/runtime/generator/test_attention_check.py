@@ -166,3 +166,27 @@ def test_what_a_trained_projection_adds_is_no_error(trained: bool) -> None:
     found = check.as_dict(AttentionReport(layers=(layer.report(),)))
     (told,) = found["layers"]
     assert (told["steps"], found["unchecked"]) == ([0] if trained else [0, 1], int(trained))
+
+
+@pytest.mark.parametrize("dense", [{"no_grid": "off the grid"}, {"exact": "missed a bound"}])
+def test_calls_that_a_method_leaves_dense_lack_its_projection(dense: dict[str, str]) -> None:
+    site = LayerSite(name="blocks.0", component="transformer", layer=0, num_layers=1)
+    scope = scope_from(attention_backend="sla_attn", attention_backend_config="dense_steps=0")
+    layer, check = LocalAttention(HEADS, SIZE, KV_HEADS, site=site, scope=scope), AttentionCheck(1)
+    layer.set_projection(nn.Linear(SIZE, SIZE).requires_grad_(False))
+    context = set_forward_context(0, latent_grid=(1, 3, 4), num_steps=1)
+    with context, torch.no_grad(), watching(check):
+        layer.attend(AttentionCall(*qkv(), **dense))
+    found = check.as_dict(AttentionReport(layers=(layer.report(),)))
+    assert found["unchecked"] == 0
+    assert found["layers"][0]["relative_l2"] < 1e-5
+
+
+def test_a_plain_call_is_checked_after_one_that_sees_other_keys() -> None:
+    site = LayerSite(name="blocks.0", component="transformer", layer=0, num_layers=1)
+    layer, check = LocalAttention(HEADS, SIZE, KV_HEADS, site=site), AttentionCheck(1)
+    with set_forward_context(0), watching(check):
+        layer(*qkv(), chunk_causal_plan([4, 8], device="cpu"))
+        layer(*qkv())
+    found = check.as_dict(AttentionReport(layers=(layer.report(),)))
+    assert (found["layers"][0]["steps"], found["unchecked"]) == ([0], 0)
