@@ -82,7 +82,10 @@ HELD_OUT_SEEDS = 700_000
 HELD_OUT = 64
 """Clips that are held out of a stage."""
 HELD_OUT_STEPS = 4
-"""Draws of clips and noise, the same ones each time, of which the loss on these is the mean."""
+"""Draws of clips and noise, the same ones each time on as many GPUs, of which the loss is the mean.
+
+They take the memory of a step that is no graph, beside that of the one that is.
+"""
 CURVE_EVERY = 50
 PIXELS = 64 * 17 * 128 * 128
 """Of the clips that are made at once, of which there are at least `LEAST_CLIPS`."""
@@ -312,13 +315,19 @@ class Training:
             return
         seldom = self.step % (10 * CURVE_EVERY) == 0
         apart = f"{held_out():.5f}" if seldom and held_out is not None else ""
+        row = {"step": self.step, "loss": f"{loss:.5f}", "held_out": apart}
+        columns = ["step", "loss", *(["held_out"] if held_out is not None else [])]
         curve = self.path.with_suffix(".csv")
         curve.parent.mkdir(parents=True, exist_ok=True)
-        new = not curve.exists()
-        with curve.open("a", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerows([["step", "loss", "held_out"]] if new else [])
-            writer.writerow([self.step, f"{loss:.5f}", apart])
+        with curve.open("a+", newline="") as file:
+            file.seek(0)
+            found = csv.DictReader(file).fieldnames  # of a state that is gone on with
+            writer = csv.DictWriter(
+                file, found or columns, extrasaction="ignore", lineterminator="\n"
+            )
+            if not found:
+                writer.writeheader()
+            writer.writerow(row)
         if seldom:
             shown = f"loss {loss:.4f}" + (f", held out {apart}" if apart else "")
             print(f"step {self.step}: {shown}, {seconds:.0f} s", flush=True)

@@ -317,6 +317,15 @@ def test_the_loss_on_clips_held_out_is_noted(train, tmp_path, monkeypatch, capsy
     assert f"held out {told[9]}" in capsys.readouterr().out
     _, held = kept
     assert train.mean_loss(*held)() == train.mean_loss(*held)() > 0
+    assert (tmp_path / "vae.csv").read_text().splitlines()[0] == "step,loss"
+    curve = folder / "transformer.csv"
+    curve.write_text("step,loss\n12,0.5\n")  # as it was before
+    more = dataclasses.replace(long, stages=(*long.stages, long.stages[0]))
+    monkeypatch.setitem(train.SIZES, "smoke", more)
+    train.main(["transformer", "--size", "smoke", "--vae", vae, "--out", str(folder)])
+    lines = curve.read_text().splitlines()
+    assert len(lines) == 14
+    assert {line.count(",") for line in lines} == {1}
 
 
 def test_evaluations_draw_neither_clips_of_the_study_nor_of_training(
