@@ -39,7 +39,7 @@ SMALLER = {
     r"\bnum_frames=33\b": "num_frames=5",
     r"\bnum_inference_steps=30\b": "num_inference_steps=2",
 }
-# Commands print nothing of their steps that a page shows: two of them are a dense and a sparse one.
+# Commands print nothing of their steps that a page shows.
 FEWER_STEPS = {"--num-inference-steps": "2"}
 # Pages whose code is held by tests of its own, as a package or as part of this one.
 ELSEWHERE = {
