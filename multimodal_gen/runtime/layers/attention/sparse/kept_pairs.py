@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
+import torch.nn.functional as F
 
 from multimodal_gen.kernels.block_sparse.plan import WORD_BITS, BlockPlan, Blocks
+from multimodal_gen.kernels.block_sparse.tail_reference import block_of_rows
 from multimodal_gen.runtime.managers.forward_context import set_for_block
 
 OfRows: TypeAlias = Callable[[torch.Tensor, slice], torch.Tensor]
@@ -131,15 +133,11 @@ def _places(
 
 def _block_of(places: torch.Tensor, blocks: Blocks, heads: slice) -> torch.Tensor:
     """Return the block of each place, [b, h, places]; -1 for those in none."""
-    starts, lengths = (of_heads(bound, heads).long() for bound in blocks.bounds(places.device))
-    starts, lengths = _broadcast(starts, lengths)
-    # Empty blocks may begin where others do.
-    first, order = torch.where(lengths > 0, starts, blocks.total).sort(-1)
-    first, places = _broadcast(first, places)
-    slot = torch.searchsorted(first.contiguous(), places.contiguous(), right=True) - 1
-    found = order.expand(*slot.shape[:2], -1).gather(-1, slot.clamp_min(0))
-    end = (starts + lengths).expand(*slot.shape[:2], -1).gather(-1, found)
-    return torch.where((slot >= 0) & (places >= 0) & (places < end), found, -1)
+    outside = (places < 0) | (places >= blocks.total)
+    of_row = F.pad(block_of_rows(blocks, places.device), (0, 1), value=blocks.num)
+    of_row, places = _broadcast(of_heads(of_row, heads), torch.where(outside, blocks.total, places))
+    found = of_row.gather(-1, places)
+    return torch.where(found < blocks.num, found, -1)
 
 
 def _kept_blocks(
