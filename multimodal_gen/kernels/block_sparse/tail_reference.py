@@ -19,7 +19,8 @@ Shapes: B batch, Sq and Sk tokens, H query heads, Hkv key heads, D head size, Nq
 import torch
 
 from multimodal_gen.kernels.block_sparse.call import TailCall
-from multimodal_gen.kernels.block_sparse.plan import WORD_BITS, Blocks, broadcast_leading
+from multimodal_gen.kernels.block_sparse.plan import Blocks, broadcast_leading
+from multimodal_gen.kernels.select.row_reference import bits_of
 
 # Scores that are held at a time: 16 Mi, 64 MiB in fp32.
 _SCORES_AT_ONCE = 2**24
@@ -129,9 +130,7 @@ def _kept_rows(
 ) -> torch.Tensor:
     """Return what rows see exactly, bool [B|1, H|1, rows, N]; everything where they see no tail."""
     if queries is None:
-        blocks = torch.arange(num, device=device)
-        words = kept[:, :, rows][..., blocks // WORD_BITS]
-        return (words >> (blocks % WORD_BITS) & 1).bool()
+        return bits_of(kept[:, :, rows], num)
     block = block_of_rows(queries, device)[:, :, rows]
     padded = torch.nn.functional.pad(kept, (0, 0, 0, 1), value=True)
     leading = broadcast_leading(block, kept)

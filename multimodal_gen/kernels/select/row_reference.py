@@ -90,9 +90,14 @@ def pack_bits(chosen: torch.Tensor) -> torch.Tensor:
     missing = -chosen.shape[-1] % _WORD_BITS
     padded = F.pad(chosen, (0, missing))
     words = padded.view(*chosen.shape[:-1], -1, _WORD_BITS)
-    shifts = torch.arange(_WORD_BITS, device=chosen.device)
-    packed = (words.long() << shifts).sum(-1)
-    return torch.where(packed >= 2**31, packed - 2**32, packed).int()
+    shifts = torch.arange(_WORD_BITS, dtype=torch.int32, device=chosen.device)
+    return (words.int() << shifts).sum(-1, dtype=torch.int32)
+
+
+def bits_of(words: torch.Tensor, num: int) -> torch.Tensor:
+    """Return the first `num` bits of int32 [..., words] as bool [..., num]; see `pack_bits`."""
+    bit = torch.arange(num, device=words.device)
+    return (words[..., bit // _WORD_BITS] >> (bit % _WORD_BITS).int()) & 1 != 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -297,10 +302,8 @@ def sort_rows_reference(
 
 def _patterns(bits: torch.Tensor, groups: ChunkGroups) -> torch.Tensor:
     """Return the pattern of every row, of bits [B, H, S, W], in every group: int32 [B, H, G, S]."""
-    chunk = torch.arange(groups.num * groups.size, device=bits.device)
-    words = bits[..., (chunk // _WORD_BITS).clamp_max(bits.shape[-1] - 1)]
-    chosen = (words >> (chunk % _WORD_BITS)) & 1
-    chosen = torch.where(chunk < groups.num_chunks, chosen, 0)
+    chosen = bits_of(bits, groups.num_chunks).long()
+    chosen = F.pad(chosen, (0, groups.num * groups.size - groups.num_chunks))
     chosen = chosen.view(*bits.shape[:-1], groups.num, groups.size)
     places = torch.arange(groups.size, device=bits.device)
     patterns: torch.Tensor = (chosen << places).sum(-1)

@@ -146,7 +146,7 @@ def test_only_flagged_tiles_are_done_again(q_form: str) -> None:
 
 def test_bits_are_packed_into_words() -> None:
     from multimodal_gen.kernels.block_sparse.tail_kernel import pack_bits
-    from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import bits_of
+    from multimodal_gen.kernels.select.row_reference import bits_of
 
     kept = torch.rand(2, 1, 3, 70, generator=torch.Generator().manual_seed(0)) < 0.4
     words = pack_bits(kept, 64)

@@ -17,8 +17,9 @@ from typing import TypeAlias
 import torch
 import torch.nn.functional as F
 
-from multimodal_gen.kernels.block_sparse.plan import WORD_BITS, BlockPlan, Blocks
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.tail_reference import block_of_rows
+from multimodal_gen.kernels.select.row_reference import bits_of
 from multimodal_gen.runtime.managers.forward_context import set_for_block
 
 OfRows: TypeAlias = Callable[[torch.Tensor, slice], torch.Tensor]
@@ -152,12 +153,6 @@ def _kept_blocks(
     words, places = _broadcast(of_heads(plan.row_bits, heads), places.clamp_min(0).unsqueeze(-1))
     words = words.gather(2, places.expand(*places.shape[:3], words.shape[3]))
     return kept & bits_of(words, num)
-
-
-def bits_of(words: torch.Tensor, num: int) -> torch.Tensor:
-    """Return the first `num` bits of int32 [..., words] as bool [..., num]."""
-    bit = torch.arange(num, device=words.device)
-    return (words[..., bit // WORD_BITS] >> (bit % WORD_BITS).int()) & 1 != 0
 
 
 def of_heads(x: torch.Tensor, heads: slice) -> torch.Tensor:

@@ -27,6 +27,7 @@ from multimodal_gen.kernels.select.row_reference import (
     ChunkGroups,
     ChunkMeans,
     SortedRows,
+    bits_of,
     pack_bits,
 )
 from multimodal_gen.kernels.select.rows import (
@@ -39,7 +40,7 @@ from multimodal_gen.kernels.select.rows import (
 )
 from multimodal_gen.kernels.static_cache import static_cache
 from multimodal_gen.kernels.tile_order.api import gather_tokens, tile_order
-from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import bits_of, record_pairs
+from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import record_pairs
 from multimodal_gen.runtime.layers.attention.sparse.ring_tiles import ShardKeys
 from multimodal_gen.runtime.layers.attention.sparse.router import (
     KnownCall,
