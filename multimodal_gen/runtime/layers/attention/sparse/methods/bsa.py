@@ -229,7 +229,5 @@ class BsaBackend(SparseBackend):
     config_cls: ClassVar[type[BsaConfig]] = BsaConfig
     router: ClassVar[type[BsaRouter]] = BsaRouter
     variants: ClassVar[tuple[Variant, ...]] = engine_variants(
-        BLOCK_SPARSE,
-        SPARSE_FEATURES,
-        kernels=("gluon", "triton", "reference"),  # fewer queries in a tile than it has room for
+        BLOCK_SPARSE, SPARSE_FEATURES, plans=("ragged",)
     )

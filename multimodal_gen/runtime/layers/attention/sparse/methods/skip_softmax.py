@@ -209,8 +209,5 @@ class SkipSoftmaxBackend(SparseBackend):
     config_cls: ClassVar[type[SkipSoftmaxConfig]] = SkipSoftmaxConfig
     router: ClassVar[type[SkipSoftmaxRouter]] = SkipSoftmaxRouter
     variants: ClassVar[tuple[Variant, ...]] = engine_variants(
-        BLOCK_SPARSE,
-        (Feature.GQA, Feature.KEY_MASK),
-        kernels=("gluon", "triton", "reference"),  # those that leave products out
-        trains=False,
+        BLOCK_SPARSE, (Feature.GQA, Feature.KEY_MASK), plans=("skip_below",), trains=False
     )

@@ -351,9 +351,7 @@ class StaticBackend(SparseBackend):
     config_cls: ClassVar[type[StaticConfig]] = StaticConfig
     router: ClassVar[type[StaticRouter]] = StaticRouter
     variants: ClassVar[tuple[Variant, ...]] = engine_variants(
-        BLOCK_SPARSE,
-        SPARSE_FEATURES,
-        kernels=("gluon", "triton", "reference"),  # blocks are frames of any size
+        BLOCK_SPARSE, SPARSE_FEATURES, plans=("ragged",)
     )
 
     @classmethod

@@ -13,15 +13,11 @@ import torch
 
 from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.kernels.block_sparse.slots import CacheCut, KeptChunks
-from multimodal_gen.kernels.engine import BLOCK_SPARSE
 from multimodal_gen.kernels.static_cache import static_cache
 from multimodal_gen.kernels.tile_order.api import TileOrder
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import DenseLimits
 from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
-from multimodal_gen.runtime.layers.attention.backends.engine import (
-    engine_variants,
-    upstream_variant,
-)
+from multimodal_gen.runtime.layers.attention.backends.engine import upstream_variant
 from multimodal_gen.runtime.layers.attention.backends.packages import FASTVIDEO_KERNEL, ST_ATTN
 from multimodal_gen.runtime.layers.attention.config import (
     Axis,
@@ -34,7 +30,6 @@ from multimodal_gen.runtime.layers.attention.config import (
     refuse_foreign_tail,
     tail_option,
 )
-from multimodal_gen.runtime.layers.attention.request import Feature
 from multimodal_gen.runtime.layers.attention.sparse.method import SparseBackend
 from multimodal_gen.runtime.layers.attention.sparse.methods.sta.search import (
     NEGATIVE,
@@ -368,7 +363,7 @@ class SlidingTileBackend(SparseBackend):
     )
     router: ClassVar[type[SlidingTileRouter]] = SlidingTileRouter
     variants: ClassVar[tuple[Variant, ...]] = (
-        *engine_variants(BLOCK_SPARSE, (Feature.GQA, Feature.KEY_MASK, Feature.RING)),
+        *SparseBackend.variants,
         upstream_variant("st_attn", ST_ATTN, head_sizes=(128,)),
         upstream_variant("fastvideo_kernel", FASTVIDEO_KERNEL, head_sizes=(128,)),
     )
