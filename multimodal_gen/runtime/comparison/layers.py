@@ -134,7 +134,7 @@ class Replay:
         steps = sampled_steps(context.num_steps, self._num_steps)
         if context.current_timestep in steps:
             with self._excluded(), torch.no_grad(), watching(None):
-                seen = call.autocast() if call.autocasts() else call
+                seen = call.autocast()
                 picture = self._pictures and context.current_timestep == max(steps)
                 self._measure(layer, seen, out, context, picture=picture)
         return out

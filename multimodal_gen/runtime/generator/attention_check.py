@@ -158,7 +158,7 @@ def sampled(
         out: its output, [B, S, H, D].
         step: the denoising step, which draws the rows.
     """
-    seen = call.autocast() if call.autocasts() else call
+    seen = call.autocast()
     rows = sample_rows(call.query.shape[1], seed=step, device=out.device)
     (truth,) = exact_rows(layer, seen, rows, (seen.value,))
     return out[:, rows], truth
@@ -214,8 +214,7 @@ def projects(layer: AttentionLayer, call: AttentionCall) -> bool:
     """Whether a trained projection weighs a branch that a call adds to attention."""
     if layer.projection is None or call.exact or call.no_grid:
         return False
-    seen = call.autocast() if call.autocasts() else call
-    return "projection" in layer.entry_for(seen.query).primary.impl.takes
+    return "projection" in layer.entry_for(call.autocast().query).primary.impl.takes
 
 
 def step_of_turn(site: LayerSite, at_once: int) -> int | None:

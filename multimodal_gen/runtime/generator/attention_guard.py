@@ -118,7 +118,7 @@ class AttentionGuard:
             return serve(call._replace(exact=MISSED))
         if site.role is not AttentionRole.SELF or context is None:
             return serve(call)
-        call = call.autocast() if call.autocasts() else call  # what kernels get
+        call = call.autocast()  # what kernels get
         bound, ring = layer.entry_for(call.query).primary, _ring_of(layer, call)
         unchecked = _unchecked(layer, bound, call, ring)
         if unchecked is not None:

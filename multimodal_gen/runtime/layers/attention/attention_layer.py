@@ -421,8 +421,9 @@ class AttentionLayer(nn.Module):
             with torch.cuda.device(query.device):  # where kernels of packages are launched
                 return self._attend(call)
         if kind != "meta" and torch.is_autocast_enabled(kind):
+            call = call.autocast()
             with torch.autocast(kind, enabled=False):  # methods choose their precision
-                return self._attend(call.autocast())
+                return self._attend(call)
         entry = self.entry_for(query)
         bound, context = entry.primary, current_forward_context()
         if call.exact or (call.no_grid and bound.is_sparse):
@@ -485,8 +486,7 @@ class AttentionLayer(nn.Module):
 
     def _trace(self, call: AttentionCall) -> torch.Tensor:
         # Here too: the traced operator's output has the dtype of the query it is given.
-        if call.autocasts():
-            call = call.autocast()
+        call = call.autocast()
         if call.is_extended():
             # Here, because it imports `torch._dynamo`, which is there while a graph is traced.
             from multimodal_gen.runtime.layers.attention.outside_graphs import attend_outside_graphs

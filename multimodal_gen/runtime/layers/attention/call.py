@@ -113,12 +113,10 @@ class AttentionCall(NamedTuple):
         """Whether it has a cache, a mask of blocks or sink logits."""
         return self.cache is not None or self.block_mask is not None or self.sink_logits is not None
 
-    def autocasts(self) -> bool:
-        """Whether autocast is on for the device of the tensors."""
-        return autocasts(self.query.device)
-
     def autocast(self) -> "AttentionCall":
-        """Cast as autocast does for torch's own attention: selection then sees what kernels get."""
+        """Cast as autocast, where it is on, does: selection then sees what kernels get."""
+        if not autocasts(self.query.device):
+            return self
         dtype = torch.get_autocast_dtype(self.query.device.type)
         # Autocast leaves doubles alone.
         query, key, value = (

@@ -54,7 +54,6 @@ from multimodal_gen.runtime.layers.attention.binding import Binding
 from multimodal_gen.runtime.layers.attention.call import (
     AttentionCall,
     LayerGeometry,
-    device_type,
 )
 from multimodal_gen.runtime.layers.attention.causal_cache import LayerCache
 from multimodal_gen.runtime.layers.attention.config import settings_text
@@ -359,10 +358,10 @@ class SequenceParallelLayer(AttentionLayer):
             RankError: another rank refuses its call, or makes none.
             UnsupportedBackendError: no backend can honour the call.
         """
-        kind = device_type(call.query.device)
-        if kind != "meta" and torch.is_autocast_enabled(kind):
-            with torch.autocast(kind, enabled=False):
-                return self._attend_over_ranks(call.autocast(), groups)
+        cast = call.autocast()
+        if cast is not call:
+            with torch.autocast(call.query.device.type, enabled=False):
+                return self._attend_over_ranks(cast, groups)
         try:
             _check_split(call, groups.ring.size)
             entry = self.entry_for(call.query)  # what is bound for these tensors may be new
