@@ -194,7 +194,7 @@ class SparseMethodImpl(AttentionImpl):
         self.label = str(self.declaration.backend)
         named = kernel.named or self.config.in_8_bits
         measured = () if named else self.declaration.dense_above.get(kernel.name, ())
-        self._dense_above = DenseAbove(self.label, self.config.dense_above, measured)
+        dense_above = DenseAbove(self.label, self.config.dense_above, measured)
         self._skip: Skip | None = None
         self.layer = SparseLayer(
             label=self.label,
@@ -206,7 +206,7 @@ class SparseMethodImpl(AttentionImpl):
             pools_tail=_pools_tail(self.config),
             site=self.site,
             warnings=self.warnings,
-            dense_above=self._dense_above,
+            dense_above=dense_above,
         )
         self.router: Router[Any] = self.router_cls(self.layer)
         self._refuse_skips()
@@ -236,7 +236,7 @@ class SparseMethodImpl(AttentionImpl):
             return f"{self.label} goes on from the step before"
         if self.router.varies(self.config) or self.router.search is not None:
             return f"what {self.label} keeps changes from step to step, by its parameters"
-        if self._dense_above.learns:
+        if self.layer.dense_above.learns:
             return f"{self.label} learns from its calls which are dense (`dense_above=1`: none)"
         return None
 
@@ -418,7 +418,7 @@ class SparseMethodImpl(AttentionImpl):
         if own is not None:
             return own
         grid = None if context is None else context.latent_grid
-        if self._dense_above.never or context is None or grid is None:
+        if self.layer.dense_above.never or context is None or grid is None:
             return None  # without a grid, the call itself is refused
         if torch.are_deterministic_algorithms_enabled() or records_gradient(query, key, value):
             return None
@@ -427,7 +427,7 @@ class SparseMethodImpl(AttentionImpl):
         run = (query.shape[1], key.shape[1], grid, context.text_span, step, heads.start, heads.stop)
         sizes = query.shape[1], key.shape[1]
         density = partial(self._known_density, sizes, heads, context)
-        return self._dense_above.reason(run, density, context)
+        return self.layer.dense_above.reason(run, density, context)
 
     def ruled_dense(self, tokens: int, context: ForwardContext | None) -> str | None:
         """Return why so many tokens are dense by the method's own rule, or None."""

@@ -238,4 +238,4 @@ def test_limits_say_what_8_bits_cannot_do_and_no_density_was_measured():
         for name, given in (("gluon", {}), ("gluon_sage", EIGHT))
     }
     assert {impl.kernel.name for impl in made.values()} == {"gluon"}
-    assert [impl._dense_above.never for impl in made.values()] == [False, True]
+    assert [impl.layer.dense_above.never for impl in made.values()] == [False, True]
