@@ -10,28 +10,11 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from multimodal_gen.kernels.launch.launcher import Address
+
 _AS_IT_IS = (0, 1, 2)
 TOKENS_BY_HEAD = (0, 2, 1)
 """Order in which [B, S, H, D] is described as [B, H, S, D]."""
-
-
-class Address:
-    """What a descriptor says of its tensor, without holding its memory.
-
-    Args:
-        address: of the first element.
-        dtype: of the elements.
-    """
-
-    __slots__ = ("address", "dtype")
-
-    def __init__(self, address: int, dtype: torch.dtype) -> None:
-        self.address = address
-        self.dtype = dtype
-
-    def data_ptr(self) -> int:
-        """Return the address, as a tensor does."""
-        return self.address
 
 
 def describe(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:

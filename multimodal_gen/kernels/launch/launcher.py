@@ -158,6 +158,25 @@ def _grid_of_each(
     return grid if isinstance(grid, list) else [grid] * len(variants)
 
 
+class Address:
+    """What kernels and their descriptors take of a tensor, without holding its memory.
+
+    Args:
+        address: of the first element.
+        dtype: of the elements.
+    """
+
+    __slots__ = ("address", "dtype")
+
+    def __init__(self, address: int, dtype: torch.dtype) -> None:
+        self.address = address
+        self.dtype = dtype
+
+    def data_ptr(self) -> int:
+        """Return the address, as a tensor does."""
+        return self.address
+
+
 class Form(NamedTuple):
     """What a cached launch depends on of a tensor, and is looked up by.
 

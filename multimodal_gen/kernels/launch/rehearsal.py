@@ -15,7 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from multimodal_gen.kernels.launch.launcher import REHEARSED, Launcher
+from multimodal_gen.kernels.launch.launcher import REHEARSED, Address, Launcher
 
 _T = torch.Tensor
 _HELD = "_multimodal_gen_held"
@@ -27,32 +27,13 @@ _UNDEFINED = ("empty", "rand", "normal")
 _READ = frozenset((_T.cpu, _T.item, _T.tolist, _T.numpy, _T.__bool__, _T.__int__, _T.__float__))
 
 
-class Pointer:
-    """A tensor as far as compilations depend on it.
-
-    Args:
-        dtype: of its elements.
-        address: of the first one.
-    """
-
-    __slots__ = ("address", "dtype")
-
-    def __init__(self, dtype: torch.dtype, address: int) -> None:
-        self.dtype = dtype
-        self.address = address
-
-    def data_ptr(self) -> int:
-        """Return the address, as a tensor does."""
-        return self.address
-
-
 class Noted(NamedTuple):
     """A launch that was not made.
 
     Attributes:
         kernel: the function under `triton.jit` or `gluon.jit`.
         grid: number of programs along each axis.
-        arguments: the kernel's first parameters, with a `Pointer` in the place of each tensor.
+        arguments: the kernel's first parameters, with an `Address` in the place of each tensor.
         options: its other parameters, and those of Triton.
     """
 
@@ -132,7 +113,7 @@ class Rehearsal(TorchFunctionMode):
     ) -> None:
         """Note a launch, unless one of the same compilation was."""
         pointers = tuple(
-            Pointer(x.dtype, x.data_ptr()) if isinstance(x, torch.Tensor) else x for x in arguments
+            Address(x.data_ptr(), x.dtype) if isinstance(x, torch.Tensor) else x for x in arguments
         )
         kinds = map(_specialised, launcher.kinds(arguments), arguments, launcher.kernel.params)
         noted = Noted(launcher.kernel, grid, pointers, options)
