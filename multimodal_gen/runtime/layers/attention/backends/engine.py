@@ -143,6 +143,10 @@ def refuse_upstream(
         )
 
 
+DENSE_BLOCK = 384
+"""Rows and keys of a block where everything is attended to: the fastest of 16 bits."""
+
+
 @static_cache(maxsize=128)
 def dense_plan(
     num_queries: int,

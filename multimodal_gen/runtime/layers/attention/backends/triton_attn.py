@@ -25,6 +25,7 @@ from multimodal_gen.runtime.layers.attention.backends.declaration import (
     Variant,
 )
 from multimodal_gen.runtime.layers.attention.backends.engine import (
+    DENSE_BLOCK,
     dense_plan,
     drop_masked,
     engine_variants,
@@ -38,7 +39,6 @@ from multimodal_gen.runtime.layers.attention.request import (
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
 _FEATURES = BASIC | MERGEABLE | {Feature.KEY_MASK}
-_KEY_BLOCK = 384
 _CAUSAL_BLOCK = 128
 # A row of a program of 128 rows over one of a program of 192: H200, 2026-11, 256 to 8,192 tokens.
 _NARROW_COST = 1.15
@@ -72,7 +72,7 @@ class TritonAttentionImpl(DenseImpl):
         causal = self.causal and mask is None
         sizes = _CAUSAL_BLOCK, _CAUSAL_BLOCK
         if not causal:
-            sizes = query_block(num_queries, batch * heads, query.device), _KEY_BLOCK
+            sizes = query_block(num_queries, batch * heads, query.device), DENSE_BLOCK
         plan = dense_plan(num_queries, key.shape[1], *sizes, causal, query.device)
         if mask is not None:
             key, value, plan = drop_masked(key, value, plan, mask)
@@ -119,13 +119,13 @@ def query_block(num_queries: int, heads: int, device: torch.device) -> int:
     if num_queries <= 64:
         return 64
     if num_queries <= 128 or device.type != "cuda":
-        return 128 if num_queries <= 128 else 384
+        return 128 if num_queries <= 128 else DENSE_BLOCK
     at_once = torch.cuda.get_device_properties(device).multi_processor_count
 
     def rows_in_turn(rows: int) -> int:
         return rows * -(-heads * -(-num_queries // rows) // at_once)
 
-    return 128 if _NARROW_COST * rows_in_turn(128) < rows_in_turn(192) else 384
+    return 128 if _NARROW_COST * rows_in_turn(128) < rows_in_turn(192) else DENSE_BLOCK
 
 
 class TritonAttentionBackend(DenseBackend):

@@ -49,6 +49,7 @@ from multimodal_gen.runtime.distributed.ring import (
 )
 from multimodal_gen.runtime.distributed.timing import attending
 from multimodal_gen.runtime.layers.attention.backends.common import attend_to_nothing
+from multimodal_gen.runtime.layers.attention.backends.engine import DENSE_BLOCK
 from multimodal_gen.runtime.layers.attention.masks import zero_masked_rows
 from multimodal_gen.runtime.layers.attention.sparse.tiles import (
     SequenceLayout,
@@ -61,9 +62,8 @@ from multimodal_gen.runtime.layers.attention.sparse.tiles import (
 from multimodal_gen.runtime.layers.attention.sparse.windows import Window
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
 
-# Rows and keys of a block where everything is attended to: what the engine is fastest with.
-_DENSE_BLOCK = 384
-_DENSE_ROWS = (64, 128, _DENSE_BLOCK)
+# Rows of a block where everything is attended to, of which calls take the first that holds theirs.
+_DENSE_ROWS = (64, 128, DENSE_BLOCK)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -215,7 +215,7 @@ def whole_shards(call: RingCall, device: torch.device) -> tuple[Shard | None, ..
     return tuple(text_shard(length, device) if length else None for length in call.lengths)
 
 
-def text_shard(length: int, device: torch.device, size: int = _DENSE_BLOCK) -> Shard:
+def text_shard(length: int, device: torch.device, size: int = DENSE_BLOCK) -> Shard:
     """Return tokens without video, which everything attends to, in blocks of `size`."""
     return shard_of((1, 1, 1), length, 0, length, (1, 1, size), device, 1, False)
 

@@ -34,7 +34,7 @@ from multimodal_gen.kernels.tile_order.api import (
     scatter_tokens,
     tile_order,
 )
-from multimodal_gen.runtime.layers.attention.backends.engine import dense_plan
+from multimodal_gen.runtime.layers.attention.backends.engine import DENSE_BLOCK, dense_plan
 from multimodal_gen.runtime.layers.attention.sparse.kept_pairs import LISTENER, record_plan
 from multimodal_gen.runtime.layers.attention.sparse.windows import Window
 from multimodal_gen.runtime.managers.forward_context import ForwardContext
@@ -49,8 +49,7 @@ _BYTES_AT_ONCE = 64 << 20
 _NUMBERS_AT_ONCE = 2**25  # that are held at a time for some of the heads: 128 MiB in fp32
 _BYTES_IN_TWO = 512 << 20
 
-# Tokens of a block where everything is attended to: the fastest of 16 bits, and of other engines.
-_DENSE_BLOCK, _DENSE_BLOCK_OF_OTHERS = 384, 128
+_DENSE_BLOCK_OF_OTHERS = 128  # tokens of a block where another engine attends to everything
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -729,7 +728,7 @@ def attend_densely(call: SparseCall) -> torch.Tensor:
     query, key, value = call.query, call.key, call.value
     if call.mask is not None:
         return attend_rows(call, query)
-    size = _DENSE_BLOCK if call.engine is None else _DENSE_BLOCK_OF_OTHERS
+    size = DENSE_BLOCK if call.engine is None else _DENSE_BLOCK_OF_OTHERS
     plan = dense_plan(query.shape[1], key.shape[1], size, size, False, query.device)
     return call.attend(plan, query, key, value)
 
