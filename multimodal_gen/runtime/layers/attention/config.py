@@ -117,9 +117,14 @@ def _malformed(name: str, value: object) -> ConfigError:
 Axis: TypeAlias = Literal["steps", "layers"]
 
 
+def in_decimals(share: float) -> Fraction:
+    """Return a share in decimals, as people write it: 1 - 0.7 is more than 0.3 in binary."""
+    return Fraction(repr(float(share)))
+
+
 def first_of(share: float, total: int) -> int:
-    """Return floor(share * total), the share read in decimals as people write it."""
-    return math.floor(Fraction(repr(float(share))) * total)
+    """Return floor(share * total), the share read in decimals."""
+    return math.floor(in_decimals(share) * total)
 
 
 _NUMBER = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"

@@ -49,6 +49,7 @@ from multimodal_gen.runtime.layers.attention.config import (
     Ratio,
     SparseConfig,
     Tail,
+    in_decimals,
     option,
     ratio_now,
     tail_option,
@@ -142,7 +143,7 @@ class BsaRouter(Router[BsaConfig]):
         if ratio == 1:
             return None
         with recording_gradients(False):
-            return _computed(call, queries, Fraction(repr(float(ratio))).limit_denominator(10**6))
+            return _computed(call, queries, in_decimals(ratio).limit_denominator(10**6))
 
     def choose(self, settings: BsaConfig, stats: BlockStats, budget: Budget | None) -> torch.Tensor:
         """Return the tiles that are kept."""

@@ -30,7 +30,6 @@ Shapes: B batch, H heads, D head size, R and N patches of queries and of keys.
 """
 
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import ClassVar
 
 import torch
@@ -40,6 +39,7 @@ from multimodal_gen.runtime.layers.attention.config import (
     Ratio,
     SparseConfig,
     Tail,
+    in_decimals,
     option,
     ratio_now,
     tail_option,
@@ -108,7 +108,7 @@ def _left_out(sparsity: float, stats: BlockStats) -> torch.Tensor | None:
     """
     if sparsity == 1:
         return None
-    share = Fraction(repr(float(sparsity))).limit_denominator(10**6)
+    share = in_decimals(sparsity).limit_denominator(10**6)
     sizes = (stats.query.shape[2], stats.num)
     number = torch.ones((1,), dtype=torch.int64, device=stats.key.device)
     for size, real in zip(sizes, stats.real, strict=True):

@@ -29,6 +29,7 @@ from multimodal_gen.runtime.layers.attention.config import (
     SparseConfig,
     Tail,
     compute_mode_option,
+    in_decimals,
     option,
     ratio_now,
     refuse_foreign_tail,
@@ -161,8 +162,7 @@ def kept_tiles(config: VideoSparseConfig, num_tiles: int, num_tokens: int) -> in
     whole = Fraction(num_tiles)
     if config.topk_convention == "tokens":
         whole = Fraction(num_tokens, math.prod(config.tile_size))
-    # In decimals, as people write them: 1 - 0.7 is more than 0.3 in binary.
-    kept = math.ceil((1 - Fraction(repr(config.sparsity))) * whole)
+    kept = math.ceil((1 - in_decimals(ratio_now(config.sparsity))) * whole)
     return min(max(kept, 1), num_tiles)
 
 
