@@ -133,18 +133,17 @@ class DenoiserPlan:
         self._refuse_guard()
         self._graphed = None if graphs is None or not self._patched else self._graph(graphs)
         gated = {m.name: m.module for m in self._gated() if m.layer.takes_gate}
-        spare = self._gated() if scope.spare_gates else ()
         stored = stored_parameters(component.model) if self._patched else {}
-        wanted = {m.name: m.module for m in spare} or gated
+        wanted = {m.name: m.module for m in self._gated()} if "gate" in scope.spare else gated
         self._gates = find_gates(component.model, wanted, stored)
-        projected = {
-            m.name: m.layer.usual.head_size for m in self._patched if m.layer.takes_projection
-        }
-        self._projections = find_projections(stored, projected)
+        sizes = {m.name: m.layer.usual.head_size for m in self._patched}
+        projected = {m.name: sizes[m.name] for m in self._patched if m.layer.takes_projection}
+        sizes = sizes if "projection" in scope.spare else projected
+        self._projections = find_projections(stored, sizes)
         self._lost = self._lost_parts(bool(gated), bool(projected))
         self._unread = [
             *self._unread_parts(stored, GATE, "coarse", self._gated(), wanted),
-            *self._unread_parts(stored, PROJECTION, "linear", self._patched, projected),
+            *self._unread_parts(stored, PROJECTION, "linear", self._patched, sizes),
         ]
         self._new_parts = self._make_trainable(gated, projected) if train else 0
 
@@ -189,11 +188,10 @@ class DenoiserPlan:
                 f"{name}: {self._new_parts} layers got new gates or projections to train, which "
                 f"are zero at first, are saved with the model, and leave it with remove()"
             )
-        elif self._projections:
-            yield (
-                f"{name}: {len(self._projections)} layers project the linear branch as the "
-                f"checkpoint does"
-            )
+        elif projecting := sum(
+            m.name in self._projections and m.layer.takes_projection for m in self._patched
+        ):
+            yield f"{name}: {projecting} layers project the linear branch as the checkpoint does"
         for reason, count in Counter(self.failures).items():
             yield f"{name}: {count} modules left alone, {reason}"
         if self._installed:

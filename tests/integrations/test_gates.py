@@ -244,7 +244,7 @@ def test_a_replay_beside_a_dense_run_weighs_the_coarse_branch(folder):
 
     with apply(pipe, scope=dense):
         plain = generate(pipe, "wan", num_inference_steps=1)
-    with apply(pipe, scope=dataclasses.replace(dense, spare_gates=True)), watching(replay):
+    with apply(pipe, scope=dataclasses.replace(dense, spare=frozenset({"gate"}))), watching(replay):
         assert torch.equal(generate(pipe, "wan", num_inference_steps=1), plain)
     with apply(pipe, scope=method), watching(watch):
         generate(pipe, "wan", num_inference_steps=1)

@@ -83,11 +83,13 @@ class Measured:
     Attributes:
         layers: errors of the calls.
         masks: where chosen heads look.
+        projected: calls without errors, as a trained projection adds to attention there.
         failure: why the backend could not serve a call, or "".
     """
 
     layers: tuple[LayerErrors, ...] = ()
     masks: tuple[MaskPicture, ...] = ()
+    projected: int = 0
     failure: str = ""
 
 
@@ -154,8 +156,7 @@ class Replay:
         (truth,) = exact_rows(layer, call, rows, (call.value,))
         errors = row_errors(out[:, rows], truth)
         ran = _served(layer).selection.label
-        if not projects(layer, call):  # else it differs by what it was trained for, as below
-            self._add(self._reference, layer, context, ran, errors, *_dense(errors))
+        self._add(self._reference, layer, context, ran, errors, *_dense(errors))
         gated = _with_gate(call)
         for name, scope in self._scopes.items():
             measured = self.found[name]
@@ -163,16 +164,18 @@ class Replay:
                 continue
             with _recording_failure(measured):
                 other = layer.like(scope)
+                if projects(other, call):  # it differs from attention by what it was trained for
+                    measured.projected += 1
+                    continue
                 asked = gated if other.takes_gate else call
                 with recorded_pairs() as told:
                     errors = row_errors(other.attend(asked)[:, rows], truth)
                 ran = _served(other).selection.label
                 density = dict(_served(other).densities).get(context.current_timestep, 1.0)
-                if not projects(other, call):
-                    mass = _dense(errors)
-                    if density < 1:
-                        mass = _kept_by(layer, other, call, rows, told, seed)
-                    self._add(name, layer, context, ran, errors, *mass, density)
+                mass = _dense(errors)
+                if density < 1:
+                    mass = _kept_by(layer, other, call, rows, told, seed)
+                self._add(name, layer, context, ran, errors, *mass, density)
                 if density < 1 and picture:
                     self._picture(name, other, call, context)
 

@@ -168,6 +168,11 @@ class Results:
         for each in replays if not failure else ():
             if each.failure:
                 self.notes.append(f"{configuration.name}: replaying failed: {each.failure}")
+        if projected := sum(each.projected for each in replays):
+            self.notes.append(
+                f"{configuration.name}: {projected} calls of layers have no errors, a trained "
+                f"proj_l adds to attention there"
+            )
         generations = [each.generation for each in found]
         if configuration is not plan.reference:
             generations = [self.measured(configuration, each) for each in generations]

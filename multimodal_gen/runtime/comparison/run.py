@@ -21,6 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -360,9 +361,8 @@ class Comparison:
         self._highest = max(self._highest, meter.highest)
 
     def _reference_scope(self, replayed: Sequence[Configuration]) -> SelectionScope:
-        """Return what the reference asks for, with the gates that others weigh a branch by."""
-        scope = self._plan.reference.scope
-        return replace(scope, spare_gates=any(map(_takes_gate, replayed)))
+        """Return what the reference asks for, with the trained parts that others take."""
+        return replace(self._plan.reference.scope, spare=frozenset(chain(*map(_takes, replayed))))
 
     def _generate(
         self,
@@ -548,11 +548,11 @@ def _warned_once() -> AbstractContextManager[None]:
     return without(layer_warnings.name, was_logged)
 
 
-def _takes_gate(configuration: Configuration) -> bool:
-    """Whether a backend has a coarse branch, which gates of a checkpoint weigh."""
+def _takes(configuration: Configuration) -> tuple[str, ...]:
+    """Return what the layers of a backend take, such as gates of a checkpoint."""
     backend = AttentionBackendEnum.parse(configuration.backend)
     impl = find_backend(backend, current_environment().platform).get_impl_cls()
-    return "gate" in impl.takes
+    return impl.takes
 
 
 def _free_memory(device: torch.device) -> None:

@@ -91,12 +91,9 @@ def test_what_a_trained_projection_adds_is_not_measured() -> None:
     with set_forward_context(0, num_steps=2, latent_grid=GRID), watching(replay):
         dense(*qkv())
     assert [len(x.layers) for x in replay.found.values()] == [1, 0, 1]
+    assert [x.projected for x in replay.found.values()] == [0, 1, 0]
+    assert not replay.found["sla"].masks
     assert not any(x.failure for x in replay.found.values())
-    reference, replay = layer_of(scopes["sla"]), Replay("sla", {"dense": DENSE}, num_steps=2)
-    reference.set_projection(nn.Linear(SIZE, SIZE).requires_grad_(False))
-    with set_forward_context(0, num_steps=2, latent_grid=GRID), watching(replay):
-        reference(*qkv())
-    assert [len(x.layers) for x in replay.found.values()] == [0, 1]
 
 
 def test_the_mass_is_estimated_where_no_plan_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Whole comparisons of tiny pipelines on the CPU."""
 
 import dataclasses
+import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import multimodal_gen
 from multimodal_gen.errors import ConfigError, UsageError
@@ -537,6 +539,26 @@ def test_what_a_backend_warns_of_is_logged_once_for_all_clips(
     multimodal_gen.compare(pipe, backends=backends, output=tmp_path / "out", **given)
     messages = [record.getMessage() for record in caplog.records]
     assert sum("given no trained proj_l" in message for message in messages) == 1
+
+
+def test_layers_with_a_trained_projection_have_no_errors_which_a_note_says(
+    tiny_pipeline: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = shutil.copytree(tiny_pipeline("wan"), tmp_path / "wan")
+    weights = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    size = loaded(folder).transformer.config.attention_head_dim
+    projections = {f"blocks.{i}.attn1.proj_l.weight": torch.eye(size) for i in range(2)}
+    save_file(load_file(weights) | projections, weights)
+    given = arguments("wan", floor=(), backends="sla_attn:topk_ratio=0.3", output=tmp_path / "out")
+    report = multimodal_gen.compare(loaded(folder), **given)
+    (run,) = report.candidates
+    assert run.attention
+    assert not run.layers
+    assert report.notes[0] == (
+        f"sla_attn: {len(report.reference.layers)} calls of layers have no errors, a trained "
+        f"proj_l adds to attention there"
+    )
+    assert not any("given no trained proj_l" in each.getMessage() for each in caplog.records)
 
 
 @pytest.mark.slow

@@ -168,8 +168,8 @@ class SelectionScope:
         rules: rules of `--attention-config`, tried in order.
         strict: refuse the documented fallbacks too.
         auto_table: what automatic choices go by, in place of the package's own table.
-        spare_gates: give layers without a coarse branch the gates of their checkpoint too, for
-            those who look at their calls.
+        spare: trained parts of their checkpoint, "gate" and "projection", that layers whose
+            backend takes none get too, for those who look at their calls.
         warnings: what the user was warned of.
     """
 
@@ -180,7 +180,7 @@ class SelectionScope:
     rules: tuple[Rule, ...] = ()
     strict: bool = False
     auto_table: AutoTable | None = None
-    spare_gates: bool = False
+    spare: frozenset[str] = frozenset()
     warnings: WarnOnce = field(default=PROCESS, compare=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
