@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Print how much code there is, by a measure that prose and layout do not change.
 
-    python3 scripts/code_size.py [--check] [--chains]
+    python3 scripts/code_size.py [--check]
 
 Counted are lines of code, without docstrings, comments, blank lines and imports: of
 `layers/attention` and `kernels`, of both together, of the package by folder, of tests and of
@@ -11,10 +11,9 @@ scripts. Printed are also
   word of their path is `ring` or `sta`, or more than half of them is about it, which is said below
   by name (a file without code, such as an empty `__init__.py`, does not count);
 - the longest modules, with all of their lines;
-- how many public names the modules of the package have at their top level;
-- with `--chains`, how many files a warm call passes in each case of `call_chains.py`, and how many
-  there are from the text of a backend and its parameters, as `scope_from` takes it, to a bound
-  layer.
+- how many public names the modules of the package have at their top level.
+
+How many files a call passes is what `call_chains.py` counts.
 
 `--check` exits with status 1 where a figure is above its ceiling. Ceilings go down, and up by what
 a new method takes.
@@ -38,11 +37,6 @@ CEILINGS = {
     "files for the ring": 4,
     "files for STA": 8,
     "longest file of a method": 250,
-    "chain torch_sdpa": 2,
-    "chain sliding_tile_attn": 9,
-    "chain Ulysses": 8,
-    "chain apply": 8,
-    "chain text to bound layer": 12,
 }
 """Figure -> the most it may be."""
 
@@ -154,27 +148,13 @@ def longest(package: Path) -> list[tuple[int, str]]:
     return sorted(lengths, reverse=True)[:LONGEST]
 
 
-def chains() -> dict[str, int]:
-    """Return how many files are passed in each case, by `call_chains.py`."""
-    import call_chains
-    import torch
-
-    with torch.no_grad():
-        found = {name: case() for name, case in call_chains.CASES.items()}
-    found["text to bound layer"] = call_chains.bound_from_text()
-    return {f"chain {name}": len(chain.files) for name, chain in found.items()}
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the figures; return 1 where `--check` is given and one is above its ceiling."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="fail where a ceiling is passed")
-    parser.add_argument(
-        "--chains", action="store_true", help="also count the files that calls pass"
-    )
     options = parser.parse_args(arguments)
     package = ROOT / PACKAGE
-    found = figures(ROOT) | (chains() if options.chains else {})
+    found = figures(ROOT)
     for name, figure in found.items():
         ceiling = f"  (at most {CEILINGS[name]:,})" if name in CEILINGS else ""
         print(f"{name:26}{figure:8,}{ceiling}")

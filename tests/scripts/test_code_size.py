@@ -103,14 +103,3 @@ def test_a_figure_above_its_ceiling_is_reported(script, monkeypatch, capsys) -> 
     assert script.main([]) == 0
     assert script.main(["--check"]) == 1
     assert capsys.readouterr().err.endswith("kernels must be at most 4, got 5\n")
-
-
-def test_chains_are_those_of_the_other_script(script, monkeypatch) -> None:
-    import call_chains
-
-    chain = call_chains.Chain(entries=[call_chains.Entry(0, "a.py", "forward")])
-    monkeypatch.setattr(call_chains, "CASES", {"torch_sdpa": lambda: chain})
-    found = script.chains()
-    assert found.pop("chain torch_sdpa") == 1
-    assert list(found) == ["chain text to bound layer"]
-    assert 0 < found["chain text to bound layer"] <= script.CEILINGS["chain text to bound layer"]
