@@ -89,15 +89,15 @@ def record_plan(
     if LISTENER.get() is None:
         return
     q_index, k_index = _spelled(queries), _spelled(keys)
+    of_query, of_every_key = (_block_of_places(side, plan.device) for side in (plan.q, plan.kv))
 
     def of_rows(rows: torch.Tensor, heads: slice) -> torch.Tensor:
-        device = plan.device
-        places = _places(q_index, rows.to(device), sizes[0], heads)
-        own = _block_of(places, plan.q, heads)  # [b, h, R]
+        places = _places(q_index, rows.to(plan.device), sizes[0], heads)
+        known = torch.where((places >= 0) & (places < plan.q.total), places, plan.q.total)
+        mine, known = _broadcast(of_heads(of_query, heads), known)
+        own = mine.gather(-1, known)  # [b, h, R]
         blocks = _kept_blocks(plan, own, places, heads)  # [b, h, R, Nk]
-        of_key = _block_of(
-            torch.arange(plan.kv.total, device=device).view(1, 1, -1), plan.kv, heads
-        )
+        of_key = of_heads(of_every_key, heads)[..., :-1]
         blocks, of_key = _broadcast(blocks, of_key.unsqueeze(2))
         of_key = of_key.expand(*blocks.shape[:3], -1)
         kept = blocks.gather(-1, of_key.clamp_min(0)) & (of_key >= 0) & (own >= 0).unsqueeze(-1)
@@ -132,12 +132,9 @@ def _places(
     return place[..., rows]
 
 
-def _block_of(places: torch.Tensor, blocks: Blocks, heads: slice) -> torch.Tensor:
-    """Return the block of each place, [b, h, places]; -1 for those in none."""
-    outside = (places < 0) | (places >= blocks.total)
-    of_row = F.pad(block_of_rows(blocks, places.device), (0, 1), value=blocks.num)
-    of_row, places = _broadcast(of_heads(of_row, heads), torch.where(outside, blocks.total, places))
-    found = of_row.gather(-1, places)
+def _block_of_places(blocks: Blocks, device: torch.device) -> torch.Tensor:
+    """Return the block of each place and of none, [B|1, H|1, total + 1]; -1 for those in none."""
+    found = F.pad(block_of_rows(blocks, device), (0, 1), value=blocks.num)
     return torch.where(found < blocks.num, found, -1)
 
 
