@@ -1,9 +1,9 @@
 """What a user configured, as far as it concerns stock models."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -20,7 +20,6 @@ from multimodal_gen.runtime.layers.attention.scope import (
     SelectionScope,
     component_names,
 )
-from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.settings import MismatchError
 
 _Asked = TypeVar("_Asked", BackendPreference, Rule)
@@ -31,21 +30,24 @@ def without_sparse(scope: SelectionScope) -> tuple[SelectionScope, bool]:
 
     Sparse backends work on a latent grid; a model whose grid is unknown runs dense.
     """
-    asked = [scope.default, *scope.components.values(), *scope.rules]
-    sparse = [a for a in asked if a is not None and a.backend is not None and a.backend.is_sparse]
-    if not sparse:
-        return scope, False
 
     def dense(asked: _Asked) -> _Asked:
-        return replace(asked, backend=None, config=None) if asked in sparse else asked
+        if asked.backend is None or not asked.backend.is_sparse:
+            return asked
+        return replace(asked, backend=None, config=None)
 
-    changed = replace(
+    changed = _with_all(scope, dense)
+    return changed, changed != scope
+
+
+def _with_all(scope: SelectionScope, change: Callable[[Any], Any]) -> SelectionScope:
+    """Return `scope` with a change of all preferences and rules."""
+    return replace(
         scope,
-        default=None if scope.default in sparse else scope.default,
-        components=MappingProxyType({key: dense(a) for key, a in scope.components.items()}),
-        rules=tuple(map(dense, scope.rules)),
+        default=scope.default and change(scope.default),
+        components=MappingProxyType({key: change(a) for key, a in scope.components.items()}),
+        rules=tuple(map(change, scope.rules)),
     )
-    return changed, True
 
 
 def calibrated(scope: SelectionScope, model: nn.Module, component: str) -> SelectionScope:
@@ -57,11 +59,9 @@ def calibrated(scope: SelectionScope, model: nn.Module, component: str) -> Selec
         ConfigError: the checkpoint's `sparse_attention_config` cannot be read, and nothing else
             says how much to leave out.
     """
-    asked = [scope.default, *scope.components.values(), *scope.rules]
     config = getattr(model, "config", None)
     found = config.get("sparse_attention_config") if isinstance(config, Mapping) else None
-    wants = any(a is not None and a.backend is AttentionBackendEnum.SKIP_SOFTMAX for a in asked)
-    if not wants or found is None:
+    if found is None:
         return scope
     from multimodal_gen.runtime.layers.attention.sparse.methods.skip_softmax import (
         SkipSoftmaxConfig,
@@ -98,12 +98,7 @@ def calibrated(scope: SelectionScope, model: nn.Module, component: str) -> Selec
                 )
         return replace(asked, config=replace(own, sparse_attention_config=curve))
 
-    return replace(
-        scope,
-        default=scope.default and filled(scope.default),
-        components=MappingProxyType({key: filled(a) for key, a in scope.components.items()}),
-        rules=tuple(map(filled, scope.rules)),
-    )
+    return _with_all(scope, filled)
 
 
 def check_overrides(scope: SelectionScope, sites: Sequence[LayerSite]) -> None:
