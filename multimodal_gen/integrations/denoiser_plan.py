@@ -126,8 +126,8 @@ class DenoiserPlan:
             tracker,
             pipeline,
             self.parallel.splitter,
+            [patched.name for patched in self._patched],
         )
-        self._hooks.layers = tuple(patched.name for patched in self._patched)
         self._refuse_steps()
         self._guard = guard
         self._refuse_guard()

@@ -8,7 +8,7 @@ behind ends with the next call or with the hooks.
 import dataclasses
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -105,10 +105,10 @@ class DenoiserHooks:
         tracker: follows the pipeline's steps; the denoisers of a pipeline share one.
         pipeline: the pipeline, or None for a bare model.
         splitter: splits the tokens of a call over ranks, or None where they stay together.
+        layers: names of its attention modules, for `not_run`.
 
     Attributes:
         named_by_sigma: steps that layers know by their noise levels, which calls then must have.
-        layers: names of its attention modules, for `not_run`.
         caches: sentences about the caches that were enabled in calls.
         num_calls: calls that finished here.
     """
@@ -121,12 +121,14 @@ class DenoiserHooks:
         tracker: StepTracker,
         pipeline: Any = None,
         splitter: TokenSplitter | None = None,
+        layers: Sequence[str] = (),
     ) -> None:
         self._adapter = adapter
         self._component = component
         self._tracker = tracker
         self._pipeline = pipeline
         self._splitter = splitter
+        self._layers = layers
         self._config = getattr(model, "config", None)
         entry = adapter.causal_blocks
         self._blocks = None if entry is None or splitter is not None else CausalBlocks(entry)
@@ -135,7 +137,6 @@ class DenoiserHooks:
         self._timestep = next((name for name in _TIMESTEPS if name in self._names), None)
         self._memo = WeakTensorKeyDictionary()
         self.named_by_sigma: StepSet | None = None
-        self.layers: tuple[str, ...] = ()
         self.caches: dict[str, None] = {}
         self._cache: object = None
         # How often the branches of the running step were called, by the pipeline's name for them.
@@ -222,7 +223,7 @@ class DenoiserHooks:
         finished = output is not None and context is not None and context.hooks is self
         if context is not None and finished and not context.elsewhere:
             self.num_calls += 1
-            for name in self.layers:
+            for name in self._layers:
                 if name not in context.ran:
                     self._not_run.setdefault(name, Counter())[context.current_timestep] += 1
         self.end_context()
