@@ -41,6 +41,11 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return kind is torch.Tensor or kind is torch.nn.Parameter
 
 
+def unit_stride(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with entries of its last dimension side by side, copied if need be."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
 def usable_device(name: str, device: object) -> torch.device:
     """Return what a caller names as a device.
 

@@ -14,7 +14,7 @@ import torch
 
 from multimodal_gen.errors import UsageError, short
 from multimodal_gen.kernels.static_cache import static_cache, wait_for_devices
-from multimodal_gen.kernels.tensors import usable_device
+from multimodal_gen.kernels.tensors import unit_stride, usable_device
 
 WORD_BITS = 32
 
@@ -45,11 +45,6 @@ def _expect_positive(name: str, value: int) -> None:
 def broadcast_leading(*tensors: torch.Tensor) -> tuple[int, int]:
     """Return the B|1 and H|1 that tensors [B|1, H|1, ...] have together."""
     return max(t.shape[0] for t in tensors), max(t.shape[1] for t in tensors)
-
-
-def unit_stride(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor with entries of its last dimension side by side."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

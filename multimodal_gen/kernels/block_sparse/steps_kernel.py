@@ -19,10 +19,10 @@ from multimodal_gen.kernels.block_sparse.plan import (
     bounds_of,
     broadcast_leading,
     launch_order,
-    unit_stride,
 )
 from multimodal_gen.kernels.launch.launcher import Launcher
 from multimodal_gen.kernels.shared_kernel import maximum, next_power_of_2
+from multimodal_gen.kernels.tensors import unit_stride
 
 
 class Plan(NamedTuple):

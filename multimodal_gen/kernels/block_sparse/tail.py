@@ -15,7 +15,7 @@ import torch
 
 from multimodal_gen.errors import UsageError
 from multimodal_gen.kernels.block_sparse.call import PooledBlocks, TailCall
-from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks, unit_stride
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.tail_reference import (
     add_tail_reference,
     pool_blocks_reference,
@@ -36,7 +36,7 @@ from multimodal_gen.kernels.engine import (
 )
 from multimodal_gen.kernels.select.api import pool_tiles
 from multimodal_gen.kernels.select.reference import Tiles
-from multimodal_gen.kernels.tensors import loadable, place_of
+from multimodal_gen.kernels.tensors import loadable, place_of, unit_stride
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -16,11 +16,12 @@ import triton
 import triton.language as tl
 
 from multimodal_gen.kernels.block_sparse.call import TailCall
-from multimodal_gen.kernels.block_sparse.plan import bounds_of, unit_stride
+from multimodal_gen.kernels.block_sparse.plan import bounds_of
 from multimodal_gen.kernels.block_sparse.triton_kernel import describe
 from multimodal_gen.kernels.block_sparse.tuning import TritonTile
 from multimodal_gen.kernels.launch.launcher import Launcher
 from multimodal_gen.kernels.shared_kernel import bounds, dot, interpreted, next_power_of_2
+from multimodal_gen.kernels.tensors import unit_stride
 
 LOG2E = 1.4426950408889634
 POOL_ROWS = 64  # tokens that are added at once

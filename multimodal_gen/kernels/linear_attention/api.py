@@ -6,7 +6,7 @@ Shapes: B batch, S tokens, H query heads, Hkv key heads, D head size, N blocks.
 import torch
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks, unit_stride
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.engine import LINEAR, LINEAR_REST, choose_for
 from multimodal_gen.kernels.linear_attention.reference import (
     FEATURE_MAPS,
@@ -18,6 +18,7 @@ from multimodal_gen.kernels.linear_attention.reference import (
     key_means_reference,
     key_state_reference,
 )
+from multimodal_gen.kernels.tensors import unit_stride
 
 
 def key_means(key: torch.Tensor, blocks: Blocks) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What the dense backends share: grouped heads, causal alignment, masks, strides.
+"""What the dense backends share: grouped heads, causal alignment, masks.
 
 Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 """
@@ -20,11 +20,6 @@ class Segments(TypedDict):
     cu_seqlens_k: torch.Tensor
     max_seqlen_q: int
     max_seqlen_k: int
-
-
-def unit_stride(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the tensors, copied only where the last dimension is not densely laid out."""
-    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
 
 
 def expand_kv(x: torch.Tensor, num_heads: int, *, dim: int = 2) -> torch.Tensor:

@@ -17,12 +17,13 @@ from typing_extensions import override
 from multimodal_gen.kernels.engine import records_gradient
 from multimodal_gen.kernels.requirements import HeadSizes
 from multimodal_gen.kernels.static_cache import static_cache
+from multimodal_gen.kernels.tensors import unit_stride
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionImpl,
     DenseBackend,
     DenseImpl,
 )
-from multimodal_gen.runtime.layers.attention.backends.common import attend_to_nothing, unit_stride
+from multimodal_gen.runtime.layers.attention.backends.common import attend_to_nothing
 from multimodal_gen.runtime.layers.attention.backends.declaration import (
     BASIC,
     CUDA_ONLY,
@@ -102,7 +103,7 @@ class FlexAttentionImpl(DenseImpl):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if not (query.numel() and key.numel()):
             return attend_to_nothing(query, value)
-        q, k, v = (x.transpose(1, 2) for x in unit_stride(query, key, value))
+        q, k, v = (unit_stride(x).transpose(1, 2) for x in (query, key, value))
         options["scale"] = self.softmax_scale
         options["enable_gqa"] = query.shape[2] != key.shape[2]
         if lse:

@@ -15,7 +15,7 @@ from typing_extensions import override
 from multimodal_gen.kernels.engine import QUANTIZED
 from multimodal_gen.kernels.quantized_attention.api import quantized_attention
 from multimodal_gen.kernels.requirements import Capability, HeadSizes
-from multimodal_gen.kernels.tensors import place_of
+from multimodal_gen.kernels.tensors import place_of, unit_stride
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionImpl,
     DenseBackend,
@@ -26,7 +26,6 @@ from multimodal_gen.runtime.layers.attention.backends.common import (
     expand_kv,
     refuse_grad,
     refuse_mask,
-    unit_stride,
 )
 from multimodal_gen.runtime.layers.attention.backends.declaration import (
     ALL_ROLES,
@@ -204,7 +203,7 @@ class SageAttentionImpl(DenseImpl):
             key = key - key.mean(dim=1, keepdim=True)
             options["smooth_k"] = False
         found: Any = self.run(
-            *unit_stride(query, key, value),
+            *map(unit_stride, (query, key, value)),
             tensor_layout="NHD",
             is_causal=self.causal,
             sm_scale=self.softmax_scale,

@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from multimodal_gen.kernels.engine import CUDNN_FRONTEND, records_gradient
 from multimodal_gen.kernels.requirements import Capability, HeadSizes
+from multimodal_gen.kernels.tensors import unit_stride
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionImpl,
     DenseBackend,
@@ -33,7 +34,6 @@ from multimodal_gen.runtime.layers.attention.backends.common import (
     open_hidden_rows,
     refuse_grad,
     refuse_mask,
-    unit_stride,
 )
 from multimodal_gen.runtime.layers.attention.backends.cudnn_fp8 import attend_e4m3
 from multimodal_gen.runtime.layers.attention.backends.declaration import (
@@ -89,7 +89,7 @@ class SDPAImpl(DenseImpl):
     ) -> torch.Tensor:
         mask = with_causal(mask, query.shape[1], key.shape[1]) if self.causal else mask
         mask, sees = open_hidden_rows(mask if mask.dtype is torch.bool else mask.to(query.dtype))
-        q, k, v = (x.transpose(1, 2) for x in unit_stride(query, key, value))
+        q, k, v = (unit_stride(x).transpose(1, 2) for x in (query, key, value))
         out = self._call(q, k, v, mask, False)
         return torch.where(sees, out, out.new_zeros(())).transpose(1, 2)
 
@@ -97,7 +97,7 @@ class SDPAImpl(DenseImpl):
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        q, k, v = (x.transpose(1, 2) for x in unit_stride(query, key, value))
+        q, k, v = (unit_stride(x).transpose(1, 2) for x in (query, key, value))
         causal, scale = self.causal, self.softmax_scale
         if lse:
             # The operators do not pad head sizes as the public function does.
@@ -214,7 +214,7 @@ class CudnnSDPAImpl(DenseImpl):
             return found
         lse = lse or records_gradient(query, key, value)  # the backward reads it
         causal = self.causal and bias is None
-        q, k, v = (x.transpose(1, 2) for x in unit_stride(query, key, value))
+        q, k, v = (unit_stride(x).transpose(1, 2) for x in (query, key, value))
         out, stats = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
             q, k, v, bias, lse, 0.0, causal, False, scale=self.softmax_scale
         )[:2]

@@ -6,6 +6,7 @@ import torch
 from typing_extensions import override
 
 from multimodal_gen.kernels.requirements import Capability, HeadSizes
+from multimodal_gen.kernels.tensors import unit_stride
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
     AttentionImpl,
     DenseBackend,
@@ -14,7 +15,6 @@ from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
 from multimodal_gen.runtime.layers.attention.backends.common import (
     expand_kv,
     refuse_grad,
-    unit_stride,
 )
 from multimodal_gen.runtime.layers.attention.backends.declaration import (
     BASIC,
@@ -49,7 +49,7 @@ class XFormersImpl(DenseImpl):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         heads = query.shape[2]
-        parts = unit_stride(query, expand_kv(key, heads), expand_kv(value, heads))
+        parts = [*map(unit_stride, (query, expand_kv(key, heads), expand_kv(value, heads)))]
         if not lse:
             return self.run(*parts, attn_bias=self._bias, scale=self.softmax_scale), None
         refuse_grad("xformers with its log-sum-exp", *parts)
