@@ -123,11 +123,15 @@ def draw_scenes(seed: int, count: int, *, frames: int, aspect: float = 1.0) -> l
 
 def captions() -> Iterator[str]:
     """Yield captions that have every word of the grammar, for the tokenizer."""
-    motions = [Motion(words=words, speed=speed) for words in _moves() for speed in SPEEDS]
-    motions += [Motion(words=words) for words in (*BOUNCES, STILL)]
     kinds = itertools.cycle(itertools.product(COLOURS, KINDS, GROUNDS))
-    for motion, (colour, kind, ground) in zip(motions * 8, kinds, strict=False):
+    for motion, (colour, kind, ground) in zip(motions() * 8, kinds, strict=False):
         yield f"a {colour} {kind} {motion} and a {colour} {kind} {motion} over a {ground} ground"
+
+
+def motions() -> list[Motion]:
+    """Return every motion of the grammar."""
+    moves = [Motion(words=words, speed=speed) for words in _moves() for speed in SPEEDS]
+    return moves + [Motion(words=words) for words in (*BOUNCES, STILL)]
 
 
 def _moves() -> Iterator[str]:

@@ -58,6 +58,8 @@ class Size:
         stages: of the transformer's training; the last one has the clips that it generates, and the
             first one those of the autoencoder.
         muon: whether the transformer's blocks are trained by Muon, not by AdamW.
+        reading: steps in which the text encoder learns to read, after which it stays as it is; 0
+            where it is trained with the transformer.
     """
 
     heads: int
@@ -70,6 +72,7 @@ class Size:
     patch: tuple[int, int, int]
     stages: tuple[Stage, ...]
     muon: bool = False
+    reading: int = 0
 
 
 SIZES = {
@@ -81,7 +84,7 @@ SIZES = {
     # of which a step holds many; the last stages have the tokens of Wan's 480p.
     "large": Size(
         heads=3, head_size=128, layers=6, ffn=1024, text=128, latent=12, vae=16, patch=(1, 2, 2),
-        muon=True,
+        muon=True, reading=1500,
         stages=(
             Stage(frames=17, height=128, width=224, batch=64, clips=12_288, steps=8000),
             # Some tokens of larger clips, of which a step holds many; then all of them.
@@ -118,6 +121,7 @@ SIZES = {
     ),
     "smoke": Size(
         heads=1, head_size=32, layers=1, ffn=32, text=32, latent=4, vae=4, patch=(1, 1, 1),
+        reading=2,
         stages=(
             Stage(frames=5, height=32, width=32, batch=2, clips=4, steps=2),
             Stage(frames=9, height=32, width=48, batch=1, clips=2, steps=2, keep=(2, 3, 4)),

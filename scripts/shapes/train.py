@@ -18,6 +18,8 @@ it did, and the optimiser's moments begin anew. The curve of the loss is in STAT
 STATE/transformer.csv, there beside the loss on clips that are not trained on: where that one no
 longer falls, what is missing is clips and not steps.
 
+A large model's text encoder learns to read first (`reading.py`), and is then left as it is.
+
 The transformer is trained by flow matching (Lipman et al. 2023; Esser et al. 2024, eq. 13): at
 noise s a latent is x_s = (1 - s) x + s e, and the model predicts e - x; s is uniform, shifted as
 the pipeline's scheduler does. A tenth of the captions is left out, for guidance.
@@ -61,6 +63,7 @@ from models import (
     save,
     tokens_of,
 )
+from reading import learn_to_read
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NO_CAPTION = 0.1
@@ -525,11 +528,21 @@ class Pool:
 
 
 def train_transformer(size: Size, state: Path, options: argparse.Namespace) -> Any:
-    """Train transformer and text encoder; return the pipeline with the average of both."""
+    """Train transformer and text encoder; return the pipeline with the average of both.
+
+    A text encoder that learns to read does so when the training begins, and is trained no more.
+    """
     vae = autoencoder(size, state, options)
     torch.manual_seed(0)
     tokenizer = make_tokenizer()
     text_encoder = make_text_encoder(size, len(tokenizer)).to(DEVICE)
+    if size.reading:
+        if options.start is None and not (state / "transformer.pt").exists():
+            read = learn_to_read(text_encoder, tokenizer, size.reading)
+            print(f"text encoder: reads {read:.3f} of words", flush=True)
+            for value in text_encoder.parameters() if ranks() > 1 else ():
+                dist.broadcast(value.data, 0)  # ranks may differ in the last bits
+        text_encoder.requires_grad_(False)
     transformer = make_transformer(size).to(DEVICE)
     if DEVICE == "cuda":
         # 2.4 times as many steps a second on the smaller grids; shapes are those of a few stages.

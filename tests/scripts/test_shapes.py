@@ -19,6 +19,7 @@ from multimodal_gen.runtime.comparison import perceptual
 from multimodal_gen.runtime.comparison.configurations import read_configurations
 
 FRAMES, SIDE, COUNT = 17, 64, 16
+DEVICE = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -288,6 +289,58 @@ def test_training_goes_on_from_packed_weights(train, tmp_path, monkeypatch, caps
         k for k, v in state["weights"].items() if not torch.equal(v, found["average"][k].half())
     ]
     assert any(key.startswith("transformer.blocks.0.attn1.to_q") for key in changed)
+
+
+@pytest.fixture(scope="module")
+def reading(train):
+    return importlib.import_module("reading")
+
+
+def test_every_word_of_a_shape_tells_all_of_it(shapes, train, reading) -> None:
+    clips, *_ = shapes
+    scenes = clips.draw_scenes(7, 32, frames=2)
+    tokens, real, targets = reading._lesson(train.make_tokenizer(), scenes, DEVICE)
+    assert int(real.sum(1).max()) == tokens.shape[1] == targets.shape[1]
+    for scene, row in zip(scenes, targets.tolist(), strict=True):
+        told: list[list[object]] = []
+        for place, *numbers in row:
+            names = zip(reading._NAMES, numbers, strict=True)
+            told.append([place, *(of[number] for of, number in names)] if place >= 0 else [])
+        for place, shape in enumerate(scene.shapes):
+            said = [place, shape.colour, shape.kind, str(shape.motion)]
+            count = len(str(shape).split())
+            assert told[: count + 1] == [said] * count + [[]]  # "and", "over"
+            told = told[count + 1 :]
+        assert not any(told)
+
+
+def test_a_text_encoder_learns_which_word_belongs_to_which(train, reading, monkeypatch) -> None:
+    for name, value in {"CAPTIONS": 512, "BATCH": 32}.items():
+        monkeypatch.setattr(reading, name, value)
+    size = dataclasses.replace(train.SIZES["smoke"], text=64)
+    tokenizer = train.make_tokenizer()
+    read = []
+    for steps in (1, 120):
+        torch.manual_seed(0)
+        text_encoder = train.make_text_encoder(size, len(tokenizer))
+        read.append(reading.learn_to_read(text_encoder, tokenizer, steps))
+    assert read[0] < 0.01
+    assert read[1] > 0.05
+
+
+def test_a_text_encoder_that_reads_stays_as_it_is(train, tmp_path) -> None:
+    vae, folder = str(tmp_path / "vae"), tmp_path / "state"
+    train.main(["vae", "--size", "smoke", "--out", str(tmp_path), "--steps", "1", "--folder", vae])
+    train.main(["transformer", "--size", "smoke", "--vae", vae, "--out", str(folder)])
+    torch.manual_seed(0)
+    tokenizer = train.make_tokenizer()
+    size = train.SIZES["smoke"]
+    text_encoder = train.make_text_encoder(size, len(tokenizer)).to(train.DEVICE)
+    train.learn_to_read(text_encoder, tokenizer, size.reading)
+    saved = torch.load(folder / "transformer.pt")
+    for key, value in text_encoder.named_parameters():
+        for part in ("weights", "average"):
+            assert torch.equal(saved[part][f"text_encoder.{key}"], value.detach().half().cpu())
 
 
 def test_the_loss_on_clips_held_out_is_noted(train, tmp_path, monkeypatch, capsys) -> None:
