@@ -6,11 +6,12 @@ For query row r of block i, over the keys K(r) of the blocks it keeps,
     out(r) = sum_{j in K(r)} exp(scale * q_r . k_j - lse(r)) v_j
 
 with out(r) = 0 and lse(r) = -inf where K(r) is empty. Under causality, K(r) ends at the key that is
-as far from the last one as r is from the last query. One query block is computed at a time, for
-all batches and heads together, so the scores never take more than size * Sk per batch and head.
+as far from the last one as r is from the last query. Query blocks are computed one at a time, for
+all batches and heads together, so the scores never take more than size * Sk per batch and head;
+several at a time where that is little and they list equally many.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import ParamSpec, TypeVar
@@ -20,6 +21,9 @@ import torch
 from multimodal_gen.kernels.block_sparse.call import Backward
 from multimodal_gen.kernels.block_sparse.plan import WORD_BITS, BlockPlan
 from multimodal_gen.kernels.block_sparse.skip import Skip
+
+# Up to so many, blocks share operations, which otherwise take less time than it takes to call them.
+_SCORES_AT_ONCE = 1 << 18
 
 _Inputs = ParamSpec("_Inputs")
 _Result = TypeVar("_Result")
@@ -41,26 +45,26 @@ def _outside_autocast(function: Callable[_Inputs, _Result]) -> Callable[_Inputs,
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """One query block of every batch and head: rows, keys, and which pairs count."""
+    """N query blocks of every batch and head: rows, keys, and which pairs of theirs count."""
 
-    rows: torch.Tensor  # int64 [B, H, R]
-    real_rows: torch.Tensor  # bool [B, H, R]
-    keys: torch.Tensor  # int64 [B, H, L]
-    mask: torch.Tensor  # bool [B, H, R, L]
-    sample: torch.Tensor  # int64 [B, 1, 1], each one's own place
-    head: torch.Tensor  # int64 [1, H, 1]
+    rows: torch.Tensor  # int64 [B, H, N, R]
+    real_rows: torch.Tensor  # bool [B, H, N, R]
+    keys: torch.Tensor  # int64 [B, H, N, L]
+    mask: torch.Tensor  # bool [B, H, N, R, L], or with 1 for R where all rows see the same keys
+    sample: torch.Tensor  # int64 [B, 1, 1, 1], each one's own place
+    head: torch.Tensor  # int64 [1, H, 1, 1]
 
     def index(self, positions: torch.Tensor, kv_heads: int) -> tuple[torch.Tensor, ...]:
-        """Index that takes positions [B, H, R] of every query head from [B, S, `kv_heads`, D]."""
+        """Index that takes positions [B, H, N, R] of each query head from [B, S, `kv_heads`, D]."""
         return self.sample, positions, self.head // (self.head.shape[1] // kv_heads)
 
     def take(self, tensor: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Gather [B, S, H or fewer, D] at positions [B, H, R]: [B, H, R, D]."""
+        """Gather [B, S, H or fewer, D] at positions [B, H, N, R]: [B, H, N, R, D]."""
         return tensor[self.index(positions, tensor.shape[2])]
 
 
 def _tiles(plan: BlockPlan, batch: int, heads: int) -> Iterator[_Tile]:
-    """Yield the tile of every query block."""
+    """Yield tiles that have every query block once."""
     device = plan.device
     places = (torch.arange(n, device=device) for n in (batch, heads, plan.q.size, plan.kv.size))
     sample, head, rows_of_block, keys_of_block = places
@@ -75,36 +79,48 @@ def _tiles(plan: BlockPlan, batch: int, heads: int) -> Iterator[_Tile]:
         for t in plan.kv.bounds(device)
     )
     lengths = torch.where(valid, lengths, 0)
-    for i, used in enumerate(plan.counts.amax((0, 1)).clamp_min(1).tolist()):
-        rows, real_rows = every_row[:, :, i], every_real_row[:, :, i]
-        real_keys = keys_of_block < lengths[:, :, i, :used, None]
-        keys = torch.where(real_keys, starts[:, :, i, :used, None] + keys_of_block, 0).flatten(2)
-        mask = real_rows.unsqueeze(-1) & real_keys.flatten(2).unsqueeze(2)
+    most = plan.counts.amax((0, 1)).clamp_min(1).tolist()
+    for some, used in _alike(most, batch * heads * plan.q.size * plan.kv.size):
+        rows, real_rows = every_row[:, :, some], every_real_row[:, :, some]
+        real_keys = keys_of_block < lengths[:, :, some, :used, None]
+        keys = torch.where(real_keys, starts[:, :, some, :used, None] + keys_of_block, 0).flatten(3)
+        mask = (real_keys.flatten(3) & real_rows.any(-1, keepdim=True)).unsqueeze(3)
         if plan.row_bits is not None:
-            row_bits = plan.row_bits.expand(batch, heads, -1, -1)
-            chosen = _chosen(row_bits, rows, indices[:, :, i, :used])
-            mask = mask & chosen.repeat_interleave(plan.kv.size, dim=-1)
+            chosen = _chosen(plan.row_bits, rows, indices[:, :, some, :used])
+            mask = mask & real_rows.unsqueeze(-1) & chosen.repeat_interleave(plan.kv.size, dim=-1)
         if plan.causal:
             last = rows.unsqueeze(-1) + (plan.kv.total - plan.q.total)
-            mask = mask & (keys.unsqueeze(2) <= last)
-        yield _Tile(rows, real_rows, keys, mask, sample.view(-1, 1, 1), head.view(1, -1, 1))
+            mask = mask & (keys.unsqueeze(3) <= last)
+        yield _Tile(rows, real_rows, keys, mask, sample.view(-1, 1, 1, 1), head.view(1, -1, 1, 1))
+
+
+def _alike(most: Sequence[int], scores: int) -> Iterator[tuple[list[int], int]]:
+    """Yield query blocks that list equally many key blocks, and how many those are.
+
+    Args:
+        most: how many each query block lists at most, of all batches and heads.
+        scores: how many a pair of blocks has.
+    """
+    for used in sorted(set(most)):
+        alike = [i for i, length in enumerate(most) if length == used]
+        num = max(1, _SCORES_AT_ONCE // max(1, scores * used))
+        yield from ((alike[i : i + num], used) for i in range(0, len(alike), num))
 
 
 def _chosen(row_bits: torch.Tensor, rows: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """Return whether each row [B, H, R] keeps each valid block [B, H, L]: bool [B, H, R, L]."""
-    words = row_bits.gather(2, rows.unsqueeze(-1).expand(-1, -1, -1, row_bits.shape[-1]))
-    wanted = (blocks // WORD_BITS).unsqueeze(2).expand(-1, -1, rows.shape[2], -1)
-    return (words.gather(3, wanted) >> (blocks % WORD_BITS).unsqueeze(2) & 1).bool()
+    """Return whether rows [B, H, N, R] keep each valid block [B, H, N, L]: bool [B, H, N, R, L]."""
+    words = row_bits.unsqueeze(2).take_along_dim(rows.unsqueeze(-1), 3)
+    places = blocks.unsqueeze(3)
+    return (words.take_along_dim(places // WORD_BITS, 4) >> places % WORD_BITS & 1).bool()
 
 
 def _weights(
     q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax of one tile: weights [B, H, R, L] and lse [B, H, R]."""
+    """Softmax of one tile: weights [B, H, N, R, L] and lse [B, H, N, R]."""
     empty = ~mask.any(-1, keepdim=True)
-    scores = (q @ k.transpose(-1, -2)) * scale
     # Empty rows stay unmasked until the end: a softmax over nothing is NaN.
-    scores = scores.masked_fill(~mask & ~empty, float("-inf"))
+    scores = (q @ k.mT * scale).masked_fill_(~mask & ~empty, float("-inf"))
     weights = scores.softmax(-1)
     # exp(highest - lse) is the largest weight; torch.logsumexp takes four times a softmax.
     lse = scores.amax(-1) - weights.amax(-1).log()
@@ -112,19 +128,20 @@ def _weights(
 
 
 def _near(
-    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor, size: int, scale: float, skip: Skip
+    query: torch.Tensor, key: torch.Tensor, tile: _Tile, size: int, scale: float, skip: Skip
 ) -> torch.Tensor:
-    """Return which keys are in blocks that are not left out, bool [B, H, 1, L]; counts them."""
-    scores = (query @ key.transpose(-1, -2) * scale).masked_fill(~mask, float("-inf"))
-    highest = scores.view(*scores.shape[:3], -1, size).amax(-1)  # [B, H, R, blocks]
+    """Return which keys are in blocks that are not left out, bool [B, H, N, 1, L]; counts them."""
+    counted = tile.mask & tile.real_rows.unsqueeze(-1)
+    scores = (query @ key.mT * scale).masked_fill_(~counted, float("-inf"))
+    highest = scores.view(*scores.shape[:-1], -1, size).amax(-1)  # [B, H, N, R, blocks]
     # A block that is left out never raises the maximum.
     before = highest.cummax(-1).values.roll(1, -1)
     before[..., 0] = float("-inf")
-    near = ((highest > before - skip.nats) & (highest > float("-inf"))).any(2)
+    near = ((highest > before - skip.nats) & (highest > float("-inf"))).any(3)
     if skip.counts is not None:
-        valid = (highest > float("-inf")).any(2)
+        valid = (highest > float("-inf")).any(3)
         skip.counts.add_(torch.stack(((valid & ~near).sum(), valid.sum())))
-    return near.repeat_interleave(size, dim=-1).unsqueeze(2)
+    return near.repeat_interleave(size, dim=-1).unsqueeze(3)
 
 
 def _gather(
@@ -135,9 +152,9 @@ def _gather(
     Rows and keys that do not count become 0: they may be padding, and zero times NaN is NaN.
     """
     compute = torch.promote_types(q.dtype, torch.float32)
-    unused = ~tile.mask.any(2).unsqueeze(-1)
-    query = tile.take(q, tile.rows).to(compute).masked_fill(~tile.real_rows.unsqueeze(-1), 0.0)
-    key, value = (tile.take(t, tile.keys).to(compute).masked_fill(unused, 0.0) for t in (k, v))
+    unused = ~tile.mask.any(3).unsqueeze(-1)
+    query = tile.take(q, tile.rows).to(compute).masked_fill_(~tile.real_rows.unsqueeze(-1), 0.0)
+    key, value = (tile.take(t, tile.keys).to(compute).masked_fill_(unused, 0.0) for t in (k, v))
     return query, key, value
 
 
@@ -174,7 +191,7 @@ def attention_reference(
         query, key, value = _gather(q, k, v, tile)
         mask = tile.mask
         if skip is not None:
-            mask = mask & _near(query, key, mask, plan.kv.size, scale, skip)
+            mask = mask & _near(query, key, tile, plan.kv.size, scale, skip)
         weights, tile_lse = _weights(query, key, mask, scale)
         tile_out = weights @ value
         real = tile.real_rows
@@ -188,7 +205,7 @@ def attention_reference(
 def attention_reference_backward(
     call: Backward,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of q, k and v, from the results and one query block at a time.
+    """Return the gradients of q, k and v, from the results and one tile at a time.
 
     With dO and dL the gradients of out and lse, over the kept pairs of row r and key j:
 
@@ -208,25 +225,19 @@ def attention_reference_backward(
     batch, _, heads, _ = q.shape
     compute = torch.promote_types(q.dtype, torch.float32)
     grads = [torch.zeros_like(t, dtype=compute) for t in (q, k, v)]
+    grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
+    of_rows = (grad_out, out, *(t.mT.unsqueeze(-1) for t in (lse, grad_lse)))
     for tile in _tiles(plan, batch, heads):
         query, key, value = _gather(q, k, v, tile)
-        empty = ~tile.mask.any(-1, keepdim=True)
-        upstream, result = (
-            tile.take(t, tile.rows).to(compute).masked_fill(empty, 0.0) for t in (grad_out, out)
+        empty = ~(tile.mask.any(-1) & tile.real_rows).unsqueeze(-1)
+        upstream, result, level, given = (
+            tile.take(t, tile.rows).to(compute).masked_fill(empty, 0.0) for t in of_rows
         )
-        shift = (upstream * result).sum(-1, keepdim=True)
-        if grad_lse is not None:
-            given = grad_lse.to(compute).gather(2, tile.rows).unsqueeze(-1)
-            shift = shift - given.masked_fill(empty, 0.0)
-        level = lse.to(compute).gather(2, tile.rows).unsqueeze(-1).masked_fill(empty, 0.0)
-        scores = (query @ key.transpose(-1, -2)) * scale - level
-        weights = scores.masked_fill(~tile.mask, float("-inf")).exp()
-        grad_scores = weights * (upstream @ value.transpose(-1, -2) - shift) * scale
-        parts = (
-            grad_scores @ key,
-            grad_scores.transpose(-1, -2) @ query,
-            weights.transpose(-1, -2) @ upstream,
-        )
+        shift = (upstream * result).sum(-1, keepdim=True) - given
+        scores = (query @ key.mT) * scale - level
+        weights = scores.masked_fill_(~tile.mask, float("-inf")).exp_()
+        grad_scores = weights * (upstream @ value.mT - shift) * scale
+        parts = (grad_scores @ key, grad_scores.mT @ query, weights.mT @ upstream)
         for grad, part, where in zip(grads, parts, (tile.rows, tile.keys, tile.keys), strict=True):
             grad.index_put_(tile.index(where, grad.shape[2]), part, accumulate=True)
     return grads[0].to(q.dtype), grads[1].to(k.dtype), grads[2].to(v.dtype)
