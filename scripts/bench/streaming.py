@@ -271,9 +271,10 @@ class Run:
             out = self.chunk(name, forwards=1)
         return out
 
-    def pasts(self) -> list[Past]:
-        """Return the pasts of all contenders, each once."""
-        return [*{id(past): past for past, _ in self.found.values()}.values()]
+    def pasts(self, start: str = "") -> list[Past]:
+        """Return the pasts of the contenders whose names start so, each once."""
+        found = [past for name, (past, _) in self.found.items() if name.startswith(start)]
+        return [*{id(past): past for past in found}.values()]
 
 
 def prepare(case: Case) -> tuple[Run, dict[str, LocalAttention]]:
@@ -377,7 +378,7 @@ def bench_chunks(run: Run, bench: Bench, errors: dict[str, float]) -> None:
     c = run.case
     for number, wanted in ((30, ""), (1000, "cache, auto")):
         some = {name: chunk for name, chunk in chunks.items() if name.startswith(wanted)}
-        for past in run.pasts():
+        for past in run.pasts(wanted):
             if isinstance(past, SlottedPast):
                 jump(c, past, number)
         for chunk in some.values():
