@@ -20,7 +20,7 @@ CAPTIONS = 16_384
 TESTED = 256
 BATCH = 128
 RATE = 1e-3
-_NAMES = [*COLOURS], [*KINDS], [*map(str, motions())]
+_NAMES = tuple(COLOURS), KINDS, tuple(map(str, motions()))
 _NOTHING = -100  # `cross_entropy` leaves out such targets
 
 
