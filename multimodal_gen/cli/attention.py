@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from multimodal_gen.cli.describe import describe
-from multimodal_gen.cli.options import AsJson, Settings, takes
+from multimodal_gen.cli.options import App, AsJson, Settings, takes
 from multimodal_gen.cli.table import Row, echo, table, wrapped
 from multimodal_gen.runtime.backend_names import ROLES
 from multimodal_gen.runtime.server_args import SETTINGS, ServerArgs
@@ -17,11 +17,7 @@ if TYPE_CHECKING:
     from multimodal_gen.runtime.layers.attention.request import AttentionRequest, Environment
     from multimodal_gen.runtime.platforms import AttentionBackendEnum
 
-app = typer.Typer(
-    help="Say which attention backends run here, and why.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
+app = App(help="Say which attention backends run here, and why.")
 
 
 app.command()(describe)

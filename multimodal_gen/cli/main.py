@@ -29,17 +29,14 @@ from multimodal_gen.cli.calibrate import calibrate
 from multimodal_gen.cli.compare import compare
 from multimodal_gen.cli.dotted import fold_dotted
 from multimodal_gen.cli.generate import generate
-from multimodal_gen.cli.options import reader
+from multimodal_gen.cli.options import App, reader
 from multimodal_gen.cli.recommend import recommend
 from multimodal_gen.cli.warm import warm
 from multimodal_gen.errors import MultimodalGenError, RankError, nearest, short
 from multimodal_gen.settings import Setting
 
-# Plain help: with a markup mode, square brackets in help and messages would be read as styles.
-app = typer.Typer(
+app = App(
     name="sglang",
-    no_args_is_help=True,
-    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 app.command()(generate)

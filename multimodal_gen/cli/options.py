@@ -1,13 +1,15 @@
 """The flags of commands that are settings, made from where the settings are declared."""
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias, get_args
+from typing import Annotated, Any, TypeAlias, TypeVar, get_args
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from multimodal_gen.cli.completion import COMPLETIONS
 from multimodal_gen.errors import ConfigError
@@ -19,8 +21,50 @@ Settings: TypeAlias = Mapping[str, Any]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _ARGUMENT = "settings"
 _CONTEXT = "context"
+
+
+class _GivenOnce:
+    """What refuses a flag given twice, of which the parser would drop the first without a word.
+
+    Flags that may be repeated make lists of their values.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not ctx.resilient_parsing:  # a shell asks for completions
+            parser = self.make_parser(ctx)  # type: ignore[attr-defined]
+            *_, order = parser.parse_args(args=list(args))  # which the parser empties
+            for parameter, count in Counter(order).items():
+                if count > 1 and not parameter.multiple:
+                    raise typer.BadParameter(
+                        f"must be given once, got it {count} times", ctx=ctx, param=parameter
+                    )
+        rest: list[str] = super().parse_args(ctx, args)  # type: ignore[misc]
+        return rest
+
+
+class _Command(_GivenOnce, TyperCommand):
+    pass
+
+
+class _Group(_GivenOnce, TyperGroup):
+    pass
+
+
+class App(typer.Typer):
+    """Commands, each of which takes a flag once, and so does what stands in front of them.
+
+    Help is plain: with a markup mode, square brackets in it and in messages would be styles.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(cls=_Group, no_args_is_help=True, rich_markup_mode=None, **options)
+
+    def command(self, name: str | None = None, **options: Any) -> Callable[[_Function], _Function]:
+        """Return a decorator that makes a function a command."""
+        return super().command(name, cls=_Command, **options)
 
 
 def takes(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from multimodal_gen.cli.options import AsJson, Settings, takes
+from multimodal_gen.cli.options import App, AsJson, Settings, takes
 from multimodal_gen.cli.prompts import OBSERVED, PromptFile, Prompts, read_prompts
 from multimodal_gen.cli.table import Row, echo, table
 from multimodal_gen.errors import ConfigError, short
@@ -26,11 +26,7 @@ _BACKEND = "sliding_tile_attn"
 _DEFAULT_SKIP = 15
 _CELL = 7  # columns of a table's cell with the gap before it
 
-app = typer.Typer(
-    help="Find the windows of Sliding Tile Attention: search, tune, show.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
+app = App(help="Find the windows of Sliding Tile Attention: search, tune, show.")
 
 _Folder = Annotated[
     Path,

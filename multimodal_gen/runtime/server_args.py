@@ -262,8 +262,8 @@ class ServerArgs:
             empty=False,
             help="Step cache, e.g. first_block:threshold=0.1: diffusers' first_block, mag, "
             "taylorseer, pyramid, faster, sea or text_kv, with the fields of its configuration, or "
-            "cross_attention, which is exact: keys and values of the text are computed once. "
-            "Default: none.",
+            "cross_attention, which is exact: keys and values of the text are computed once. One "
+            "at a time. Default: none.",
         ),
     ] = None
     latent_grid: Annotated[

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from multimodal_gen.runtime.comparison.record import Report, read_record
+from tests.helpers.flags import changed
 
 SIZE = ("--height", "64", "--width", "128", "--dtype", "float32")
 FLOOR = "video_sparse_attn:sparsity=0,dense_above=1"
@@ -58,7 +59,7 @@ def test_a_comparison_prints_tables_and_writes_its_report(sglang, tiny_pipeline,
 )
 def test_options_that_cannot_be_are_refused(sglang, tmp_path, flags, message) -> None:
     given = ("--prompt", "p", "--backends", "fa", "--output", tmp_path / "out")
-    outcome = sglang("attention", "compare", "--model-path", "nowhere", *given, *flags)
+    outcome = sglang("attention", "compare", "--model-path", "nowhere", *changed(given, flags))
     assert outcome.code == 2
     assert message in outcome.err
 

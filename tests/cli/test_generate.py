@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from multimodal_gen import __version__
 from multimodal_gen.testing.tiny_models import FAMILIES
+from tests.helpers.flags import changed
 
 FLAGS = {
     "height": "--height",
@@ -390,7 +391,7 @@ def test_what_cannot_be_done_is_one_line_and_leaves_no_file(
     family: str, flags: tuple[str, ...], message: str, tiny_pipeline, sglang, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    outcome = sglang("generate", "--model-path", tiny_pipeline(family), *SMALL, *flags)
+    outcome = sglang("generate", "--model-path", tiny_pipeline(family), *changed(SMALL, flags))
     assert outcome.code == 2, outcome.err
     (line,) = [text for text in outcome.err.splitlines() if text.startswith("error: ")]
     assert message in line

@@ -22,6 +22,7 @@ from multimodal_gen.cli.main import main
 from multimodal_gen.runtime.distributed import launch
 from multimodal_gen.testing.tiny_models import FAMILIES
 from tests.conftest import A_PIPELINE, PROCESSES
+from tests.helpers.flags import changed
 
 FLAGS = {
     "height": "--height",
@@ -362,7 +363,8 @@ def test_what_cannot_be_done_is_one_line_before_any_rank_starts(
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch, "launch_ranks", None)
-    done = sglang(*command(tiny_pipeline("wan"), tmp_path / "out", "--prompt", "a", *WAN), *flags)
+    given = command(tiny_pipeline("wan"), tmp_path / "out", "--prompt", "a", *WAN)
+    done = sglang(*changed(given, flags))
     assert done.code == 2
     (line,) = done.err.splitlines()
     assert line.startswith(f"error: {message}")

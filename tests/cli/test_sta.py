@@ -20,6 +20,7 @@ from multimodal_gen.runtime.layers.attention.sparse.methods.sta.strategy import 
     load_strategy,
 )
 from multimodal_gen.testing.tiny_models import FAMILIES
+from tests.helpers.flags import changed
 
 TILE = "1,2,2"
 TILES = (3, 2, 3)  # of the tiny Wan's latent grid 3x4x6
@@ -34,9 +35,8 @@ def search(sglang, tiny_pipeline, tmp_path):
 
     def run(*arguments: object):
         model = ("--model-path", tiny_pipeline("wan"), *RUN, "--tile-size", TILE)
-        return sglang(
-            *("attention", "sta", "search", *model, "--output", tmp_path / "searches", *arguments)
-        )
+        given = (*model, "--output", tmp_path / "searches")
+        return sglang("attention", "sta", "search", *changed(given, arguments))
 
     return run
 
@@ -48,7 +48,8 @@ def latents(sglang, tiny_pipeline, tmp_path):
     def run(name: str, *arguments: object) -> tuple[torch.Tensor, dict]:
         out = tmp_path / name
         model = ("--model-path", tiny_pipeline("wan"), *RUN, "--prompt", "a fox")
-        outcome = sglang("generate", *model, "--output-path", out, "--save-latents", *arguments)
+        given = (*model, "--output-path", out, "--save-latents")
+        outcome = sglang("generate", *changed(given, arguments))
         assert outcome.code == 0, outcome.err
         (file,), (record,) = out.glob("*.safetensors"), out.glob("*.json")
         return load_file(file)["latents"], json.loads(record.read_text())
@@ -256,7 +257,13 @@ def test_a_tuned_strategy_is_refused_on_another_grid(
     tune = ("attention", "sta", "tune", "--searches", tmp_path / "searches", "--output", path)
     assert sglang(*tune, "--skip-time-steps", 1).code == 0
     config = {"mask_strategy_file_path": str(path), "skip_time_steps": 1}
-    model = ("--model-path", tiny_pipeline("wan"), *RUN, "--width", 192, "--prompt", "a fox")
+    model = (
+        "--model-path",
+        tiny_pipeline("wan"),
+        *changed(RUN, ("--width", 192)),
+        "--prompt",
+        "a fox",
+    )
     generate = ("generate", *model, "--output-path", tmp_path / "out")
     outcome = sglang(*generate, *_sta(config))
     assert outcome.code == 2
