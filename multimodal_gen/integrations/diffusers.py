@@ -309,8 +309,8 @@ def apply(
             "cuda_graph must be given for a denoiser, got a target without one; leave it out"
         )
     check_overrides(scope, [layer.site for plan in plans for layer in plan.layers])
-    if guard is not None and guard.bounds.sparse is None:
-        _warn_unbounded(denoisers, guard, scope)
+    if guard is not None:
+        _warn_unguarded(denoisers, guard, scope)
     ahead = None
     if compile_ahead is not False:
         arguments = {} if compile_ahead is True else compile_ahead
@@ -385,27 +385,38 @@ def _nothing_applied(
     )
 
 
-def _warn_unbounded(
+def _warn_unguarded(
     denoisers: list[DenoiserPlan], guard: AttentionGuard, scope: SelectionScope
 ) -> None:
-    """Tell of sparse methods that round as well, which a bound of rounding may seem to be for."""
-    for plan in denoisers:
-        bound = (
-            entry.primary
-            for layer in plan.layers
-            if layer.site.role is AttentionRole.SELF
-            for entry in layer.layer.schedule()
+    """Tell where there is nothing to guard, and of sparse methods that round as well.
+
+    A bound of rounding may seem to be for the latter.
+    """
+    asked = f"attention_guard (--attention-guard) {guard.bounds}"
+    bound = [
+        (plan.title, entry.primary)
+        for plan in denoisers
+        for layer in plan.layers
+        if layer.site.role is AttentionRole.SELF
+        for entry in layer.layer.schedule()
+    ]
+    if not any(each.is_sparse or each.rounds for _, each in bound):
+        titles = ", ".join(plan.title for plan in denoisers) or "no denoiser"
+        scope.warnings.warn(
+            f"{asked} guards nothing: no self-attention layer of {titles} is approximate; name a "
+            f"sparse backend, or one that rounds to 8 bits, or leave it out"
         )
-        names = {
-            each.selection.backend for each in bound if each.is_sparse and each.operand_bits < 16
-        }
-        for name in sorted(names):
-            scope.warnings.warn(
-                f"attention_guard (--attention-guard) {guard.bounds} does not bound {name} of "
-                f"{plan.title}, which is sparse and rounds to 8 bits: its outputs are only tested "
-                f"to be finite; sparse=B, e.g. sparse=0.3, has it compared with exact attention, "
-                f"except where a gate or a trained projection adds to it"
-            )
+    unbounded = {
+        (title, each.selection.backend)
+        for title, each in bound
+        if guard.bounds.sparse is None and each.is_sparse and each.operand_bits < 16
+    }
+    for title, name in sorted(unbounded):
+        scope.warnings.warn(
+            f"{asked} does not bound {name} of {title}, which is sparse and rounds to 8 bits: its "
+            f"outputs are only tested to be finite; sparse=B, e.g. sparse=0.3, has it compared "
+            f"with exact attention, except where a gate or a trained projection adds to it"
+        )
 
 
 def _require_undescribed(denoisers: list[DenoiserPlan], described: DescribedTokens | None) -> None:

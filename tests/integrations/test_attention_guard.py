@@ -148,6 +148,22 @@ def test_a_sparse_method_that_rounds_is_warned_of_where_no_bound_is_its_own(
     assert all("only tested to be finite; sparse=B, e.g. sparse=0.3," in each for each in told)
 
 
+@pytest.mark.parametrize(
+    ("rule", "warned"),
+    [
+        ({"backend": "auto"}, True),
+        ({"backend": "sliding_tile_attn", "config": FEW_TILES, "steps": "5-"}, False),
+        ({"backend": "sage_attn", "role": "cross"}, True),
+    ],
+    ids=str,
+)
+def test_a_guard_of_layers_that_are_all_exact_is_warned_of(rule, warned, fresh, caplog) -> None:
+    with apply(fresh("wan"), attention_config={"rules": [rule]}, attention_guard=0.05):
+        pass
+    nothing = "0.05 guards nothing: no self-attention layer of transformer (WanTransformer3DModel)"
+    assert sum(nothing in text for text in caplog.messages) == warned
+
+
 def test_a_guard_changes_nothing_where_all_is_well(fresh) -> None:
     pipe = fresh("wan")
     asked = {"attention_backend": "sliding_tile_attn", "attention_backend_config": FEW_TILES}
