@@ -86,8 +86,9 @@ class GuardReport:
     """What the attention guard found.
 
     Attributes:
-        quantized: the relative L2 error that backends may have that round to 8 bits or less.
-        sparse: the same of sparse methods, or None for any that is finite.
+        quantized: the relative L2 error that backends may have that round to 8 bits or less, or
+            None for any that is finite.
+        sparse: the same of sparse methods.
         tested: how many approximate calls were tested to be finite.
         calls: how many of them were compared with exact attention.
         missed: the layers that run exactly, in the order in which they missed, those of earlier
@@ -99,7 +100,7 @@ class GuardReport:
         senseless: the first call of each layer whose exact attention is not finite either.
     """
 
-    quantized: float
+    quantized: float | None
     sparse: float | None
     tested: int
     calls: int

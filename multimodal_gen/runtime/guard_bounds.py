@@ -13,34 +13,34 @@ from multimodal_gen.settings import mapping_of
 
 _FORM = (
     "a finite number above 0, for backends that round to 8 bits or less, or quantized=B,sparse=B, "
-    "in Python also a mapping of these"
+    "each such a number or none, in Python also a mapping of these"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardBounds:
-    """The largest relative L2 error that the worst head of a layer may have.
+    """The largest relative L2 error that the worst head of a layer may have; None for any finite.
 
     Attributes:
         quantized: of backends that round operands to 8 bits or less.
-        sparse: of sparse methods; None for any error that is finite: what they drop is meant.
+        sparse: of sparse methods, which have none by default: what they drop is meant.
 
     Raises:
         ConfigError: a bound is not a finite number above 0.
     """
 
-    quantized: float = 0.05
+    quantized: float | None = 0.05
     sparse: float | None = None
 
     def __post_init__(self) -> None:
-        for bound in (self.quantized, *([] if self.sparse is None else [self.sparse])):
-            if not _is_bound(bound):
+        for bound in (self.quantized, self.sparse):
+            if bound is not None and not _is_bound(bound):
                 raise _wrong(f"quantized={self.quantized!r},sparse={self.sparse!r}", "GuardBounds")
 
     def __str__(self) -> str:
-        if self.sparse is None:
+        if self.quantized is not None and self.sparse is None:
             return str(self.quantized)
-        return f"quantized={self.quantized},sparse={self.sparse}"
+        return f"quantized={self.quantized},sparse={self.sparse}".replace("None", "none")
 
 
 _KEYS = tuple(field.name for field in fields(GuardBounds))
@@ -50,8 +50,8 @@ def parse_guard_bounds(value: object, *, name: str = "attention_guard") -> Guard
     """Return bounds in any of their forms; None for None and False.
 
     Args:
-        value: a number such as 0.05, a mapping with the keys `quantized` and `sparse`, which may be
-            None, or either as text, such as "0.05" or "quantized=0.05,sparse=none".
+        value: a number such as 0.05, a mapping with the keys `quantized` and `sparse`, each of
+            which may be None, or either as text, such as "0.05" or "quantized=none,sparse=0.3".
         name: what messages call it.
 
     Raises:
@@ -71,9 +71,8 @@ def parse_guard_bounds(value: object, *, name: str = "attention_guard") -> Guard
         raise _wrong(value, name, *unknown)
     return GuardBounds(
         **{
-            key: _bound(bound, value, name)
+            key: None if _is_none(bound) else _bound(bound, value, name)
             for key, bound in given.items()
-            if key != "sparse" or not _is_none(bound)
         }
     )
 

@@ -52,6 +52,7 @@ MISSED = "it missed the bound of the attention guard"
 AGAIN = "the attention guard had a call that may not be finite computed again"
 
 NO_BOUND = "no bound for sparse methods was given (sparse=B)"
+NO_BOUND_OF_BITS = "no bound for backends that round to 8 bits was given (quantized=B)"
 MORE = "a gate or a trained projection adds to attention"
 
 _WIDEST = 128  # channels of a head of kernels over blocks
@@ -126,7 +127,9 @@ class AttentionGuard:
             return serve(call)
         self._tested += 1
         limit = self.bounds.sparse if bound.is_sparse else self.bounds.quantized
-        only_finite = "" if limit is not None else NO_BOUND
+        only_finite = ""
+        if limit is None:
+            only_finite = NO_BOUND if bound.is_sparse else NO_BOUND_OF_BITS
         if call.gate is not None or projects(layer, call):
             only_finite = MORE
         miss = GuardMiss(

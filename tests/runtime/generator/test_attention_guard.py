@@ -245,6 +245,18 @@ def test_sparse_methods_have_a_bound_of_their_own_and_none_unless_given() -> Non
         assert (told in text) != bad
 
 
+def test_backends_of_8_bits_are_not_compared_where_they_are_to_have_no_bound(
+    eight_bits: None,
+) -> None:
+    guard = AttentionGuard(GuardBounds(quantized=None))
+    blocks = layers(1, guard, attention_backend="sage_attn")
+    step(guard, blocks, 0, [inputs()])
+    report = guard.report()
+    assert (report.tested, report.calls, report.missed) == (1, 0, ())
+    told = "1 call only had to be finite: no bound for backends that round to 8 bits was given"
+    assert told in summary(guard, blocks)
+
+
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("backend", ["sage_attn", "sliding_tile_attn"])
 def test_an_output_that_is_not_finite_is_computed_again_at_once(
@@ -730,18 +742,21 @@ def test_layers_of_two_denoisers_may_have_the_same_name(eight_bits: None) -> Non
         ({"quantized": 0.05, "sparse": None}, GuardBounds()),
         ("sparse=none", GuardBounds()),
         ("quantized=0.1,sparse=None", GuardBounds(quantized=0.1)),
+        ("sparse=0.3,quantized=none", GuardBounds(quantized=None, sparse=0.3)),
+        ({"quantized": None}, GuardBounds(quantized=None)),
     ],
 )
 def test_bounds_have_several_forms(value: Any, found: GuardBounds | None) -> None:
     assert parse_guard_bounds(value) == found
     if found is not None:
         assert parse_guard_bounds(str(found)) == found
-        assert ("=" in str(found)) == (found.sparse is not None)
+        is_plain = found.quantized is not None and found.sparse is None
+        assert ("=" in str(found)) is not is_plain
 
 
 @pytest.mark.parametrize(
     "value",
-    [0, -1, "nan", "inf", "", "many", True, [], {}, "dense=1", {"quantized": None}, "sparse="],
+    [0, -1, "nan", "inf", "", "many", True, [], {}, "dense=1", "none", "sparse="],
 )
 def test_what_is_no_bound_is_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"attention_guard must be (a finite|quantized=B)"):
