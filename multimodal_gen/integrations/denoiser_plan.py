@@ -440,6 +440,7 @@ class DenoiserPlan:
             self._hooks.named_by_sigma = next((steps for steps in named if steps.sigma), None)
             if self._hooks.named_by_sigma is not None:
                 self._tracker.require_sigmas(self._hooks.named_by_sigma)
+            if self._hooks.named_by_sigma is not None or "sigmas" in self._scope.spare:
                 self._tracker.reads_sigmas = True
             return
         for index, rule in enumerate(self._scope.rules):

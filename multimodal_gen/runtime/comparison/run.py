@@ -361,8 +361,9 @@ class Comparison:
         self._highest = max(self._highest, meter.highest)
 
     def _reference_scope(self, replayed: Sequence[Configuration]) -> SelectionScope:
-        """Return what the reference asks for, with the trained parts that others take."""
-        return replace(self._plan.reference.scope, spare=frozenset(chain(*map(_takes, replayed))))
+        """Return what the reference asks for, and what others take: trained parts, noise levels."""
+        spare = frozenset(chain(["sigmas"], *map(_takes, replayed)))
+        return replace(self._plan.reference.scope, spare=spare)
 
     def _generate(
         self,

@@ -561,6 +561,18 @@ def test_layers_with_a_trained_projection_have_no_errors_which_a_note_says(
     assert not any("given no trained proj_l" in each.getMessage() for each in caplog.records)
 
 
+def test_steps_that_are_dense_by_their_noise_level_are_replayed(
+    tiny_pipeline: Any, tmp_path: Path
+) -> None:
+    backends = f'{tiles(1, 1, 1)},dense_sigma=">0.99"'
+    given = arguments("wan", floor=(), backends=backends, output=tmp_path / "out")
+    report = multimodal_gen.compare(loaded(tiny_pipeline("wan")), **given)
+    (run,) = report.candidates
+    ran = {(each.step, each.backend.split()[0], each.density < 1) for each in run.layers}
+    assert ran == {(0, "torch_sdpa", False), (1, "sliding_tile_attn", True)}
+    assert not [note for note in report.notes if "replaying failed" in note]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"wan"}))
 def test_every_family_is_compared(

@@ -168,8 +168,8 @@ class SelectionScope:
         rules: rules of `--attention-config`, tried in order.
         strict: refuse the documented fallbacks too.
         auto_table: what automatic choices go by, in place of the package's own table.
-        spare: trained parts of their checkpoint, "gate" and "projection", that layers whose
-            backend takes none get too, for those who look at their calls.
+        spare: what layers that need none of it get too, for those who look at their calls: trained
+            parts of their checkpoint, "gate" and "projection", and a scheduler's "sigmas".
         warnings: what the user was warned of.
     """
 
