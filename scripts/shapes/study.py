@@ -341,7 +341,7 @@ def rows_of(report: Any, names: Mapping[str, str], commit: str) -> Iterator[dict
             "status": run.status,
             "clips": len(scores),
             "score": _mean(scores),
-            "layer_error": _mean([1 - min(1.0, *each.cosine) for each in run.layers]),
+            "layer_error": _layer_error(run),
         }
         found = run.differences.get("score")
         if found is not None:
@@ -353,6 +353,16 @@ def rows_of(report: Any, names: Mapping[str, str], commit: str) -> Iterator[dict
         device, versions = report.environment.device, report.environment.versions
         row |= {"gpu": device, "torch": versions.get("torch"), "commit": commit}
         yield {key: _rounded(key, x) if isinstance(x, float) else x for key, x in row.items()}
+
+
+def _layer_error(run: Any) -> float | None:
+    """Return the mean error of the calls that its backend served, None where there are none.
+
+    Dense steps and layers of a method, which another backend serves, have none to speak of.
+    """
+    backend = run.configuration.partition(":")[0]
+    own = [each for each in run.layers if each.backend.split()[0] == backend]
+    return _mean([1 - min(1.0, *each.cosine) for each in own])
 
 
 def _rounded(column: str, figure: float) -> float:

@@ -650,7 +650,7 @@ def test_the_front_is_what_nothing_clearly_beats_in_score_and_time(study) -> Non
 
 def test_small_errors_of_layers_are_no_zeros_in_rows(study) -> None:
     def run(name: str, *cosines: float) -> SimpleNamespace:
-        layers = [SimpleNamespace(cosine=(1.0, cosine)) for cosine in cosines]
+        layers = [SimpleNamespace(cosine=(1.0, x), backend=name) for x in cosines]
         rest = {"status": "done", "generations": [], "differences": {}, "cost": None}
         return SimpleNamespace(configuration=name, layers=layers, frames_mean=None, **rest)
 
@@ -667,6 +667,17 @@ def test_small_errors_of_layers_are_no_zeros_in_rows(study) -> None:
         for clips, error in (("2", "1.12e-06"), ("1", "4e-06"))
     ]
     assert study.merged(parts, [])[0]["layer_error"] == 2.08e-06
+
+
+def test_the_error_of_layers_is_of_calls_that_the_method_served(study) -> None:
+    def error(*layers: tuple[str, float]) -> float | None:
+        found = [SimpleNamespace(backend=name, cosine=(cosine,)) for name, cosine in layers]
+        asked = 'sla_attn:{"dense_steps": "0"}'
+        return study._layer_error(SimpleNamespace(configuration=asked, layers=found))
+
+    assert error(("torch_sdpa", 1.0), ("sla_attn (triton)", 0.75)) == 0.25
+    assert error(("torch_sdpa", 1.0)) is None
+    assert error() is None
 
 
 def test_rows_of_some_captions_each_become_one_of_all(study) -> None:
