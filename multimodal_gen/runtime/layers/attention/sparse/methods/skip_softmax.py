@@ -141,10 +141,13 @@ class SkipSoftmaxConfig(SparseConfig):
         if factor is not None:
             share = factor / num_keys
             if not 0 < share < 1:
+                least = ""
+                if 1 <= share < math.inf:
+                    least = f", and is for videos of {math.floor(factor) + 1} keys or more"
                 raise UsageError(
                     f"`threshold_scale_factor` of skip_softmax, given or of a curve, must be above "
                     f"0 and less than the number of keys, which it is divided by, got {factor:g} "
-                    f"for {num_keys} keys; give a `threshold`"
+                    f"for {num_keys} keys{least}; give a `threshold`"
                 )
         return None if share is None else -10 * math.log10(share)
 

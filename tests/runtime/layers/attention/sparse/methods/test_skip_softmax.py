@@ -323,10 +323,17 @@ def test_a_layer_must_be_told_how_much_to_leave_out(given, got):
 @pytest.mark.parametrize(
     ("given", "got"),
     [
-        ({"sparse_attention_config": MODELOPT}, "18236.* for 351 keys"),
-        ({"target_sparsity": 0.5, "b": 2000.0}, "inf for 351 keys"),
-        ({"target_sparsity": 0.5, "b": -1e5}, "0 for 351 keys"),
-        ({"threshold_scale_factor": 1e-323}, "9.* for 351 keys"),
+        (
+            {"sparse_attention_config": MODELOPT},
+            "18236.* for 351 keys, and is for videos of 1823[67] keys or more; give",
+        ),
+        (
+            {"threshold_scale_factor": 351},
+            "351 for 351 keys, and is for videos of 352 keys or more; give",
+        ),
+        ({"target_sparsity": 0.5, "b": 2000.0}, "inf for 351 keys; give"),
+        ({"target_sparsity": 0.5, "b": -1e5}, "0 for 351 keys; give"),
+        ({"threshold_scale_factor": 1e-323}, "9.* for 351 keys; give"),
     ],
 )
 def test_factors_that_give_no_lambda_between_0_and_1_are_refused(given, got):
