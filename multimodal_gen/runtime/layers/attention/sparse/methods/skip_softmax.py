@@ -12,6 +12,25 @@ config.json, under `sparse_attention_config`:
     threshold_scale_factor = a * exp(b * target_sparsity)
 
 `skip_below`, which every method has, is the same in decibels: -10 log10(lambda).
+
+What differs from them, or is easily missed:
+
+- All pairs have a score, so densities are 1: the share of steps that are left out is told beside
+  them, and `dense_above` is refused.
+- A step is 128 queries by 128 keys; kernels that take 64 keys at a time decide for each 64. One row
+  that needs a step keeps it for all rows.
+- Keys are met in the order of the sequence, those of text last, and the first step is kept. What a
+  weight is held against grows on the way: keys met early are kept though later ones dwarf them, and
+  a weight left out is at most lambda of the row's largest one in the end, too. Rows of text are
+  exact.
+- A factor, given or of a curve, is for videos about as long as those it was found on: lambda falls
+  with the number of keys. Where it would be 1 or more the call is refused.
+- Of `disabled_until_timestep` the level itself is sparse. 0 leaves no step dense in vllm-omni, and
+  all steps in TensorRT-LLM; it is refused.
+- The curve is read in every form that is known to be written, and refused otherwise. Its `targets`
+  and what it says of the phase `decode` are not looked at.
+- Rings, causal caches and gradients are refused: the comparison needs all keys in one pass, and a
+  backward pass does not know what was left out.
 """
 
 import math
