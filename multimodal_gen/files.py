@@ -285,6 +285,20 @@ def require_file(path: Path, flag: str) -> bool:
     return taken
 
 
+def require_new(folder: Path, flag: str) -> None:
+    """Check that a folder can be made, before minutes are spent on what it is to hold.
+
+    Args:
+        folder: the folder; `~` is expanded.
+        flag: what names it, for messages.
+
+    Raises:
+        UsageError: it is there already, or cannot be made.
+    """
+    if require_file(folder, flag):
+        raise UsageError(f"{flag} must be a new folder, {str(folder)!r} exists; remove it")
+
+
 def require_apart(
     path: Path, flag: str, what: str, is_one: Callable[[Path], bool], instead: str
 ) -> None:

@@ -10,6 +10,8 @@ import typer
 
 from multimodal_gen.cli.options import AsJson, Settings, takes
 from multimodal_gen.cli.table import echo, wrapped
+from multimodal_gen.files import require_new
+from multimodal_gen.runtime.model_path import locate
 from multimodal_gen.runtime.server_args import CALL_SETTINGS, EXAMPLE_PROMPT, SETTINGS, ServerArgs
 from multimodal_gen.settings import Setting
 
@@ -54,11 +56,15 @@ def warm(output: _Output = None, *, settings: Settings, as_json: AsJson = False)
     Calls the pipeline on tensors without data: no weights are read, and nothing runs on the GPU,
     which must be there all the same. Kernels compile in as many processes as there are cores.
     """
+    start = time.perf_counter()
+    args = ServerArgs(**settings, backend="sglang")
+    locate(args.model_path)
+    if output is not None:
+        require_new(output, "--output")
+    # What these import takes seconds.
     from multimodal_gen.integrations import warm as warming
     from multimodal_gen.runtime.attention_report import counted
 
-    start = time.perf_counter()
-    args = ServerArgs(**settings, backend="sglang")
     place, made = warming.warm(args, output)
     seconds = round(time.perf_counter() - start, 1)
     if as_json:

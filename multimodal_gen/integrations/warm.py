@@ -28,7 +28,6 @@ from multimodal_gen.kernels.launch.ahead import (
     Place,
     make,
     place_of_gpu,
-    require_new,
     saved,
 )
 from multimodal_gen.kernels.launch.rehearsal import Noted, Rehearsal
@@ -71,8 +70,6 @@ def warm(args: ServerArgs, output: Path | None = None) -> tuple[Place, tuple[Mad
         place, index = place_of_gpu(device), device.index or 0
     except UsageError as error:
         raise UsageError(f"{error}; run it on the machine that will generate") from error
-    if output is not None:
-        require_new(output)
     noted = rehearse(generation_of_args(args, device))
     if output is None:
         return place, make(noted, index=index)

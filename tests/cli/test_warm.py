@@ -1,6 +1,10 @@
 """`sglang attention warm`, and `--compiled-kernels` of what it wrote."""
 
 import json
+import subprocess
+import sys
+
+import pytest
 
 from multimodal_gen.integrations import warm
 from multimodal_gen.kernels.launch.ahead import Made, Place
@@ -24,7 +28,7 @@ def test_it_says_what_it_made_for_which_gpu_and_releases(sglang, monkeypatch, tm
     asked = []
     monkeypatch.setattr(warm, "warm", lambda *given: asked.append(given) or (PLACE, MADE))
     folder = tmp_path / "kernels"
-    given = ("--model-path", "M", "--height", 480, "--attention-backend", "sage_attn")
+    given = ("--model-path", "a/M", "--height", 480, "--attention-backend", "sage_attn")
     found = sglang("attention", "warm", *given, "--output", folder)
     assert found.code == 0, found.err
     ((args, output),) = asked
@@ -45,6 +49,23 @@ def test_there_must_be_a_gpu(sglang, tiny_pipeline):
     assert found.code == 2
     assert "kernels must be compiled ahead for an NVIDIA GPU, with triton, got cpu" in found.err
     assert "; run it on the machine that will generate\n" in found.err
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("--model-path", "/nonexistent"), "--model-path must be an existing pipeline folder or"),
+        (("--model-path", "a/b", "--output", "."), "--output must be a new folder, '.' exists"),
+    ],
+    ids=str,
+)
+def test_arguments_are_looked_at_before_the_machine(given, message):
+    words = ["attention", "warm", *given]
+    line = f"import sys; from multimodal_gen.cli.main import main; main({words})"
+    line += "; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, check=True)
+    assert done.stderr.startswith(f"error: {message}")
+    assert done.stdout == "False\n"
 
 
 def test_compiled_kernels_are_refused_where_none_run(sglang, tiny_pipeline, tmp_path):

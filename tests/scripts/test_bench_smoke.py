@@ -74,6 +74,7 @@ def test_a_first_call_that_fails_makes_the_run_fail(run_bench, bench, monkeypatc
 
 def test_generations_are_warmed_by_the_options_they_are_made_with(bench, capfd, tmp_path):
     cold_start = bench("cold_start")
+    (tmp_path / "model_index.json").touch()
     words = cold_start.words_of(cold_start.SMOKE[1], "video_sparse_attn", tmp_path)
     assert main(["attention", "warm", *words, "--device", "cpu"]) == 2
     assert "must be compiled ahead for an NVIDIA GPU" in capfd.readouterr().err

@@ -34,7 +34,7 @@ from multimodal_gen.files import (
     MalformedError,
     nearest_existing,
     read_small_file,
-    require_file,
+    require_new,
     write_text,
 )
 from multimodal_gen.kernels.launch.rehearsal import Noted
@@ -216,16 +216,6 @@ def _entry_of(compiled: Any) -> str:
     return Path(path).parent.name
 
 
-def require_new(folder: Path) -> None:
-    """Check that a folder can be made, before minutes are spent on what it is to hold.
-
-    Raises:
-        UsageError: it is there already, or cannot be made.
-    """
-    if require_file(folder, "--output"):
-        raise UsageError(f"--output must be a new folder, {str(folder)!r} exists; remove it")
-
-
 @contextmanager
 def _writing(folder: Path, what: str) -> Iterator[None]:
     """Say of which folder it is that writing it failed inside the block."""
@@ -251,7 +241,7 @@ def saved(folder: Path, place: Place) -> Iterator[None]:
     """
     from triton import knobs
 
-    require_new(folder)
+    require_new(folder, "--output")
     folder = folder.expanduser()
     # Where no folder has to be made for it, which would be left where nothing comes of it.
     staging = nearest_existing(folder.parent) / f".{folder.name}.{uuid.uuid4().hex}"

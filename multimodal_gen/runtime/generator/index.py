@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import re
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,12 +24,8 @@ from multimodal_gen.runtime.generator.model_folder import (
 from multimodal_gen.runtime.generator.output import Kind
 from multimodal_gen.runtime.generator.quiet import without
 from multimodal_gen.runtime.generator.signatures import arguments_of
-from multimodal_gen.settings import expanded
+from multimodal_gen.runtime.model_path import INDEX, locate
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-"""What an id of the Hugging Face Hub looks like."""
-
-_INDEX = "model_index.json"
 _HUB_TRIES = "huggingface_hub.utils._http"  # tells of each; what the last one met is in the error
 
 
@@ -160,7 +155,7 @@ def _no_pipeline(diffusers: Any, own: object, model_path: str, named: str | None
         f"the pipeline class of {model_path!r} must be one that diffusers "
         f"{diffusers.__version__} has, got {short(own)}, which is "
         f"{'no pipeline' if known else 'no class of it'}; check _class_name in its "
-        f"{_INDEX}, a newer diffusers may have it"
+        f"{INDEX}, a newer diffusers may have it"
     )
 
 
@@ -204,36 +199,7 @@ def _of_diffusers(diffusers: Any, name: str) -> Any:
         ) from error
 
 
-def locate(model_path: str) -> str:
-    """Return the folder, with `~` expanded, or the hub id.
-
-    Raises:
-        UsageError: it is neither, or a folder without an index.
-    """
-    folder = expanded(model_path, "--model-path")
-    if (folder / _INDEX).is_file():
-        return str(folder)
-    if folder.is_dir():
-        single = (folder / "config.json").is_file()
-        hint = "; this looks like one component, name the folder above it" if single else ""
-        raise UsageError(
-            f"--model-path must be a pipeline folder with {_INDEX}, got {model_path!r} "
-            f"without one{hint}"
-        )
-    if folder.exists():
-        raise UsageError(
-            f"--model-path must be a pipeline folder with {_INDEX}, got the file {model_path!r}; "
-            f"make a folder of it with from_single_file and save_pretrained of diffusers"
-        )
-    if not HUB_ID.fullmatch(model_path):
-        raise UsageError(
-            f"--model-path must be an existing pipeline folder or a hub id such as "
-            f"Wan-AI/Wan2.1-T2V-1.3B-Diffusers, got {model_path!r}, which is neither"
-        )
-    return model_path
-
-
-def read_config(location: str, file: str = _INDEX) -> dict[str, Any]:
+def read_config(location: str, file: str = INDEX) -> dict[str, Any]:
     """Return what a config holds of a folder, or of a repository on the Hub.
 
     Raises:

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from multimodal_gen.errors import MissingDependencyError, UsageError, first_line, short
-from multimodal_gen.runtime.generator.index import HUB_ID
 from multimodal_gen.runtime.generator.library_errors import told
 from multimodal_gen.runtime.generator.quiet import without
+from multimodal_gen.runtime.model_path import HUB_ID
 from multimodal_gen.settings import expanded
 
 _TARGET = re.compile(r"(?P<rest>.+)@(?P<target>\w+)")

@@ -14,7 +14,6 @@ from multimodal_gen.runtime.generator.index import (
     PipelineIndex,
     class_of,
     components_in,
-    locate,
     read_config,
 )
 from multimodal_gen.runtime.generator.library_errors import told
@@ -22,6 +21,7 @@ from multimodal_gen.runtime.generator.load import bars_on_terminals_only, pick_d
 from multimodal_gen.runtime.generator.model_folder import DENOISERS
 from multimodal_gen.runtime.generator.quiet import quiet_about_curves
 from multimodal_gen.runtime.generator.scheduler import with_scheduler
+from multimodal_gen.runtime.model_path import locate
 from multimodal_gen.runtime.server_args import ServerArgs
 
 _MOST_LAYERS = 10_000
