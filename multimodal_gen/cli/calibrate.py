@@ -12,6 +12,7 @@ from multimodal_gen.cli.prompts import OBSERVED, PromptFile, Prompts, read_promp
 from multimodal_gen.cli.table import Row, echo, table
 from multimodal_gen.errors import ConfigError, UsageError, short
 from multimodal_gen.files import require_apart, require_file, save_text
+from multimodal_gen.runtime.model_path import locate
 from multimodal_gen.runtime.server_args import ServerArgs
 from multimodal_gen.settings import Setting
 
@@ -56,15 +57,19 @@ def calibrate(
     Generates the prompts with dense attention, and looks at some heads and queries of every
     self-attention layer in every step. The file is for --attention-backend skip_softmax.
     """
-    from multimodal_gen.integrations.diffusers import apply
-    from multimodal_gen.runtime.generator import skip_calibration
-
     targets = _shares(target_sparsity)
     if output.suffix.lower() not in _SUFFIXES:
         raise ConfigError(f"--output must end in {', '.join(_SUFFIXES)}, got {short(str(output))}")
     args = ServerArgs(**settings, prompt="", backend="sglang")
     _require_free(output, args.model_path)
     given = read_prompts(prompt, prompts, "a calibration")
+    locate(args.model_path)
+    made = "" if output.expanduser().parent.is_dir() else ", in a new folder"
+    typer.echo(f"output: {output}{made}")
+    # What these import takes seconds.
+    from multimodal_gen.integrations.diffusers import apply
+    from multimodal_gen.runtime.generator import skip_calibration
+
     found = skip_calibration.calibrate(
         args,
         given,

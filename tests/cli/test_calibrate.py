@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from multimodal_gen.runtime.layers.attention.sparse.methods.skip_softmax import SkipSoftmaxConfig
+from tests.helpers.flags import changed
 
 SIZE = ("--height", 128, "--width", 192, "--num-frames", 17, "--num-inference-steps", 2)
 
@@ -43,6 +44,7 @@ def test_a_curve_is_written_that_a_generation_takes(sglang, peaked, tmp_path):
     )
     assert found.code == 0, found.err
     assert "[2/2]" in found.out
+    assert found.out.startswith(f"output: {file}\n")
     assert f"--attention-backend skip_softmax --attention-backend-config {file}" in found.out
     written = json.loads(file.read_text())
     assert written["target_sparsity"] == 0.15
@@ -53,12 +55,13 @@ def test_a_curve_is_written_that_a_generation_takes(sglang, peaked, tmp_path):
     assert set(at_least["by_layer"]) == {"blocks.0.attn1", "blocks.1.attn1"}
     assert 0 < at_least["share"] <= more["share"] < 1
     assert at_least["threshold_scale_factor"] < more["threshold_scale_factor"]
-    other = tmp_path / "other.json"
+    other = tmp_path / "new" / "other.json"
     beyond = sglang(
         *("attention", "calibrate", *run, "--prompt", "a fox", "--seed", 0),
         *("--target-sparsity", 0.9, "--output", other),
     )
     assert beyond.code == 2
+    assert beyond.out.startswith(f"output: {other}, in a new folder\n")
     asks = json.loads(other.read_text())["target_sparsity"]
     assert 0.2 < asks < 0.9
     assert "--target-sparsity must be reached by a lambda below 1, got 0.9; " in beyond.err
@@ -117,6 +120,18 @@ def test_what_cannot_be_calibrated_is_refused(
     assert not (tmp_path / "skip.json").exists()
     if arguments:
         assert "[1/1]" not in found.out  # nothing was generated
+
+
+@pytest.mark.parametrize(
+    "wrong", [("--model-path", "nowhere/at/all"), ("--target-sparsity", "0.1,9")], ids=str
+)
+def test_what_is_wrong_before_measuring_makes_no_folder(sglang, tmp_path, monkeypatch, wrong):
+    monkeypatch.chdir(tmp_path)
+    given = changed(("--model-path", "a/b", "--prompt", "x", "--output", "typo/c.json"), wrong)
+    found = sglang("attention", "calibrate", *given)
+    assert (found.code, found.out) == (2, "")
+    assert wrong[0] in found.err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_curve_takes_the_place_of_no_file_of_the_model(sglang, tiny_pipeline):
