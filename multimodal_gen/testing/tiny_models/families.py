@@ -26,7 +26,7 @@ WAN: Final = TinyFamily(
     output="video",
     components={
         "transformer": _WAN_TRANSFORMER,
-        "vae": component("AutoencoderKLWan", base_dim=8, num_res_blocks=1),
+        "vae": component("AutoencoderKLWan", base_dim=4, num_res_blocks=1),
         "scheduler": component(
             "UniPCMultistepScheduler",
             prediction_type="flow_prediction",
@@ -79,7 +79,7 @@ HUNYUAN_VIDEO: Final = TinyFamily(
         ),
         "vae": component(
             "AutoencoderKLHunyuanVideo",
-            block_out_channels=(8, 8, 16, 16),
+            block_out_channels=(4, 4, 8, 8),
             layers_per_block=1,
             norm_num_groups=4,
         ),
@@ -128,7 +128,7 @@ HUNYUAN_VIDEO_15: Final = TinyFamily(
         "vae": component(
             "AutoencoderKLHunyuanVideo15",
             latent_channels=8,
-            block_out_channels=(8, 8, 8, 16, 16),
+            block_out_channels=(4, 4, 4, 8, 8),
             layers_per_block=1,
         ),
         "scheduler": component("FlowMatchEulerDiscreteScheduler", shift=5.0),
@@ -335,7 +335,7 @@ COGVIDEOX: Final = TinyFamily(
         ),
         "vae": component(
             "AutoencoderKLCogVideoX",
-            block_out_channels=(8, 8, 16, 16),
+            block_out_channels=(4, 4, 8, 8),
             layers_per_block=1,
             norm_num_groups=4,
             sample_height=64,
