@@ -58,9 +58,19 @@ class _Tile:
         """Index that takes positions [B, H, N, R] of each query head from [B, S, `kv_heads`, D]."""
         return self.sample, positions, self.head // (self.head.shape[1] // kv_heads)
 
-    def take(self, tensor: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Gather [B, S, H or fewer, D] at positions [B, H, N, R]: [B, H, N, R, D]."""
-        return tensor[self.index(positions, tensor.shape[2])]
+    def take(self, tensor: torch.Tensor, at: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+        """Gather [B, S, H or fewer, D] at positions [B, H, N, R]: [B, H, N, R, D], fp32 or better.
+
+        What is not real becomes 0: it may be padding, and zero times NaN is NaN.
+        """
+        # Rows of a matrix: three indices take more than twice as long on CPUs.
+        _, length, heads, channels = tensor.shape
+        sample, at, head = self.index(at, heads)
+        places = (sample * length + at) * heads + head
+        found = tensor.flatten(0, 2).index_select(0, places.flatten())
+        found = found.to(torch.promote_types(tensor.dtype, torch.float32))
+        unreal = (~real).expand_as(places).flatten().nonzero().squeeze(1)
+        return found.index_fill_(0, unreal, 0.0).view(*places.shape, channels)
 
 
 def _tiles(plan: BlockPlan, batch: int, heads: int) -> Iterator[_Tile]:
@@ -120,11 +130,16 @@ def _weights(
     """Softmax of one tile: weights [B, H, N, R, L] and lse [B, H, N, R]."""
     empty = ~mask.any(-1, keepdim=True)
     # Empty rows stay unmasked until the end: a softmax over nothing is NaN.
-    scores = (q @ k.mT * scale).masked_fill_(~mask & ~empty, float("-inf"))
+    scores, kept = q @ k.mT * scale, mask | empty
+    if not kept.all():
+        scores = torch.where(kept, scores, float("-inf"))
     weights = scores.softmax(-1)
     # exp(highest - lse) is the largest weight; torch.logsumexp takes four times a softmax.
     lse = scores.amax(-1) - weights.amax(-1).log()
-    return weights.masked_fill(empty, 0.0), lse.masked_fill(empty.squeeze(-1), float("-inf"))
+    if empty.any():
+        weights = weights.masked_fill(empty, 0.0)
+        lse = lse.masked_fill(empty.squeeze(-1), float("-inf"))
+    return weights, lse
 
 
 def _near(
@@ -147,15 +162,9 @@ def _near(
 def _gather(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: _Tile
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Take the rows and keys of a tile, in fp32 or better.
-
-    Rows and keys that do not count become 0: they may be padding, and zero times NaN is NaN.
-    """
-    compute = torch.promote_types(q.dtype, torch.float32)
-    unused = ~tile.mask.any(3).unsqueeze(-1)
-    query = tile.take(q, tile.rows).to(compute).masked_fill_(~tile.real_rows.unsqueeze(-1), 0.0)
-    key, value = (tile.take(t, tile.keys).to(compute).masked_fill_(unused, 0.0) for t in (k, v))
-    return query, key, value
+    """Take the rows and keys of a tile that count, in fp32 or better."""
+    key, value = (tile.take(t, tile.keys, tile.mask.any(3)) for t in (k, v))
+    return tile.take(q, tile.rows, tile.real_rows), key, value
 
 
 @_outside_autocast
@@ -187,6 +196,7 @@ def attention_reference(
     compute = torch.promote_types(q.dtype, torch.float32)
     out = q.new_zeros((batch, total, heads, v.shape[3]))
     lse = q.new_full((batch, heads, total), float("-inf"), dtype=compute)
+    q, k, v = (t.contiguous() for t in (q, k, v))
     for tile in _tiles(plan, batch, heads):
         query, key, value = _gather(q, k, v, tile)
         mask = tile.mask
@@ -222,6 +232,7 @@ def attention_reference_backward(
         Three tensors like q, k and v.
     """
     q, k, v, plan, out, lse, grad_out, grad_lse, scale = call
+    q, k, v, out, grad_out = (t.contiguous() for t in (q, k, v, out, grad_out))
     batch, _, heads, _ = q.shape
     compute = torch.promote_types(q.dtype, torch.float32)
     grads = [torch.zeros_like(t, dtype=compute) for t in (q, k, v)]
@@ -229,10 +240,8 @@ def attention_reference_backward(
     of_rows = (grad_out, out, *(t.mT.unsqueeze(-1) for t in (lse, grad_lse)))
     for tile in _tiles(plan, batch, heads):
         query, key, value = _gather(q, k, v, tile)
-        empty = ~(tile.mask.any(-1) & tile.real_rows).unsqueeze(-1)
-        upstream, result, level, given = (
-            tile.take(t, tile.rows).to(compute).masked_fill(empty, 0.0) for t in of_rows
-        )
+        counted = tile.mask.any(-1) & tile.real_rows
+        upstream, result, level, given = (tile.take(t, tile.rows, counted) for t in of_rows)
         shift = (upstream * result).sum(-1, keepdim=True) - given
         scores = (query @ key.mT) * scale - level
         weights = scores.masked_fill_(~tile.mask, float("-inf")).exp_()
