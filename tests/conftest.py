@@ -153,6 +153,19 @@ def tiny_pipeline(
     return make
 
 
+@pytest.fixture
+def black_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Wan decode nothing, which takes longest: for tests of latents and reports."""
+    from diffusers import AutoencoderKLWan
+
+    def decode(vae: Any, latents: Any, return_dict: bool = True) -> tuple[Any]:
+        assert not return_dict
+        batch, _, frames, height, width = latents.shape
+        return (latents.new_zeros(batch, 3, 4 * frames - 3, 8 * height, 8 * width),)
+
+    monkeypatch.setattr(AutoencoderKLWan, "decode", decode)
+
+
 @dataclass
 class Worlds:
     """Processes that tests share, started when one needs them."""

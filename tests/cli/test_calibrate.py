@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 from multimodal_gen.runtime.layers.attention.sparse.methods.skip_softmax import SkipSoftmaxConfig
 from tests.helpers.flags import changed
 
+pytestmark = pytest.mark.usefixtures("black_frames")
+
 SIZE = ("--height", 128, "--width", 192, "--num-frames", 17, "--num-inference-steps", 2)
 
 

@@ -72,7 +72,7 @@ def generate(sglang, tiny_pipeline, tmp_path):
 
 
 @pytest.fixture
-def latents(generate):
+def latents(generate, black_frames):
     """Return a function that generates, and returns latents and what the record says of layers.
 
     These are the entries of the method that ran, by the layer's name.

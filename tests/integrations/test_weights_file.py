@@ -15,6 +15,8 @@ from multimodal_gen.runtime.generator.index import PipelineIndex
 from multimodal_gen.runtime.generator.weights_file import load_weights
 from multimodal_gen.runtime.server_args import ServerArgs
 
+pytestmark = pytest.mark.usefixtures("black_frames")
+
 FILE = "diffusion_pytorch_model.safetensors"
 VIDEO = {"height": 64, "width": 96, "num_frames": 9, "num_inference_steps": 2, "guidance_scale": 1}
 # diffusers' names -> those of the original Wan, as its repository has them.
