@@ -457,14 +457,14 @@ def train_vae(size: Size, state: Path, options: argparse.Namespace) -> Any:
 @torch.no_grad()
 def normalise(vae: Any, size: Size) -> None:
     """Note mean and deviation of the latents in the autoencoder's configuration."""
-    _, clips = clips_of(size.stages[0], 1, 64)
+    _, clips = clips_of(size.stages[0], 1, min(64, size.stages[0].clips))
     with autocast():
-        latents = vae.encode(clips).latent_dist.mean.float().transpose(0, 1).flatten(1)
+        mean = vae.encode(clips).latent_dist.mean
+        found = vae.decode(mean).sample.float()
+    latents = mean.float().transpose(0, 1).flatten(1)
     vae.register_to_config(
         latents_mean=latents.mean(1).tolist(), latents_std=latents.std(1).tolist()
     )
-    with autocast():
-        found = vae.decode(vae.encode(clips).latent_dist.mean).sample.float()
     errors = (found - clips).square().mean((0, 1, 3, 4))
     of_clip, of_last = (10 * math.log10(4 / x.item()) for x in (errors.mean(), errors[-1]))
     print(f"autoencoder: PSNR {of_clip:.1f} dB, last frame {of_last:.1f} dB", flush=True)

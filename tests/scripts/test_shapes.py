@@ -247,17 +247,27 @@ def test_a_model_is_trained_in_pieces_and_saved(train, tmp_path, capsys) -> None
     assert np.isfinite(video).all()
 
 
-def test_training_goes_on_from_packed_weights(train, tmp_path, monkeypatch, capsys) -> None:
+@pytest.fixture(scope="module")
+def trained(train, tmp_path_factory) -> tuple[str, Path]:
+    """The folders of an autoencoder, and of the state of a transformer."""
+    folder = tmp_path_factory.mktemp("trained")
+    vae, words = str(folder / "vae"), ["--size", "smoke", "--out", str(folder)]
+    train.main(["vae", *words, "--steps", "1", "--folder", vae])
+    train.main(["transformer", *words, "--vae", vae])
+    return vae, folder
+
+
+def test_training_goes_on_from_packed_weights(
+    train, trained, tmp_path, monkeypatch, capsys
+) -> None:
     monkeypatch.setattr(train, "CURVE_EVERY", 1)
-    vae = str(tmp_path / "vae")
-    train.main(["vae", "--size", "smoke", "--out", str(tmp_path), "--steps", "1", "--folder", vae])
-    first, then, packed = tmp_path / "a", tmp_path / "b", tmp_path / "weights.safetensors"
+    (vae, first), then, packed = trained, tmp_path / "b", tmp_path / "weights.safetensors"
     words = ["transformer", "--size", "smoke", "--vae", vae, "--out"]
     pack = ["pack", "--out", str(first), "--folder"]
+    absent = tmp_path / "a" / "transformer.pt"
     with pytest.raises(SystemExit):
-        train.main([*pack, str(tmp_path)])
-    assert f"a --folder, and {first / 'transformer.pt'}; train transf" in capsys.readouterr().err
-    train.main([*words, str(first)])
+        train.main(["pack", "--out", str(absent.parent), "--folder", str(tmp_path)])
+    assert f"a --folder, and {absent}; train transf" in capsys.readouterr().err
     train.main([*pack, str(tmp_path)])
     state = torch.load(first / "transformer.pt")
     found = train.unpacked(packed)
@@ -328,16 +338,13 @@ def test_a_text_encoder_learns_which_word_belongs_to_which(train, reading, monke
     assert read[1] > 0.05
 
 
-def test_a_text_encoder_that_reads_stays_as_it_is(train, tmp_path) -> None:
-    vae, folder = str(tmp_path / "vae"), tmp_path / "state"
-    train.main(["vae", "--size", "smoke", "--out", str(tmp_path), "--steps", "1", "--folder", vae])
-    train.main(["transformer", "--size", "smoke", "--vae", vae, "--out", str(folder)])
+def test_a_text_encoder_that_reads_stays_as_it_is(train, trained) -> None:
     torch.manual_seed(0)
     tokenizer = train.make_tokenizer()
     size = train.SIZES["smoke"]
     text_encoder = train.make_text_encoder(size, len(tokenizer)).to(train.DEVICE)
     train.learn_to_read(text_encoder, tokenizer, size.reading)
-    saved = torch.load(folder / "transformer.pt")
+    saved = torch.load(trained[1] / "transformer.pt")
     for key, value in text_encoder.named_parameters():
         for part in ("weights", "average"):
             assert torch.equal(saved[part][f"text_encoder.{key}"], value.detach().half().cpu())
