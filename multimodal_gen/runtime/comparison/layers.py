@@ -164,20 +164,22 @@ class Replay:
                 continue
             with _recording_failure(measured):
                 other = layer.like(scope)
-                if projects(other, call):  # it differs from attention by what it was trained for
-                    measured.projected += 1
-                    continue
                 asked = gated if other.takes_gate else call
                 with recorded_pairs() as told:
-                    errors = row_errors(other.attend(asked)[:, rows], truth)
-                ran = _served(other).selection.label
-                density = dict(_served(other).densities).get(context.current_timestep, 1.0)
+                    found = other.attend(asked)[:, rows]
+                served = _served(other)
+                density = dict(served.densities).get(context.current_timestep, 1.0)
+                if density < 1 and picture:
+                    self._picture(name, other, call, context)
+                if projects(other, call):
+                    measured.projected += 1  # it differs by what it was trained for
+                    continue
+                errors = row_errors(found, truth)
                 mass = _dense(errors)
                 if density < 1:
                     mass = _kept_by(layer, other, call, rows, told, seed)
+                ran = served.selection.label
                 self._add(name, layer, context, ran, errors, *mass, density)
-                if density < 1 and picture:
-                    self._picture(name, other, call, context)
 
     def _add(
         self,

@@ -85,14 +85,15 @@ def test_calls_with_a_mask_of_blocks_are_not_measured() -> None:
 
 
 def test_what_a_trained_projection_adds_is_not_measured() -> None:
-    scopes = {"sla": scope_from(attention_backend="sla_attn", strict=True), "other": SPARSE}
+    sla = scope_from(attention_backend="sla_attn", attention_backend_config={"topk_ratio": 0.3})
+    scopes = {"sla": sla, "other": SPARSE}
     dense, replay = layer_of(DENSE), Replay("torch_sdpa", scopes, num_steps=2)
     dense.set_projection(nn.Linear(SIZE, SIZE).requires_grad_(False))
-    with set_forward_context(0, num_steps=2, latent_grid=GRID), watching(replay):
+    with set_forward_context(1, num_steps=2, latent_grid=GRID), watching(replay):
         dense(*qkv())
     assert [len(x.layers) for x in replay.found.values()] == [1, 0, 1]
     assert [x.projected for x in replay.found.values()] == [0, 1, 0]
-    assert not replay.found["sla"].masks
+    assert len(replay.found["sla"].masks) == len(replay.found["other"].masks) > 0
     assert not any(x.failure for x in replay.found.values())
 
 
