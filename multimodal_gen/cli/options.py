@@ -29,15 +29,16 @@ _CONTEXT = "context"
 class _GivenOnce:
     """What refuses a flag given twice, of which the parser would drop the first without a word.
 
-    Flags that may be repeated make lists of their values.
+    Flags that may be repeated make lists of their values, and --help acts whatever else is there.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not ctx.resilient_parsing:  # a shell asks for completions
             parser = self.make_parser(ctx)  # type: ignore[attr-defined]
             *_, order = parser.parse_args(args=list(args))  # which the parser empties
+            at_once = any(parameter.is_eager for parameter in order)
             for parameter, count in Counter(order).items():
-                if count > 1 and not parameter.multiple:
+                if count > 1 and not (parameter.multiple or at_once):
                     raise typer.BadParameter(
                         f"must be given once, got it {count} times", ctx=ctx, param=parameter
                     )

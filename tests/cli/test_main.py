@@ -165,12 +165,30 @@ FOLDED = ("--attention-config", "--component-attention-backends")
 
 def test_every_command_takes_a_flag_once_but_for_lists(sglang) -> None:
     for path, command in _commands():
-        flags = [each for each in command.params if each.opts[0][0] == "-" and not each.multiple]
+        flags = [
+            each
+            for each in command.params
+            if each.opts[0][0] == "-" and not (each.multiple or each.is_eager)
+        ]
         for flag in (each for each in flags if each.opts[0] not in FOLDED):
             words = [flag.opts[-1]] if flag.is_flag else [flag.opts[-1], "m"]
             outcome = sglang(*path, *words, *words)
             expected = f"error: {flag.opts[0]} must be given once, got it 2 times; see `sglang "
             assert (outcome.code, outcome.err) == (2, f"{expected}{' '.join(path)} --help`\n")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--help", "--help"),
+        ("generate", "-h", "--help"),
+        ("generate", "--seed", "1", "--seed", "2", "--help"),
+    ],
+)
+def test_help_is_shown_whatever_else_is_there(sglang, words) -> None:
+    outcome = sglang(*words)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "Usage:" in outcome.out
 
 
 @pytest.mark.parametrize(
