@@ -360,7 +360,7 @@ def _layer_error(run: Any) -> float | None:
 
     Dense steps and layers of a method, which another backend serves, have none to speak of.
     """
-    backend = run.configuration.partition(":")[0]
+    backend = run.configuration.partition(":")[0].split()[0]  # without "+ cache"
     own = [each for each in run.layers if each.backend.split()[0] == backend]
     return _mean([1 - min(1.0, *each.cosine) for each in own])
 
