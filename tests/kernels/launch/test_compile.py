@@ -388,18 +388,12 @@ def test_a_cache_that_cannot_be_written_is_named_and_stays_clean(
     assert not [*cache.iterdir()]
 
 
-def test_a_folder_is_made_anew_or_not_at_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_is_made_anew_or_not_at_all(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     place = place_of_gpu(DEVICE)
     message = r"^--output must be a new folder, '.*there' exists; remove it$"
     with pytest.raises(UsageError, match=message), saved(tmp_path / "there", place):
         pass
-    monkeypatch.setattr(warm, "pick_device", lambda device: DEVICE)
-    monkeypatch.setattr(warm, "rehearse", lambda given: pytest.fail("it was rehearsed before"))
-    with pytest.raises(UsageError, match=message):
-        warm.warm(ServerArgs(model_path="M"), tmp_path / "there")
     for error in (RuntimeError("fails"), FileNotFoundError(errno.ENOENT, "gone", "gcc")):
         with (
             pytest.raises(type(error), match=f"^{re.escape(str(error))}$"),
