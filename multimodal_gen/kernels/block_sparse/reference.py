@@ -232,12 +232,12 @@ def attention_reference_backward(
         Three tensors like q, k and v.
     """
     q, k, v, plan, out, lse, grad_out, grad_lse, scale = call
-    q, k, v, out, grad_out = (t.contiguous() for t in (q, k, v, out, grad_out))
+    grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
+    of_rows = [grad_out, out, *(t.mT.unsqueeze(-1) for t in (lse, grad_lse))]
+    q, k, v, *of_rows = (t.contiguous() for t in (q, k, v, *of_rows))
     batch, _, heads, _ = q.shape
     compute = torch.promote_types(q.dtype, torch.float32)
     grads = [torch.zeros_like(t, dtype=compute) for t in (q, k, v)]
-    grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
-    of_rows = (grad_out, out, *(t.mT.unsqueeze(-1) for t in (lse, grad_lse)))
     for tile in _tiles(plan, batch, heads):
         query, key, value = _gather(q, k, v, tile)
         counted = tile.mask.any(-1) & tile.real_rows
