@@ -88,10 +88,8 @@ def test_rows_of_curves_tell_the_error_at_equal_time(run):
 
 
 def test_steps_of_a_generation_are_compared_with_dense_ones(run, layers, monkeypatch):
-    few = {
-        **layers.SUITES["smoke"],
-        "grid": (4, 6, 8),
-    }  # k-means of hundreds of clusters takes long
+    # K-means of hundreds of clusters takes long.
+    few = {**layers.SUITES["smoke"], "grid": (4, 6, 8)}
     monkeypatch.setitem(layers.SUITES, "smoke", few)
     monkeypatch.setattr(layers, "SMOKE", layers.Case(**few))
     result, rows = run("dense_above", "--only", "^(auto|svg2|vsa sparsity=0.2)")
