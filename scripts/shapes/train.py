@@ -643,7 +643,7 @@ def flow_matching(
     kept = [few * of_token for few, of_token in zip(stage.keep or grid, patch, strict=True)]
     latents = torch.empty(batch, pool.latents.shape[1], *kept, device=DEVICE)
     noise, sigma = torch.empty_like(latents), torch.empty(batch, device=DEVICE)
-    tokens, real = pool.tokens[:batch].clone(), pool.real[:batch].clone()
+    tokens, real = (x.new_empty(batch, *x.shape[1:]) for x in (pool.tokens, pool.real))
 
     def feed(step: int) -> None:
         drawn = torch.Generator(DEVICE).manual_seed(step * ranks() + rank())
