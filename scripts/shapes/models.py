@@ -81,41 +81,25 @@ SIZES = {
         stages=(Stage(frames=17, height=128, width=128, batch=64, clips=12_288, steps=18_000),),
     ),
     # Its autoencoder is that of the small one. What captions mean is learnt on short, small clips,
-    # of which a step holds many; the last stages have the tokens of Wan's 480p.
+    # of which a step holds many; then some tokens of large clips, then all: those of Wan's 480p.
     "large": Size(
         heads=3, head_size=128, layers=6, ffn=1024, text=128, latent=12, vae=16, patch=(1, 2, 2),
         muon=True, reading=1500,
         stages=(
-            Stage(frames=17, height=128, width=224, batch=64, clips=12_288, steps=8000),
-            # Some tokens of larger clips, of which a step holds many; then all of them.
             Stage(
-                frames=33, height=240, width=416, batch=64, clips=12_288, steps=5000,
-                rate=8e-4, shift=4, keep=(5, 9, 15),
+                frames=17, height=128, width=224, batch=128, clips=16_384, steps=16_000, shift=5
             ),
             Stage(
-                frames=33, height=240, width=416, batch=32, clips=12_288, steps=2400,
-                rate=6e-4, shift=5,
+                frames=33, height=240, width=416, batch=64, clips=8192, steps=2500,
+                rate=6e-4, shift=8,
             ),
             Stage(
-                frames=81, height=480, width=832, batch=16, clips=2048, steps=2500,
-                rate=5e-4, shift=6, keep=(11, 18, 30),
+                frames=81, height=480, width=832, batch=32, clips=1536, steps=2800,
+                rate=5e-4, shift=10, keep=(11, 18, 30),
             ),
             Stage(
-                frames=81, height=480, width=832, batch=4, clips=2048, steps=350,
-                rate=4e-4, shift=8,
-            ),
-            # The same once more: on clips that cost little, and on large ones.
-            Stage(
-                frames=33, height=240, width=416, batch=32, clips=12_288, steps=3000,
-                rate=6e-4, shift=5,
-            ),
-            Stage(
-                frames=81, height=480, width=832, batch=16, clips=2048, steps=4900,
-                rate=5e-4, shift=6, keep=(11, 18, 30),
-            ),
-            Stage(
-                frames=81, height=480, width=832, batch=4, clips=2048, steps=1400,
-                rate=4e-4, shift=8,
+                frames=81, height=480, width=832, batch=8, clips=1536, steps=400,
+                rate=4e-4, shift=10,
             ),
         ),
     ),
