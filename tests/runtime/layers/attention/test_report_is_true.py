@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from types import MappingProxyType, ModuleType
 from typing import Any, get_args
@@ -39,7 +40,6 @@ from multimodal_gen.runtime.layers.attention.scope import (
     SelectionScope,
     Source,
 )
-from multimodal_gen.runtime.layers.attention.selector import resolve
 from multimodal_gen.runtime.layers.attention.sparse.methods import sla, sparge, svg2, vmoba, vsa
 from multimodal_gen.runtime.layers.attention.sparse.methods.sta import router as sta
 from multimodal_gen.runtime.managers.forward_context import set_forward_context
@@ -358,10 +358,10 @@ def layers_to_run(
     """
     seen = set()
     for machine in machines(cls.variants_for(asked.config)):
-        try:
-            variant = resolve(machine.request(), asked, strict=True).variant
-        except UnsupportedBackendError:
+        chosen = cls.choose_variant(machine.request(), asked.config)
+        if chosen is None:
             continue
+        variant = chosen.name
         place = variant, machine.platform, machine.capability
         values = (machine.head_size, machine.dtype, *machine.versions)
         alone = is_named(asked) or machine.platform is not PlatformEnum.CUDA
@@ -452,7 +452,7 @@ def test_a_layer_reports_the_kernel_that_ran_whatever_the_call(
     # The tensors lie on the CPU, the layer is to think otherwise.
     monkeypatch.setattr(attention_layer, "environment_for", lambda _, environment: environment)
     ran_on = []
-    for machine in one_machine_per_variant(cls, asked):
+    for machine in one_machine_per_variant(cls, asked.config):
         packages = {distribution: version for _, distribution, version in machine.versions}
         tokens = WHOLE[0] * WHOLE[1] * WHOLE[2]
         q = torch.ones(1, tokens, HEADS, machine.head_size, dtype=machine.dtype)
@@ -478,21 +478,18 @@ def test_a_layer_reports_the_kernel_that_ran_whatever_the_call(
     assert ran_on
 
 
+@cache
 def one_machine_per_variant(
-    cls: type[AttentionBackend], asked: BackendPreference
-) -> Iterator[Machine]:
-    """Yield a machine for every variant that is selected on some machine at head size 64."""
-    seen = set()
+    cls: type[AttentionBackend], config: BackendConfig | None
+) -> list[Machine]:
+    """Return a machine for every variant that is selected on some machine at head size 64."""
+    found: dict[str, Machine] = {}
     for machine in machines(cls.variants):
-        if machine.head_size != 64:
-            continue
-        try:
-            variant = resolve(machine.request(), asked, strict=True).variant
-        except UnsupportedBackendError:
-            continue
-        if variant not in seen:
-            seen.add(variant)
-            yield machine
+        if machine.head_size == 64:
+            variant = cls.choose_variant(machine.request(), config)
+            if variant is not None:
+                found.setdefault(variant.name, machine)
+    return list(found.values())
 
 
 def recorded_by(part: ReportEntry) -> str:
