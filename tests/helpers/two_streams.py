@@ -45,15 +45,26 @@ class _Touch(NamedTuple):
         call: which one, from 1 on.
         reads: whether it reads it.
         writes: whether it writes it; or parts of it, maybe beside what others wrote.
-        place: sizes, strides and offset of the part, in bytes.
-        what: does it, for errors.
+        shape: sizes of the part.
+        strides: of the part, like its offset in elements.
+        offset: where it begins.
+        dtype: of its elements.
     """
 
     call: int
     reads: bool
     writes: Writes
-    place: tuple[tuple[int, ...], tuple[int, ...], int]
-    what: str
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    def bytes_of(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the part of what is known of each byte."""
+        each = self.dtype.itemsize
+        sizes = (n if step else 1 for n, step in zip(self.shape, self.strides, strict=True))
+        strides = (each * step for step in self.strides)
+        return x.as_strided((*sizes, each), (*strides, 1), each * self.offset)
 
 
 class _Memory:
@@ -71,8 +82,9 @@ class _Memory:
     def forget(self) -> None:
         """Begin anew."""
         self._calls: set[int] = set()
-        self._seen: set[tuple[Any, ...]] = set()  # touches, which change nothing once more
-        self._waiting: list[_Touch] = []  # to be looked at once another call comes
+        self._seen: set[_Touch] = set()  # which change nothing once more
+        # To be looked at once another call comes, with what does it.
+        self._waiting: list[tuple[_Touch, object]] = []
         self._known: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def wait(self, call: int) -> None:
@@ -85,22 +97,24 @@ class _Memory:
 
     def touch(self, x: torch.Tensor, call: int, reads: bool, writes: Writes, by: object) -> None:
         """Note what a call does to a tensor here; raise where another one is in its way."""
-        key = call, reads, writes, x.shape, x.stride(), x.storage_offset(), x.dtype
-        if key in self._seen:
+        each = _Touch(call, reads, writes, x.shape, x.stride(), x.storage_offset(), x.dtype)
+        if each in self._seen:
             return
-        self._seen.add(key)
+        self._seen.add(each)
         self._calls.add(call)
-        self._waiting.append(_Touch(call, reads, writes, _place(x), _told(x, by)))
+        self._waiting.append((each, by))
         if len(self._calls) > 1:
             self._look()
 
     def _look(self) -> None:
         if self._known is None:
-            size = self.storage.nbytes()
-            self._known = torch.zeros(size).byte(), torch.zeros(size).byte()
-        for call, reads, writes, place, what in self._waiting:
+            nothing = torch.zeros(self.storage.nbytes(), dtype=torch.uint8)
+            self._known = nothing, nothing.clone()
+        for each, by in self._waiting:
+            call, reads, writes, *_ = each
+            what = _told(each, by)
             # Which call wrote each byte last, and which has read it; 0 for none.
-            written, read = (of.as_strided(*place) for of in self._known)
+            written, read = (each.bytes_of(known) for known in self._known)
             others = [bool(((of != 0) & (of != call)).any()) for of in (written, read)]
             assert not (others[0] and reads), f"call {call} reads what another wrote: {what}"
             assert not (others[1] and writes), f"call {call} writes what another reads: {what}"
@@ -225,14 +239,7 @@ def _touches(function: Any) -> tuple[list[tuple[int, str, bool, Writes]], bool]:
     return found, not views and not schema.is_mutable
 
 
-def _place(x: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Return sizes, strides and offset of a tensor in bytes."""
-    sizes = tuple(n if step else 1 for n, step in zip(x.shape, x.stride(), strict=True))
-    each = x.element_size()
-    return (*sizes, each), (*(each * n for n in x.stride()), 1), each * x.storage_offset()
-
-
-def _told(x: torch.Tensor, by: object) -> str:
+def _told(x: torch.Tensor | _Touch, by: object) -> str:
     return f"{by} of {x.dtype} {list(x.shape)}"
 
 
