@@ -205,8 +205,8 @@ def best_blocks(
         kept_of = set(range(key.shape[1])) if token_mask is None else set(_where(token_mask[b]))
         q_tokens, k_tokens = ([[t for t in x if t in kept_of] for x in y]
                               for y in (q_blocks, k_blocks))  # fmt: skip
-        means_q = [query[b, tokens, h].double().mean(0).to(query.dtype) for tokens in q_tokens]
-        keys = key[b, :, h // group]
+        queries, keys = query[b, :, h], key[b, :, h // group]
+        means_q = [queries[tokens].double().mean(0).to(query.dtype) for tokens in q_tokens]
         common = keys[[t for tokens in k_tokens for t in tokens]].float().mean(0)
         means_k = [
             (
@@ -214,14 +214,13 @@ def best_blocks(
             ).to(key.dtype)
             for tokens in k_tokens
         ]
-        for i, mean in enumerate(means_q):
-            scores = [
-                float(mean.double() @ other.double()) if tokens else -math.inf
-                for other, tokens in zip(means_k, k_tokens, strict=True)
-            ]
-            # A stable sort: of equal scores the first wins.
-            order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
-            chosen[b, h, i, order[:kept]] = True
+        # One product at a time, so that blocks of equal means have equal scores.
+        products = torch.stack(means_q)[:, None].double() * torch.stack(means_k).double()
+        scores = products.sum(-1)
+        scores[:, [not tokens for tokens in k_tokens]] = -math.inf
+        # A stable sort: of equal scores the first wins.
+        order = scores.sort(dim=-1, descending=True, stable=True).indices
+        chosen[b, h].scatter_(1, order[:, :kept], True)
     return chosen
 
 
