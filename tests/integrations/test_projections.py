@@ -1,5 +1,6 @@
 """Projections of Sparse-Linear Attention: found in the files, attached, used, taken away again."""
 
+import dataclasses
 import logging
 import shutil
 
@@ -11,6 +12,7 @@ from torch import nn
 from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.diffusers import apply
 from multimodal_gen.integrations.trained_layers import find_projections, stored_parameters
+from multimodal_gen.runtime.layers.attention.scope import scope_from
 from tests.integrations.conftest import generate, load
 
 FILE = "diffusion_pytorch_model.safetensors"
@@ -136,19 +138,27 @@ def test_only_layers_that_run_the_method_get_a_projection(folder):
 
 
 @pytest.mark.parametrize(
-    ("rule", "unread"),
+    ("rule", "unread", "count"),
     [
-        ({"backend": "torch_sdpa"}, "blocks.0.attn1.proj_l and 1 more"),
-        ({"backend": "video_sparse_attn"}, "blocks.0.attn1.proj_l and 1 more"),
-        ({"backend": SLA, "layers": "1"}, "blocks.0.attn1.proj_l"),
-        ({"backend": SLA}, None),
+        ({"backend": "torch_sdpa"}, "blocks.0.attn1.proj_l and 1 more", 0),
+        ({"backend": "video_sparse_attn"}, "blocks.0.attn1.proj_l and 1 more", 0),
+        ({"backend": SLA, "layers": "1"}, "blocks.0.attn1.proj_l", 1),
+        ({"backend": SLA}, None, 2),
     ],
 )
-def test_projections_of_layers_without_a_linear_branch_are_noted(folder, rule, unread):
+def test_projections_of_layers_without_a_linear_branch_are_noted(folder, rule, unread, count):
     store(folder)
     rules = {"rules": [{"component": "transformer", **rule}]}
     with apply(load(folder), attention_config=rules) as handle:
-        found = [n for n in handle.report().notes if "are not used" in n]
+        notes = handle.report().notes
+    found = [n for n in notes if "are not used" in n]
+    projecting = f"transformer: {count} layers project the linear branch as the checkpoint does"
+    assert [n for n in notes if "layers project" in n] == [projecting] * (count > 0)
+    # Layers that have one to spare, for a replay with another backend, do not run with it.
+    scope = dataclasses.replace(scope_from(attention_config=rules), spare=frozenset({"projection"}))
+    with apply(load(folder), scope=scope) as handle:
+        notes = handle.report().notes
+    assert [n for n in notes if "layers project" in n] == [projecting] * (count > 0)
     wanted = (
         f"transformer: trained layers of its checkpoint ({unread}) are not used, those layers run "
         f"no method with a linear branch: the linear branch that they were trained for is missing"
