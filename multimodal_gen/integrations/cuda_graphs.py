@@ -403,7 +403,7 @@ class GraphedDenoiser:
         if unseen:
             tally["calls"] += unseen
             plain["it was compiled as a whole"] += unseen
-        return DenoiserGraphs(component=self._component, plain=tuple(plain.items()), **tally)
+        return DenoiserGraphs(component=self._component, plain=dict(plain), **tally)
 
     def _call(self, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what the model's own forward returns, from a graph where there is one."""

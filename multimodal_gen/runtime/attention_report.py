@@ -1,12 +1,13 @@
 """What ran in the attention of a model, and why: layers that ran alike are one line."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
 from typing import Any
 
 from multimodal_gen.runtime.distributed.timing import TimeTaken, sum_of
+from multimodal_gen.runtime.guard_bounds import GuardBounds
 from multimodal_gen.runtime.layers.attention.report import (
     Json,
     LayerReport,
@@ -17,6 +18,7 @@ from multimodal_gen.runtime.layers.attention.report import (
 )
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.selector import Rejected, Selection, condensed
+from multimodal_gen.settings import as_plain
 
 _WORTH_A_REFERENCE = 24  # characters of a reason
 
@@ -54,10 +56,6 @@ class GuardedCall:
         where = "unnumbered layer" if self.layer is None else f"layer {self.layer}"
         return f"{self.component or '-'}.{self.role}, {where} ({self.name})"
 
-    def as_dict(self) -> dict[str, Json]:
-        """Return it as JSON data."""
-        return {**asdict(self), "role": str(self.role)}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardMiss(GuardedCall):
@@ -86,9 +84,7 @@ class GuardReport:
     """What the attention guard found.
 
     Attributes:
-        quantized: the relative L2 error that backends may have that round to 8 bits or less, or
-            None for any that is finite.
-        sparse: the same of sparse methods.
+        bounds: the errors that layers may have.
         tested: how many approximate calls were tested to be finite.
         calls: how many of them were compared with exact attention.
         missed: the layers that run exactly, in the order in which they missed, those of earlier
@@ -100,28 +96,19 @@ class GuardReport:
         senseless: the first call of each layer whose exact attention is not finite either.
     """
 
-    quantized: float | None
-    sparse: float | None
+    bounds: GuardBounds
     tested: int
     calls: int
     missed: tuple[GuardMiss, ...]
     waiting: tuple[tuple[str | None, str], ...] = ()
-    only_finite: tuple[tuple[str, int], ...] = ()
-    unchecked: tuple[tuple[str, int], ...] = ()
+    only_finite: Mapping[str, int] = field(default_factory=dict)
+    unchecked: Mapping[str, int] = field(default_factory=dict)
     senseless: tuple[GuardedCall, ...] = ()
 
     def as_dict(self) -> dict[str, Json]:
         """Return it as JSON data."""
-        return {
-            "bounds": {"quantized": self.quantized, "sparse": self.sparse},
-            "tested": self.tested,
-            "calls": self.calls,
-            "missed": [each.as_dict() for each in self.missed],
-            "waiting": [{"component": at, "name": name} for at, name in self.waiting],
-            "only_finite": dict(self.only_finite),
-            "unchecked": dict(self.unchecked),
-            "senseless": [each.as_dict() for each in self.senseless],
-        }
+        waiting = [{"component": at, "name": name} for at, name in self.waiting]
+        return {**as_plain(self), "waiting": waiting}
 
     def lines(self) -> list[str]:
         """Return it as text: how much was checked, and a line for each layer that missed."""
@@ -145,11 +132,11 @@ class GuardReport:
             *waiting,
             *(
                 f"guard: {num(calls, 'call')} only had to be finite: {reason}"
-                for reason, calls in self.only_finite
+                for reason, calls in self.only_finite.items()
             ),
             *(
                 f"guard: not looked at: {num(calls, 'approximate call')}, because {reason}"
-                for reason, calls in self.unchecked
+                for reason, calls in self.unchecked.items()
             ),
         ]
 
@@ -172,11 +159,7 @@ class DenoiserGraphs:
     replays: int
     learning: int
     dropped: int
-    plain: tuple[tuple[str, int], ...]
-
-    def as_dict(self) -> dict[str, Json]:
-        """Return it as JSON data."""
-        return {**asdict(self), "plain": dict(self.plain)}
+    plain: Mapping[str, int]
 
     def lines(self) -> list[str]:
         """Return it as text."""
@@ -189,7 +172,10 @@ class DenoiserGraphs:
             replayed += f"; graphs were dropped {often}, for others or another model"
         return [
             replayed,
-            *(f"{start}{num(calls, 'call')} ran without one: {why}" for why, calls in self.plain),
+            *(
+                f"{start}{num(calls, 'call')} ran without one: {why}"
+                for why, calls in self.plain.items()
+            ),
         ]
 
 
@@ -206,14 +192,6 @@ class GraphReport:
     num_graphs: int
     num_bytes: int
     denoisers: tuple[DenoiserGraphs, ...]
-
-    def as_dict(self) -> dict[str, Json]:
-        """Return it as JSON data."""
-        return {
-            "num_graphs": self.num_graphs,
-            "num_bytes": self.num_bytes,
-            "denoisers": [each.as_dict() for each in self.denoisers],
-        }
 
     def lines(self) -> list[str]:
         """Return it as text: what is held, and how the calls went."""
@@ -246,11 +224,6 @@ class CompiledAhead:
     kernels: tuple[str, ...] | None
     seconds: float | None
     failed: str | None
-
-    def as_dict(self) -> dict[str, Json]:
-        """Return it as JSON data."""
-        kernels: list[Json] | None = None if self.kernels is None else [*self.kernels]
-        return {"kernels": kernels, "seconds": self.seconds, "failed": self.failed}
 
     def lines(self) -> list[str]:
         """Return it as text."""
@@ -298,8 +271,8 @@ class AttentionReport:
             "layers": [layer.as_dict() for layer in self.layers],
             "notes": list(self.notes),
             **({} if self.guard is None else {"guard": self.guard.as_dict()}),
-            **({} if self.graphs is None else {"cuda_graphs": self.graphs.as_dict()}),
-            **({} if self.ahead is None else {"compile_ahead": self.ahead.as_dict()}),
+            **({} if self.graphs is None else {"cuda_graphs": as_plain(self.graphs)}),
+            **({} if self.ahead is None else {"compile_ahead": as_plain(self.ahead)}),
             **times_as_dict(self.times),
         }
 
@@ -330,12 +303,11 @@ class AttentionReport:
                 f"{detour}{selection.label} [{group.source}], {density}{shapes}{backward}"
                 f"{num(calls, 'call')} each; {because}"
             )
-        notes = [f"note: {note}" for note in self.notes]
-        guard = [] if self.guard is None else self.guard.lines()
-        guard += [] if self.graphs is None else self.graphs.lines()
-        guard += [] if self.ahead is None else self.ahead.lines()
-        lines += [*_not_run_lines(self), *guard, *_time_line(self), *notes, *footnotes.lines()]
-        return "\n".join(lines)
+        lines += _not_run_lines(self)
+        for part in (self.guard, self.graphs, self.ahead):
+            lines += [] if part is None else part.lines()
+        notes = (f"note: {note}" for note in self.notes)
+        return "\n".join([*lines, *_time_line(self), *notes, *footnotes.lines()])
 
 
 @dataclass(frozen=True, slots=True)

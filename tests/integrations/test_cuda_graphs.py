@@ -80,7 +80,7 @@ def replays(report: AttentionReport) -> int:
 
 def plain(report: AttentionReport) -> dict[str, int]:
     assert report.graphs is not None
-    return {reason: n for each in report.graphs.denoisers for reason, n in each.plain}
+    return {reason: n for each in report.graphs.denoisers for reason, n in each.plain.items()}
 
 
 def ran(report: AttentionReport) -> list[tuple[Any, ...]]:
@@ -929,7 +929,7 @@ def test_the_report_says_what_was_replayed_what_not_and_what_is_held() -> None:
         replays=14,
         learning=4,
         dropped=1,
-        plain=(("a reason", 2),),
+        plain={"a reason": 2},
     )
     report = GraphReport(num_graphs=2, num_bytes=3 * 2**20, denoisers=(one,))
     assert report.lines() == [

@@ -221,14 +221,13 @@ class AttentionGuard:
         self._read()
         missed = {**self._found, **self._missed}
         return GuardReport(
-            quantized=self.bounds.quantized,
-            sparse=self.bounds.sparse,
+            bounds=self.bounds,
             calls=self._calls,
             tested=self._tested,
             missed=tuple(missed.values()),
             waiting=tuple(sorted(self._turns.keys() - self._compared - missed.keys())),
-            only_finite=tuple(self._only_finite.items()),
-            unchecked=tuple(self._unchecked.items()),
+            only_finite=dict(self._only_finite),
+            unchecked=dict(self._unchecked),
             senseless=tuple(self._senseless.values()),
         )
 
