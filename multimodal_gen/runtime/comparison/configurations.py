@@ -257,7 +257,7 @@ def read_configuration(
         )
     asked = scope.default
     # A sparse method that keeps everything is none: what runs is its kernel.
-    sparse = is_noise and AttentionBackendEnum.parse(str(asked.backend)).is_sparse
+    sparse = is_noise and scope.default.backend.is_sparse
     bare = "block_sparse" if sparse else str(asked.backend)
     bare += "" if cache is None else f"+{cache.name}"
     same = [each for each in taken if each == bare or each.startswith(f"{bare}-")]

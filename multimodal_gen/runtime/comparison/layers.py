@@ -31,7 +31,7 @@ Shapes: B batch, S tokens, R sampled rows, H query heads, Hkv key heads, D head 
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
@@ -162,7 +162,7 @@ class Replay:
             measured = self.found[name]
             if measured.failure:
                 continue
-            with _recording_failure(measured):
+            try:
                 other = layer.like(scope)
                 asked = gated if other.takes_gate else call
                 with recorded_pairs() as told:
@@ -180,6 +180,8 @@ class Replay:
                     mass = _kept_by(layer, other, call, rows, told, seed)
                 ran = served.selection.label
                 self._add(name, layer, context, ran, errors, *mass, density)
+            except Exception as error:
+                measured.failure = failure_line(error)
 
     def _add(
         self,
@@ -319,8 +321,8 @@ class WarmUp:
         self, name: str, layer: AttentionLayer, call: AttentionCall, context: ForwardContext
     ) -> None:
         self._wait()
-        start, outcome = time.perf_counter(), Measured()
-        with _recording_failure(outcome):
+        start = time.perf_counter()
+        try:
             other = layer.like(self._scopes[name])
             for step in {0, self._num_steps - 1}:
                 at_step = replace(
@@ -328,10 +330,10 @@ class WarmUp:
                 )
                 with use_forward_context(at_step):
                     other.attend(_with_gate(call) if other.takes_gate else call)
+        except Exception:  # its own run will say so
+            self._failed.add(name)
         self._wait()
         self.seconds[name] += time.perf_counter() - start
-        if outcome.failure:  # its own run will say so
-            self._failed.add(name)
 
 
 def _with_gate(call: AttentionCall) -> AttentionCall:
@@ -502,15 +504,6 @@ def failure_line(error: BaseException) -> str:
     if is_out_of_memory(error):
         return f"out of memory: {line}"
     return line if isinstance(error, UsageError) else f"{type(error).__name__}: {line}"
-
-
-@contextmanager
-def _recording_failure(measured: Measured) -> Iterator[None]:
-    """Write down why a backend fails, instead of ending the generation."""
-    try:
-        yield
-    except Exception as error:
-        measured.failure = failure_line(error)
 
 
 def _is_measured(layer: AttentionLayer) -> bool:
