@@ -16,7 +16,7 @@ The command line prints a `MultimodalGenError` as one line and exits with status
 """
 
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 
@@ -81,6 +81,12 @@ def short(value: object) -> str:
 _MOST_LETTERS = 200
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = _MOST_LETTERS
+
+
+def listed(names: Sequence[object], most: int = 3) -> str:
+    """Return the first of several names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(str, names[:most])) + more
 
 
 def is_out_of_memory(error: BaseException) -> bool:

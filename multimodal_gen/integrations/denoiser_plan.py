@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from multimodal_gen.errors import UsageError
+from multimodal_gen.errors import UsageError, listed
 from multimodal_gen.integrations.checkpoint_files import find_checkpoint
 from multimodal_gen.integrations.components import Component, compute_dtype, whole_number
 from multimodal_gen.integrations.cuda_graphs import CudaGraphs, GraphedDenoiser
@@ -423,10 +423,9 @@ class DenoiserPlan:
         ):
             if not unread:
                 continue
-            more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
             sentence = (
-                f"{self._component.name}: trained layers of its checkpoint ({unread[0]}{more}) are "
-                f"not used, {why}: the {branch} branch that they were trained for is missing"
+                f"{self._component.name}: trained layers of its checkpoint ({listed(unread, 1)}) "
+                f"are not used, {why}: the {branch} branch that they were trained for is missing"
             )
             taken = any(x.takes_gate if part == GATE else x.takes_projection for x in self.layers)
             if taken and unread is lost:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from multimodal_gen.errors import UsageError, first_line, short
+from multimodal_gen.errors import UsageError, first_line, listed, short
 from multimodal_gen.files import require_writable
 from multimodal_gen.kernels.launch.ahead import use
 from multimodal_gen.runtime.generator.index import PipelineIndex, class_of
@@ -35,8 +35,6 @@ from multimodal_gen.runtime.generator.weights_file import (
 from multimodal_gen.runtime.platforms import current_platform
 from multimodal_gen.runtime.server_args import SETTINGS, ServerArgs
 from multimodal_gen.settings import expanded
-
-_SHOWN = 3
 
 # Functions, of diffusers and of this module, whose `name` is the component that they load.
 _LOADING = ("load_sub_model", "load_text_models")
@@ -317,11 +315,9 @@ def denoisers(pipe: Any) -> dict[str, Any]:
 
 
 def _incomplete(model_path: str, name: str, missing: Collection[str]) -> UsageError:
-    names = sorted(missing)
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return UsageError(
         f"the weights of {name} at {model_path!r} must hold every parameter of its config, missing "
-        f"{', '.join(names[:_SHOWN])}{more}; download the component again"
+        f"{listed(sorted(missing))}; download the component again"
     )
 
 

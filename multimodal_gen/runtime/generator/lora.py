@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from multimodal_gen.errors import MissingDependencyError, UsageError, first_line, short
+from multimodal_gen.errors import MissingDependencyError, UsageError, first_line, listed, short
 from multimodal_gen.runtime.generator.library_errors import told
 from multimodal_gen.runtime.generator.quiet import without
 from multimodal_gen.runtime.model_path import HUB_ID
@@ -29,7 +29,6 @@ from multimodal_gen.settings import expanded
 
 _TARGET = re.compile(r"(?P<rest>.+)@(?P<target>\w+)")
 _SCALE = re.compile(r"(?P<path>.+):(?P<scale>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)")
-_SHOWN = 3
 _WEIGHTS = (".safetensors", ".bin")
 
 
@@ -294,9 +293,7 @@ def _check_placed(
 
 
 def _unplaced(pipe: Any, lora: Lora, missing: Sequence[str], total: int) -> str:
-    shown = ", ".join(missing[:_SHOWN])
-    more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
     return (
         f"--lora-path must be a LoRA for {type(pipe).__name__}, got {short(lora.path)}, of which "
-        f"{len(missing)} of {total} tensors have no place in the model: {shown}{more}"
+        f"{len(missing)} of {total} tensors have no place in the model: {listed(missing)}"
     )

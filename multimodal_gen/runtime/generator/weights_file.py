@@ -10,14 +10,14 @@ may be, but the layers that sparse methods train, which go with the model: see
 import math
 import re
 import zipfile
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from multimodal_gen.errors import UsageError
+from multimodal_gen.errors import UsageError, listed
 from multimodal_gen.runtime.generator.index import PipelineIndex, class_of, class_of_component
 from multimodal_gen.runtime.generator.library_errors import described, told
 from multimodal_gen.settings import expanded
@@ -159,7 +159,7 @@ def _tensors(found: Any, flag: str) -> dict[str, torch.Tensor]:
     if not (given and all(isinstance(value, torch.Tensor) for value in given.values())):
         raise UsageError(
             f"{flag} must hold tensors by name, alone or as one of {', '.join(_HOLDERS)}, got a "
-            f"{type(found).__name__}{_listed(given) if given else ''}"
+            f"{type(found).__name__}{f' ({listed([*given], _SHOWN)})' if given else ''}"
         )
     state = {_WRAPPERS.sub("", key): value for key, value in given.items()}
     while prefix := next((x for x in _PREFIXES if all(key.startswith(x) for key in state)), ""):
@@ -210,16 +210,11 @@ def _check(state: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Size], 
         "unexpected": sorted(state.keys() - wanted),
         "of another shape": sorted(shapes),
     }
-    found = [f"{len(keys)} {what}{_listed(keys)}" for what, keys in different.items() if keys]
+    found = [
+        f"{len(keys)} {what} ({listed(keys, _SHOWN)})" for what, keys in different.items() if keys
+    ]
     if found:
         remedy = "take the file of another model, or this model from another folder"
         if any(key.endswith(".int8_weight") for key in state):
             remedy = "its layers are quantised: take the file without -quant"
         raise UsageError(f"{start}: {'; '.join(found)}; {remedy}")
-
-
-def _listed(names: Iterable[object]) -> str:
-    """Return the first of some names, and how many more there are."""
-    shown = [*map(str, names)]
-    more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
-    return f" ({', '.join(shown[:_SHOWN])}{more})"
