@@ -1,15 +1,14 @@
 """What `apply` does to one denoiser: planned first, then carried out."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from multimodal_gen.errors import UsageError, listed
-from multimodal_gen.integrations.checkpoint_files import find_checkpoint
+from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.components import Component, compute_dtype, whole_number
 from multimodal_gen.integrations.cuda_graphs import CudaGraphs, GraphedDenoiser
 from multimodal_gen.integrations.forward_hooks import DenoiserHooks, forget_checkpoints
@@ -28,25 +27,10 @@ from multimodal_gen.integrations.processor_patch import (
 )
 from multimodal_gen.integrations.scopes import calibrated, without_sparse
 from multimodal_gen.integrations.steps import StepTracker
-from multimodal_gen.integrations.trained_layers import (
-    GATE,
-    PROJECTION,
-    SpareGate,
-    Stored,
-    attach_child,
-    attach_projection,
-    find_gates,
-    find_projections,
-    new_gate,
-    new_projection,
-    owner_of,
-    stored_layers,
-    stored_parameters,
-)
+from multimodal_gen.integrations.trained_layers import TrainedParts
 from multimodal_gen.runtime.described_tokens import DescribedTokens
 from multimodal_gen.runtime.distributed.groups import ParallelGroups
 from multimodal_gen.runtime.generator.attention_guard import AttentionGuard
-from multimodal_gen.runtime.generator.weights_file import TRAINED
 from multimodal_gen.runtime.layers.attention.report import LayerReport
 from multimodal_gen.runtime.layers.attention.request import AttentionRole, LayerSite
 from multimodal_gen.runtime.layers.attention.scope import SelectionScope
@@ -132,20 +116,8 @@ class DenoiserPlan:
         self._guard = guard
         self._refuse_guard()
         self._graphed = None if graphs is None or not self._patched else self._graph(graphs)
-        gated = {m.name: m.module for m in self._gated() if m.layer.takes_gate}
-        stored = stored_parameters(component.model) if self._patched else {}
-        wanted = {m.name: m.module for m in self._gated()} if "gate" in scope.spare else gated
-        self._gates = find_gates(component.model, wanted, stored)
-        sizes = {m.name: m.layer.usual.head_size for m in self._patched}
-        projected = {m.name: sizes[m.name] for m in self._patched if m.layer.takes_projection}
-        sizes = sizes if "projection" in scope.spare else projected
-        self._projections = find_projections(stored, sizes)
-        self._lost = self._lost_parts(bool(gated), bool(projected))
-        self._unread = [
-            *self._unread_parts(stored, GATE, "coarse", self._gated(), wanted),
-            *self._unread_parts(stored, PROJECTION, "linear", self._patched, sizes),
-        ]
-        self._new_parts = self._make_trainable(gated, projected) if train else 0
+        layers = {m.name: (m.module, m.layer) for m in self._patched}
+        self._trained = TrainedParts(component, scope, layers, [*self._gated()], train=train)
 
     @property
     def layers(self) -> tuple[ModuleAttention, ...]:
@@ -175,23 +147,7 @@ class DenoiserPlan:
             yield f"{name}: {cls} does not tell its denoising step, every call counts as step 0"
         yield from self.parallel.notes()
         yield from (f"{name}: {sentence}" for sentence in self._hooks.caches)
-        if self._lost:
-            yield self._lost
-        yield from self._unread
-        weighing = sum(m.name in self._gates and m.layer.takes_gate for m in self._patched)
-        if weighing and not self._new_parts:
-            yield (
-                f"{name}: {weighing} layers weigh the coarse branch by the gates of the checkpoint"
-            )
-        if self._new_parts:
-            yield (
-                f"{name}: {self._new_parts} layers got new gates or projections to train, which "
-                f"are zero at first, are saved with the model, and leave it with remove()"
-            )
-        elif projecting := sum(
-            m.name in self._projections and m.layer.takes_projection for m in self._patched
-        ):
-            yield f"{name}: {projecting} layers project the linear branch as the checkpoint does"
+        yield from self._trained.notes
         for reason, count in Counter(self.failures).items():
             yield f"{name}: {count} modules left alone, {reason}"
         if self._installed:
@@ -241,15 +197,7 @@ class DenoiserPlan:
             _register_like_stock(patched)
             patched.module.processor = patched.replacement
             undo.callback(self._restore, index)
-            if patched.name in self._gates:
-                gate = self._gates[patched.name]
-                used = patched.layer.takes_gate
-                attach_child(patched.module, GATE, gate if used else SpareGate(gate), undo)
-            if patched.name in self._projections:
-                projection = self._projections[patched.name]
-                attach_projection(patched.module, projection, undo)
-                patched.layer.project(projection, (patched.module, PROJECTION))
-                undo.callback(patched.layer.project, None)
+        self._trained.install(undo)
         if not self._patched:
             return
         self._installed = True
@@ -344,94 +292,14 @@ class DenoiserPlan:
         for patched in self._patched:
             patched.layer.end_request(request_id)
 
-    def _gated(self) -> Iterator[_PatchedModule]:
-        """Yield the modules whose processors can hand a gate to their layer."""
+    def _gated(self) -> Iterator[str]:
+        """Yield the names of modules whose processors can hand a gate to their layer."""
         for patched in self._patched:
             cls = type(patched.found)
             known = _is_diffusers(cls) and cls.__name__ in self._adapter.gated
             own_tokens = patched.layer.site.role is AttentionRole.SELF
             if known and own_tokens:
-                yield patched
-
-    def _make_trainable(self, gated: dict[str, nn.Module], projected: dict[str, int]) -> int:
-        """Let gates and projections be trained, and make those that are missing; returns how many.
-
-        Raises:
-            UnsupportedBackendError: a layer's backend has no backward pass.
-            UsageError: a parameter of its sparse method is for calls without gradients.
-        """
-        for patched in self._patched:
-            patched.layer.layer.require_backward()
-        model = self.model
-        gates = {n: new_gate(m, compute_dtype(m, model)) for n, m in gated.items()}
-        projections = {n: new_projection(size) for n, size in projected.items()}
-        new = len((gates.keys() - self._gates) | (projections.keys() - self._projections))
-        self._gates = gates | self._gates
-        self._projections = projections | self._projections
-        for part in (*self._gates.values(), *self._projections.values()):
-            part.requires_grad_(True)
-        return new
-
-    def _lost_parts(self, gated: bool, projected: bool) -> str:
-        """Say which trained parts a checkpoint may have that cannot be read again, if any."""
-        if not (gated or projected) or hasattr(self.model, TRAINED):
-            return ""
-        files = find_checkpoint(self.model)
-        if files.folder is not None:
-            return ""
-        parts = " and ".join(
-            part for part, is_taken in ((GATE, gated), (PROJECTION, projected)) if is_taken
-        )
-        start = (
-            f"{self._component.name}: trained layers that its checkpoint may have ({parts}) are "
-        )
-        if next(self.model.parameters()).is_meta:
-            return f"{start}looked for when it is loaded"
-        lost = f"{start}not used, its files are unknown: {files.reason}"
-        if files.source:
-            self._scope.warnings.warn(lost)
-            return ""  # which the report has from there
-        return lost
-
-    def _unread_parts(
-        self,
-        stored: Stored,
-        part: str,
-        branch: str,
-        places: Iterable[_PatchedModule],
-        read: Collection[str],
-    ) -> Iterator[str]:
-        """Say which trained parts of its checkpoint are not used.
-
-        What no layer can be given, though a layer's method takes it, is warned of.
-
-        Args:
-            stored: what came with the model.
-            part: what they are called.
-            branch: what they are for.
-            places: the modules that can be given one.
-            read: the names of those that it is read for.
-        """
-        came = stored_layers(stored, part)
-        known = {m.name for m in places}
-        lost = [x for x in came if owner_of(x, known) is None]
-        idle = [x for x in came if x not in lost and owner_of(x, read) is None]
-        cls = type(self.model).__name__
-        for unread, why in (
-            (lost, f"no layer of {cls} can be given them"),
-            (idle, f"those layers run no method with a {branch} branch"),
-        ):
-            if not unread:
-                continue
-            sentence = (
-                f"{self._component.name}: trained layers of its checkpoint ({listed(unread, 1)}) "
-                f"are not used, {why}: the {branch} branch that they were trained for is missing"
-            )
-            taken = any(x.takes_gate if part == GATE else x.takes_projection for x in self.layers)
-            if taken and unread is lost:
-                self._scope.warnings.warn(sentence)  # which the report has from there
-            else:
-                yield sentence
+                yield patched.name
 
     def _refuse_steps(self) -> None:
         if self._hooks.tells_steps:

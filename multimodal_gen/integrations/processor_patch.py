@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from multimodal_gen.errors import UsageError
+from multimodal_gen.integrations.gated_value import GatedValue
 from multimodal_gen.integrations.hooks import StandIn
 from multimodal_gen.integrations.module_attention import ModuleAttention
 from multimodal_gen.integrations.padding import PairMask
-from multimodal_gen.integrations.trained_layers import GatedValue
 from multimodal_gen.runtime.layers.attention.backends.block_masks import is_block_mask
 from multimodal_gen.runtime.managers.forward_context import current_forward_context
 

@@ -3,13 +3,13 @@
 from dataclasses import replace
 from types import MappingProxyType
 
+from multimodal_gen.integrations.gated_value import wan_projections
 from multimodal_gen.integrations.models.adapter import (
     ModelAdapter,
     latents_grid,
     role_by_prefix,
 )
 from multimodal_gen.integrations.models.split_plan import Cut, SplitPlan
-from multimodal_gen.integrations.trained_layers import wan_projections
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 
 _CUTS = (
