@@ -63,7 +63,6 @@ from multimodal_gen.runtime.generator.sampling import (
     check_arguments,
     check_sizes,
     default_fps,
-    output_size,
     prepare_call,
     steps_of,
 )
@@ -76,8 +75,6 @@ from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.scope import SelectionScope
 from multimodal_gen.runtime.layers.attention.selector import Selection
 from multimodal_gen.runtime.layers.attention.warn_once import logger as layer_warnings
-from multimodal_gen.runtime.managers.generation import Generation as Described
-from multimodal_gen.runtime.managers.generation import describe_generation
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from multimodal_gen.runtime.server_args import CALL_SETTINGS, ServerArgs
 
@@ -452,15 +449,10 @@ class Comparison:
             self._results.scored(generation)
 
     def _denoise(
-        self,
-        args: ServerArgs,
-        meter: Meter,
-        steps: LatentSteps | None = None,
+        self, args: ServerArgs, meter: Meter, steps: LatentSteps | None = None
     ) -> Denoised:
-        width, height = output_size(self._pipe, self._index, args)
-        shown = Described(prompt=args.prompt or "", width=width, height=height)
         call = prepare_call(self._pipe, self._index, args)
-        with told_of_run(self._pipe), describe_generation(shown):
+        with told_of_run(self._pipe):
             return denoise(self._pipe, call, meter.timings, *([] if steps is None else [steps]))
 
 

@@ -24,6 +24,7 @@ from multimodal_gen.runtime.generator.overridden import overridden
 from multimodal_gen.runtime.generator.progress import follow
 from multimodal_gen.runtime.generator.sampling import Call
 from multimodal_gen.runtime.layers.attention.report import Json
+from multimodal_gen.runtime.managers.generation import describe_generation
 from multimodal_gen.runtime.server_args import ServerArgs
 from multimodal_gen.settings import as_flag
 
@@ -127,6 +128,7 @@ def denoise(
         overridden(pipe, **call.changed),
         overridden(pipe.scheduler, step=_WatchedStep(pipe.scheduler, watch)),
         told_of_run(),
+        describe_generation(call.generation),
         limited_templates(pipe),
     ):
         result = pipe(**call.arguments, **_callback(pipe, watch))

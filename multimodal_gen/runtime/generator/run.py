@@ -51,7 +51,6 @@ from multimodal_gen.runtime.generator.sampling import (
     check_arguments,
     check_sizes,
     default_fps,
-    output_size,
     prepare_call,
     steps_of,
 )
@@ -60,7 +59,6 @@ from multimodal_gen.runtime.generator.skeleton import without_weights
 from multimodal_gen.runtime.generator.stream import Give, StreamedChunk, Streaming, check_stream
 from multimodal_gen.runtime.layers.attention.call import watching
 from multimodal_gen.runtime.layers.attention.report import Json
-from multimodal_gen.runtime.managers.generation import Generation, describe_generation
 from multimodal_gen.runtime.server_args import ServerArgs
 from multimodal_gen.settings import as_plain, expanded, read_json
 
@@ -365,8 +363,6 @@ class Session:
         call = prepare_call(pipe, self.index, args)
         if not is_main_rank():  # it writes nothing
             call = call.without_pixels()
-        width, height = output_size(pipe, self.index, args)
-        asked = Generation(prompt=args.prompt or "", width=width, height=height)
         cache = None if args.cache is None else read_cache(args.cache)
         named = args.attention_backend if args.backend == "diffusers" else None
         with timings.phase("attach"):
@@ -377,7 +373,6 @@ class Session:
                 told_of_run(pipe, given=as_typed(args), backend=named),
                 given_sigmas(pipe, args.sigmas),
                 cached(pipe, denoisers(pipe), cache, steps_of(self.index, args)) as skipped,
-                describe_generation(asked),
             ):
                 if stream is None:
                     run = denoise(pipe, call, timings, _once_a_step(on_step))
@@ -432,7 +427,8 @@ def observe(
             recorder, timings = make(), Timings(device)
             with watch(recorder), timings.phase("whole"), told_of_run(pipe):
                 denoise(pipe, call, timings)
-            yield recorder, timings.phases["whole"], output_size(pipe, index, args)
+            made = call.generation
+            yield recorder, timings.phases["whole"], (made.width, made.height)
     finally:
         handle.remove()
 

@@ -31,6 +31,7 @@ from multimodal_gen.runtime.generator.inputs import (
 from multimodal_gen.runtime.generator.load import denoisers
 from multimodal_gen.runtime.generator.quiet import without
 from multimodal_gen.runtime.layers.attention.scope import component_names
+from multimodal_gen.runtime.managers.generation import Generation
 from multimodal_gen.runtime.server_args import SETTINGS, ServerArgs
 from multimodal_gen.settings import as_flag
 
@@ -91,11 +92,13 @@ class Call:
         arguments: keyword arguments for `__call__`.
         changed: attributes that the pipeline has meanwhile, by name.
         fps: frames per second of the result; meaningless for images.
+        generation: what it makes, for methods that write files about it.
         notes: what the user should know about the arguments.
     """
 
     arguments: Mapping[str, Any]
     fps: int
+    generation: Generation
     changed: Mapping[str, object] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -194,9 +197,11 @@ def prepare_call(pipe: Any, index: PipelineIndex, args: ServerArgs) -> Call:
         arguments[_FRAME_RATE] = args.fps
     if "output_type" in parameters:
         arguments["output_type"] = "np"
+    width, height = output_size(pipe, index, args)
     return Call(
         arguments=arguments,
         fps=args.fps or default_fps(index),
+        generation=Generation(prompt=args.prompt or "", width=width, height=height),
         changed={} if guider is None else {"guider": guider},
         notes=_notes(parameters, arguments),
     )

@@ -25,6 +25,7 @@ from multimodal_gen.runtime.generator.library_errors import (
     told_of_run,
 )
 from multimodal_gen.runtime.generator.sampling import Call
+from multimodal_gen.runtime.managers.generation import Generation
 from multimodal_gen.runtime.server_args import ServerArgs
 
 STEPS = 4
@@ -121,7 +122,8 @@ class _RestoresState(_Pipe):
 
 def _denoise(pipe):
     timings = Timings(torch.device("cpu"))
-    return denoise(pipe, Call(arguments={}, fps=8), timings), timings
+    made = Generation(prompt="a fox", width=96, height=64)
+    return denoise(pipe, Call(arguments={}, fps=8, generation=made), timings), timings
 
 
 def _unipc():
