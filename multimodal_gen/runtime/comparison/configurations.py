@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from multimodal_gen.errors import ConfigError, UsageError, short
 from multimodal_gen.runtime.comparison.score import Score, read_score
@@ -40,6 +40,9 @@ ONE_DEVICE = (
     "--num-gpus`, once for each backend"
 )
 """What a comparison on several ranks is told."""
+
+Clip: TypeAlias = tuple[int, int]
+"""What is generated: index of the prompt, and the seed."""
 
 # A path may have a plus, too: behind one without a blank before it stands the name of a cache.
 _NAMES = "|".join(name.replace("_", "[-_]") for name in CACHE_NAMES)
@@ -136,12 +139,12 @@ class Plan:
                 )
 
     @property
-    def clips(self) -> tuple[tuple[int, int], ...]:
-        """What is generated: index of the prompt, and the seed."""
+    def clips(self) -> tuple[Clip, ...]:
+        """What is generated."""
         return tuple((prompt, seed) for prompt in range(len(self.prompts)) for seed in self.seeds)
 
     @property
-    def replayed_clips(self) -> tuple[tuple[int, int], ...]:
+    def replayed_clips(self) -> tuple[Clip, ...]:
         """Those of them whose calls are replayed."""
         by_seed = [(prompt, seed) for seed in self.seeds for prompt in range(len(self.prompts))]
         return tuple(by_seed[: self.layers_for]) if self.replayed_steps != 0 else ()

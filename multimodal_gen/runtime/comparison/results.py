@@ -5,13 +5,13 @@ Shapes: T steps.
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from multimodal_gen.errors import UsageError
-from multimodal_gen.runtime.comparison.configurations import Configuration, Plan
+from multimodal_gen.runtime.comparison.configurations import Clip, Configuration, Plan
 from multimodal_gen.runtime.comparison.cost import Spent, cost_of
 from multimodal_gen.runtime.comparison.frames import measure_frames, summarise
 from multimodal_gen.runtime.comparison.layers import Measured, averaged
@@ -35,14 +35,14 @@ class Todo:
     """What is not done yet.
 
     Attributes:
-        missing: prompts' indices and seeds of each configuration that can run, by its name.
-        replays: names of what the reference's calls are to be replayed on, by prompt and seed.
+        missing: clips of each configuration that can run, by its name.
+        replays: names of what the reference's calls are to be replayed on, by clip.
         repeats: what the reference makes once more, for the noise of times.
     """
 
-    missing: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
-    replays: Mapping[tuple[int, int], Sequence[str]] = field(default_factory=dict)
-    repeats: Sequence[tuple[int, int]] = ()
+    missing: Mapping[str, Sequence[Clip]]
+    replays: Mapping[Clip, Sequence[str]]
+    repeats: Sequence[Clip]
 
 
 class Results:
@@ -62,9 +62,7 @@ class Results:
         self.notes: list[str] = []
         self._store, self._plan = store, plan
         self._scores: dict[str, float] = {}
-        self._scoring = (
-            threading.Lock()
-        )  # a function of the user's is called by one thread at a time
+        self._scoring = threading.Lock()  # a function of the user's is called once at a time
 
     def todo(self, served: Sequence[Configuration]) -> Todo:
         """Return what is left to do for the reference and those of the others that can run."""
@@ -81,14 +79,14 @@ class Results:
             ],
         )
 
-    def reference_latents(self, prompt: int, seed: int) -> Any:
+    def reference_latents(self, clip: Clip) -> Any:
         """Return what was kept of the reference's latents, fp32 [T, values]."""
-        return self._store.read_array(self._latents_path(prompt, seed))
+        return self._store.read_array(self._latents_path(clip))
 
     def keep(
         self,
         configuration: Configuration,
-        clip: tuple[int, int],
+        clip: Clip,
         run: Denoised,
         steps: "LatentSteps",
         *,
@@ -100,7 +98,7 @@ class Results:
 
         Args:
             configuration: what it ran on.
-            clip: index of the prompt, and the seed.
+            clip: which clip it is.
             run: what it gave.
             steps: its latents along the steps.
             spent: see `StoredGeneration`, as for the others.
@@ -109,7 +107,7 @@ class Results:
         """
         import numpy as np
 
-        key = self._generation_key(configuration, *clip)
+        key = self._generation_key(configuration, clip)
         (pixels,) = run.pixels
         stem = f"{configuration.name}-p{clip[0]}-s{clip[1]}-{key[:8]}"
         frames, preview, files = clip_writers(stem, pixels, self.fps)
@@ -126,7 +124,7 @@ class Results:
         )
         if configuration is self._plan.reference:
             latents = steps.latents()
-            path = self._latents_path(*clip)
+            path = self._latents_path(clip)
             files[path] = lambda path: np.save(path, latents, allow_pickle=False)
         stored = StoredGeneration(
             generation=generation,
@@ -137,13 +135,11 @@ class Results:
         self._store.write(key, stored, files)
         return generation
 
-    def keep_replay(
-        self, configuration: Configuration, clip: tuple[int, int], measured: Measured
-    ) -> None:
+    def keep_replay(self, configuration: Configuration, clip: Clip, measured: Measured) -> None:
         """Write what replaying the reference's calls of a clip found."""
         self._store.write(self._replay_key(configuration, clip), measured)
 
-    def keep_repeat(self, clip: tuple[int, int], seconds: float) -> None:
+    def keep_repeat(self, clip: Clip, seconds: float) -> None:
         """Write how long the reference took for a clip the second time."""
         self._store.write(self._repeat_key(clip), StoredRepeat(seconds=seconds))
 
@@ -158,7 +154,7 @@ class Results:
         found = [
             stored
             for clip in plan.clips
-            if (stored := self._stored_generation(configuration, *clip)) is not None
+            if (stored := self._stored_generation(configuration, clip)) is not None
         ]
         replays = [
             replay
@@ -205,10 +201,10 @@ class Results:
 
     def measured(self, configuration: Configuration, generation: Generation) -> Generation:
         """Return a generation with the metrics of its frames, which are kept, too."""
-        prompt, seed = generation.prompt, generation.seed
-        reference = self._stored_generation(self._plan.reference, prompt, seed)
+        clip = generation.prompt, generation.seed
+        reference = self._stored_generation(self._plan.reference, clip)
         assert reference is not None, "the reference runs first"
-        made = self._generation_key(configuration, prompt, seed)
+        made = self._generation_key(configuration, clip)
         perceptual = self._plan.perceptual
         key = self._store.key(metrics=made, packages=available() if perceptual else ())
         stored = self._store.find(StoredMetrics, key)
@@ -237,52 +233,50 @@ class Results:
                 self._scores[path] = score.of(self._store.read_array(path), prompt)
         return replace(generation, score=self._scores[path])
 
-    def _missing(self, configuration: Configuration) -> list[tuple[int, int]]:
-        """Return the prompts' indices and seeds that are not done yet."""
+    def _missing(self, configuration: Configuration) -> list[Clip]:
+        """Return the clips that are not done yet."""
         is_reference = configuration is self._plan.reference
         return [
             clip
             for clip in self._plan.clips
-            if self._stored_generation(configuration, *clip) is None
-            or (is_reference and not self._store.has_array(self._latents_path(*clip)))
+            if self._stored_generation(configuration, clip) is None
+            or (is_reference and not self._store.has_array(self._latents_path(clip)))
         ]
 
-    def _latents_path(self, prompt: int, seed: int) -> str:
-        return f"latents/{self._generation_key(self._plan.reference, prompt, seed)}.npy"
+    def _latents_path(self, clip: Clip) -> str:
+        return f"latents/{self._generation_key(self._plan.reference, clip)}.npy"
 
-    def _repeat_seconds(self, clip: tuple[int, int]) -> float | None:
+    def _repeat_seconds(self, clip: Clip) -> float | None:
         found = self._store.find(StoredRepeat, self._repeat_key(clip))
         return None if found is None else found.seconds
 
-    def _repeat_key(self, clip: tuple[int, int]) -> str:
-        return self._store.key(repeat=self._generation_key(self._plan.reference, *clip))
+    def _repeat_key(self, clip: Clip) -> str:
+        return self._store.key(repeat=self._generation_key(self._plan.reference, clip))
 
-    def _replay(self, configuration: Configuration, clip: tuple[int, int]) -> Measured | None:
+    def _replay(self, configuration: Configuration, clip: Clip) -> Measured | None:
         return self._store.find(Measured, self._replay_key(configuration, clip))
 
     def _stored_generation(
-        self, configuration: Configuration, prompt: int, seed: int
+        self, configuration: Configuration, clip: Clip
     ) -> StoredGeneration | None:
-        found = self._store.find(
-            StoredGeneration, self._generation_key(configuration, prompt, seed)
-        )
+        found = self._store.find(StoredGeneration, self._generation_key(configuration, clip))
         if found is None:
             return None
         # A comparison that goes on may have its prompts at other places.
-        return replace(found, generation=replace(found.generation, prompt=prompt, seed=seed))
+        return replace(found, generation=replace(found.generation, prompt=clip[0]))
 
-    def _generation_key(self, configuration: Configuration, prompt: int, seed: int) -> str:
+    def _generation_key(self, configuration: Configuration, clip: Clip) -> str:
         return self._store.key(
             backend=configuration.asked,
             reference=self._plan.reference.asked,
             is_reference=configuration is self._plan.reference,
-            prompt=self._plan.prompts[prompt],
-            seed=seed,
+            prompt=self._plan.prompts[clip[0]],
+            seed=clip[1],
         )
 
-    def _replay_key(self, configuration: Configuration, clip: tuple[int, int]) -> str:
+    def _replay_key(self, configuration: Configuration, clip: Clip) -> str:
         return self._store.key(
-            replay=self._generation_key(configuration, *clip),
+            replay=self._generation_key(configuration, clip),
             steps=self._plan.replayed_steps,
             pictures=clip == self._plan.clips[0],
         )

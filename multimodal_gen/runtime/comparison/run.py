@@ -34,6 +34,7 @@ from multimodal_gen.runtime.attention_report import AttentionReport
 from multimodal_gen.runtime.comparison.configurations import (
     EXACT_KERNELS,
     ONE_DEVICE,
+    Clip,
     Configuration,
     Plan,
     read_configuration,
@@ -166,8 +167,8 @@ class Comparison:
         self._progress = _Progress(0, say)
         # While a GPU generates the next clip; a CPU has nothing to spare.
         self._writer = _Writer(in_background=self._device.type != "cpu")
-        self._latents: dict[tuple[int, int], Any] = {}
-        self._references: dict[tuple[int, int], Future[None]] = {}
+        self._latents: dict[Clip, Any] = {}
+        self._references: dict[Clip, Future[None]] = {}
         self._notes: list[str] = []
 
     def run(self) -> Report:
@@ -296,7 +297,7 @@ class Comparison:
         for number, clip in enumerate(self._plan.clips):
             if clip in first:
                 replayed = [by_name[name] for name in todo.replays.get(clip, ())]
-                found = self._generate(reference, *clip, replayed)
+                found = self._generate(reference, clip, replayed)
                 for each in replayed:
                     self._results.keep_replay(each, clip, found[each.name])
             start = number % max(1, len(served))
@@ -313,10 +314,10 @@ class Comparison:
                 self._repeat(clip)
         return failures
 
-    def _try(self, configuration: Configuration, clip: tuple[int, int]) -> str:
+    def _try(self, configuration: Configuration, clip: Clip) -> str:
         """Make one generation; return why it failed, or nothing."""
         try:
-            self._generate(configuration, *clip)
+            self._generate(configuration, clip)
         except Exception as error:
             failure = failure_line(error)
             self._say(f"{configuration.name}: {failure}")
@@ -324,13 +325,12 @@ class Comparison:
             return failure
         return ""
 
-    def _repeat(self, clip: tuple[int, int]) -> None:
+    def _repeat(self, clip: Clip) -> None:
         """Make a clip of the reference once more, and keep how long it took."""
         meter = Meter(self._device)
         _, report = self._made(self._plan.reference, self._plan.reference.scope, clip, meter)
         self._results.keep_repeat(clip, meter.spent(report).seconds)
-        prompt, seed = clip
-        self._progress.done(f"{self._plan.reference.name} again, prompt {prompt + 1}, seed {seed}")
+        self._progress.done(f"{self._plan.reference.name} again, {_named(clip)}")
 
     def _cached(self, configuration: Configuration) -> AbstractContextManager[object]:
         """Enable the cache of a configuration on the denoisers in a `with` block."""
@@ -365,8 +365,7 @@ class Comparison:
     def _generate(
         self,
         configuration: Configuration,
-        prompt: int,
-        seed: int,
+        clip: Clip,
         replayed: Sequence[Configuration] = (),
     ) -> dict[str, Measured]:
         """Make one generation and keep it; return what replaying its calls found."""
@@ -380,35 +379,35 @@ class Comparison:
                 {each.name: each.scope for each in replayed if each is not self._plan.reference},
                 self._plan.replayed_steps,
                 meter.excluded,
-                pictures=(prompt, seed) == self._plan.clips[0],
+                pictures=clip == self._plan.clips[0],
             )
-        steps = LatentSteps(None if is_reference else self._truth((prompt, seed)))
-        run, report = self._made(configuration, scope, (prompt, seed), meter, steps, replay)
+        steps = LatentSteps(None if is_reference else self._truth(clip))
+        run, report = self._made(configuration, scope, clip, meter, steps, replay)
         keep = partial(
             self._results.keep,
             configuration,
-            (prompt, seed),
+            clip,
             run,
             steps,
             spent=meter.spent(report),
             attention=tuple(report.summary().splitlines()),
             warm_up_seconds=self._warm_up_seconds.get(configuration.name, 0.0),
         )
-        finish = partial(self._finish, configuration, (prompt, seed), keep)
+        finish = partial(self._finish, configuration, clip, keep)
         if is_reference:
-            self._latents[prompt, seed] = steps.latents()
-            self._references[prompt, seed] = self._writer.submit(configuration.name, finish)
-        else:
-            self._writer.submit(configuration.name, finish)
+            self._latents[clip] = steps.latents()
+        written = self._writer.submit(configuration.name, finish)
+        if is_reference:
+            self._references[clip] = written
         self._highest = max(self._highest, meter.highest)
-        self._progress.done(f"{configuration.name}, prompt {prompt + 1}, seed {seed}")
+        self._progress.done(f"{configuration.name}, {_named(clip)}")
         return {} if replay is None else replay.found
 
     def _made(
         self,
         configuration: Configuration,
         scope: SelectionScope,
-        clip: tuple[int, int],
+        clip: Clip,
         meter: Meter,
         steps: LatentSteps | None = None,
         replay: Replay | None = None,
@@ -425,13 +424,13 @@ class Comparison:
                 run = self._denoise(args, meter, steps)
             return run, handle.report()
 
-    def _truth(self, clip: tuple[int, int]) -> Any:
+    def _truth(self, clip: Clip) -> Any:
         """Return the reference's latents, which may still be on their way to the disk."""
         kept = self._latents.get(clip)
-        return self._results.reference_latents(*clip) if kept is None else kept
+        return self._results.reference_latents(clip) if kept is None else kept
 
     def _finish(
-        self, configuration: Configuration, clip: tuple[int, int], keep: Callable[[], Generation]
+        self, configuration: Configuration, clip: Clip, keep: Callable[[], Generation]
     ) -> None:
         """Write a generation; measure its frames too where that takes no time from the next."""
         generation = keep()
@@ -556,6 +555,10 @@ def _free_memory(device: torch.device) -> None:
     empty = getattr(torch.get_device_module(device), "empty_cache", None)
     if empty is not None:
         empty()
+
+
+def _named(clip: Clip) -> str:
+    return f"prompt {clip[0] + 1}, seed {clip[1]}"
 
 
 def _duration(seconds: float) -> str:
