@@ -8,7 +8,6 @@ import traceback
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -120,8 +119,7 @@ def _read_weights(index: PipelineIndex, args: ServerArgs, device: torch.device) 
     files = {name: way for name, way in ways.items() if way.lower().endswith(".gguf")}
     given = {name: load_gguf(index, name, file, chosen) for name, file in files.items()}
     for name, file in _by_component(args.transformer_weights_path).items():
-        own = dtypes.get(name, dtypes["default"]) if isinstance(dtypes, Mapping) else dtypes
-        given[name] = load_weights(index, name, file, own)
+        given[name] = load_weights(index, name, file, dtypes.get(name, chosen))
     configs = {
         name: quantization_config(index.components[name][0], way, chosen)
         for name, way in ways.items()
@@ -198,15 +196,15 @@ def check_folder(model_path: str, components: Mapping[str, tuple[str, str]]) -> 
 def load_text_models(
     model_path: str,
     components: Mapping[str, tuple[str, str]],
-    dtype: Any,
-    configs: Mapping[str, Any] = MappingProxyType({}),
+    dtypes: Mapping[str, torch.dtype],
+    configs: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Load the components that are models of transformers.
 
     Args:
         model_path: folder or hub id.
         components: (library, class name) by component.
-        dtype: one for all, or one by component and "default".
+        dtypes: by component, and "default" for the others.
         configs: what quantises them, by component.
 
     Returns:
@@ -222,12 +220,11 @@ def load_text_models(
         found = class_of(library, class_name)
         if library != "transformers" or found is None or not issubclass(found, PreTrainedModel):
             continue
-        own = dtype.get(name, dtype["default"]) if isinstance(dtype, Mapping) else dtype
         quantized = {"quantization_config": configs[name]} if name in configs else {}
         model, info = found.from_pretrained(
             model_path,
             subfolder=name,
-            dtype=own,
+            dtype=dtypes.get(name, dtypes["default"]),
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are told here
             **quantized,
@@ -330,11 +327,10 @@ def _devices() -> tuple[str, ...]:
     return ("cpu", *(f"{kind}:{n}" for n in range(count)))
 
 
-def _dtypes(index: PipelineIndex, asked: str, dtype: torch.dtype) -> Any:
-    """Return the dtype of each component: Wan's autoencoder loses detail in half precision."""
-    if asked == "auto" and index.name.startswith("Wan") and dtype is not torch.float32:
-        return {"default": dtype, "vae": torch.float32}
-    return dtype
+def _dtypes(index: PipelineIndex, asked: str, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Return dtypes by component: Wan's autoencoder loses detail in half precision."""
+    of_vae = {"vae": torch.float32} if asked == "auto" and index.name.startswith("Wan") else {}
+    return {"default": dtype, **of_vae}
 
 
 @contextmanager

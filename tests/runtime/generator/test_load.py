@@ -101,7 +101,7 @@ def test_a_denoiser_with_more_layers_than_its_weights_is_refused(folder) -> None
 def test_text_models_are_loaded_in_their_dtype_and_for_inference(folder) -> None:
     components = PipelineIndex.read(str(folder)).components
     dtypes = {"default": torch.float16, "vae": torch.float32}
-    loaded = load_text_models(str(folder), components, dtypes)
+    loaded = load_text_models(str(folder), components, dtypes, {})
     assert list(loaded) == ["text_encoder"]
     assert loaded["text_encoder"].dtype is torch.float16
     assert not loaded["text_encoder"].training
