@@ -364,7 +364,6 @@ class GraphedDenoiser:
         self._varying: tuple[object, list[AttentionLayer]] | None = None
         self._tally: Counter[str] = Counter(calls=0, replays=0, learning=0, dropped=0)
         self._plain: Counter[str] = Counter()
-        self._installed = False
         reason = self._look_at_model() or reason_of_layers(self._layers())
         if reason is None and has_other_forward(model):
             reason = "it has a forward of its own"
@@ -381,14 +380,12 @@ class GraphedDenoiser:
 
         @functools.wraps(own)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            # Somebody may have wrapped it, and calls it when it is not installed any more.
-            if torch.compiler.is_compiling() or not self._installed or being_captured():
+            if torch.compiler.is_compiling() or being_captured():
                 return own(*args, **kwargs)
             with self._owner.lock:
                 return self._call(own, args, kwargs)
 
         self._owner.denoisers.append(self)
-        self._installed = True
         replace_method(self._model, "forward", forward, undo)
         undo.callback(self._end)
 
@@ -548,7 +545,7 @@ class GraphedDenoiser:
     def _end(self) -> None:
         """Drop the graphs at the end."""
         with self._owner.lock:
-            self._installed, self._facts = False, None
+            self._facts = None
             self._drop([*self._kinds])
 
     def _look_at_model(self) -> str | None:

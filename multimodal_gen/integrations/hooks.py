@@ -61,10 +61,10 @@ class _Method(StandIn):
         functools.update_wrapper(self, function)
         self._owner = owner
         self._name = name
-        self._function = function
+        self.function = function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
+        return self.function(*args, **kwargs)
 
     def in_copies(self) -> MethodType:
         return own_method(self._owner, self._name)
@@ -75,28 +75,43 @@ def own_method(owner: object, name: str) -> MethodType:
     return MethodType(getattr(type(owner), name), owner)
 
 
-def replace_method(owner: object, name: str, function: Callable[..., Any], undo: ExitStack) -> None:
+def replace_method(
+    owner: object,
+    name: str,
+    function: Callable[..., Any],
+    undo: ExitStack,
+    *,
+    over_others: bool = False,
+) -> None:
     """Put a function in place of a method of one object, if its class has that method.
 
-    What somebody else put there, before or since, stays; what a copy of an attached object has
-    there is its class's.
+    What somebody else puts there since stays, and calls what was there before once `undo` ended;
+    what a copy of an attached object has there is its class's.
 
     Args:
         owner: the object.
         name: the method.
         function: called without the object.
         undo: takes the step that takes it back.
+        over_others: replace what somebody else put there before, too, which stays otherwise.
     """
-    own = getattr(type(owner), name, None)
-    if own is None:
+    if not hasattr(type(owner), name):
         return
-    attributes = vars(owner)
-    if name in attributes and attributes[name] != own_method(owner, name):
+    attributes, replaced = vars(owner), getattr(owner, name)
+    before = attributes.get(name)
+    if before == own_method(owner, name):  # as a copy of an attached object has it
+        before = None
+    if before is not None and not over_others:
         return
     attributes[name] = method = _Method(owner, name, function)
 
     def put_back() -> None:
-        if attributes.get(name) is method:
+        method.function = replaced
+        if attributes.get(name) is not method:
+            return
+        if before is None:
             del attributes[name]
+        else:
+            attributes[name] = before
 
     undo.callback(put_back)

@@ -20,7 +20,7 @@ from torch import nn
 from multimodal_gen.errors import UsageError
 from multimodal_gen.integrations.denoiser_context import leave_to_another_rank
 from multimodal_gen.integrations.guidance_branch import branch_name
-from multimodal_gen.integrations.hooks import StandIn, own_method
+from multimodal_gen.integrations.hooks import replace_method
 from multimodal_gen.runtime.distributed.groups import HandshakeState, ParallelGroups
 from multimodal_gen.runtime.distributed.handshake import Progress, handshake
 from multimodal_gen.runtime.distributed.timing import Times, exchanging, recording
@@ -413,50 +413,29 @@ def run_own_branch(model: nn.Module, cfg: SequentialCfg, undo: ExitStack) -> Non
 
     Hooks of the model run around calls that are left out, too.
     """
-    before = vars(model).get("forward")
-    stand_in = _Forward(model, cfg)
-    vars(model)["forward"] = stand_in
-    undo.callback(_put_back, model, stand_in, before)
-
-
-class _Forward(StandIn):
-    """What a denoiser has in place of its `forward`.
-
-    A copy of the model gets its class's own.
-    """
-
-    def __init__(self, model: nn.Module, cfg: SequentialCfg) -> None:
-        self._model = model
-        self._forward: Callable[..., Any] = model.forward
-        # Only the denoiser's own forward is for Dynamo to trace.
-        untraced: Callable[..., Callable[..., Any]] = torch.compiler.disable
-        self._begin, self._finish = untraced(cfg.begin), untraced(cfg.finish)
-        self._leave = untraced(leave_to_another_rank)
-        self._stopped = False
-        functools.update_wrapper(self, self._forward)
+    own = model.forward
+    # Only the denoiser's own forward is for Dynamo to trace.
+    untraced: Callable[..., Callable[..., Any]] = torch.compiler.disable
+    begin, finish = untraced(cfg.begin), untraced(cfg.finish)
+    leave = untraced(leave_to_another_rank)
 
     @functools.partial(torch.compiler.disable, recursive=False)
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the call, or leave it to other ranks."""
+    @functools.wraps(own)
+    def forward(*args: Any, **kwargs: Any) -> Any:
         context = current_forward_context()
-        if self._stopped or context is None:
-            return self._forward(*args, **kwargs)
+        if context is None:
+            return own(*args, **kwargs)
         latent = kwargs.get("hidden_states", args[0] if args else None)
         form = (_form(latent), kwargs.get("return_dict", True))
-        output = self._begin(form, context, branch_name())
+        output = begin(form, context, branch_name())
         computed = output is None
         if computed:
-            output = self._forward(*args, **kwargs)
+            output = own(*args, **kwargs)
         else:
-            self._leave()
-        return self._finish(output, computed=computed)
+            leave()
+        return finish(output, computed=computed)
 
-    def stop(self) -> None:
-        """Compute all calls from now on: somebody else holds on to this object."""
-        self._stopped = True
-
-    def in_copies(self) -> Callable[..., Any]:
-        return own_method(self._model, "forward")
+    replace_method(model, "forward", forward, undo, over_others=True)
 
 
 def _form(latent: object) -> tuple[object, ...] | None:
@@ -466,13 +445,3 @@ def _form(latent: object) -> tuple[object, ...] | None:
     kind = latent.device.type
     cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     return tuple(latent.shape), latent.dtype, latent.device, cast
-
-
-def _put_back(model: nn.Module, stand_in: _Forward, before: Any) -> None:
-    stand_in.stop()
-    if vars(model).get("forward") is not stand_in:
-        return
-    if before is None:
-        del vars(model)["forward"]
-    else:
-        vars(model)["forward"] = before
