@@ -65,12 +65,7 @@ _BackendOption = Annotated[
     ),
 ]
 _RoundsOption = Annotated[
-    int,
-    Setting(
-        metavar="N",
-        ge=1,
-        help="How often each is timed, in turns.",
-    ),
+    int, Setting(metavar="N", ge=1, help="How often each is timed, in turns.")
 ]
 _SaveOption = Annotated[
     Path | None,

@@ -37,8 +37,7 @@ _Targets = Annotated[
     ),
 ]
 _Component = Annotated[
-    str | None,
-    Setting(metavar="NAME", help="Which denoiser, where the pipeline has several."),
+    str | None, Setting(metavar="NAME", help="Which denoiser, where the pipeline has several.")
 ]
 
 

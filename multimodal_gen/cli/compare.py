@@ -61,8 +61,7 @@ _Output = Annotated[
     ),
 ]
 _Reference = Annotated[
-    str,
-    Setting(metavar="CONFIG", help="Dense backend the others are compared with."),
+    str, Setting(metavar="CONFIG", help="Dense backend the others are compared with.")
 ]
 _Floor = Annotated[
     str | None,

@@ -39,22 +39,8 @@ _Folder = Annotated[
         "search's own, which is gone on with.",
     ),
 ]
-_MinPsnr = Annotated[
-    float | None,
-    Setting(
-        metavar="DB",
-        help="Least mean PSNR, in dB.",
-    ),
-]
-_MinVmaf = Annotated[
-    float | None,
-    Setting(
-        metavar="X",
-        ge=0,
-        le=100,
-        help="Least mean VMAF.",
-    ),
-]
+_MinPsnr = Annotated[float | None, Setting(metavar="DB", help="Least mean PSNR, in dB.")]
+_MinVmaf = Annotated[float | None, Setting(metavar="X", ge=0, le=100, help="Least mean VMAF.")]
 _MaxError = Annotated[
     float | None,
     Setting(
@@ -81,11 +67,7 @@ _Backends = Annotated[
     ),
 ]
 _Seeds = Annotated[
-    str | None,
-    Setting(
-        metavar="N-N,N",
-        help="With --model-path: seeds of every prompt.",
-    ),
+    str | None, Setting(metavar="N-N,N", help="With --model-path: seeds of every prompt.")
 ]
 
 

@@ -47,17 +47,10 @@ _Windows = Annotated[
 _TileSize = Annotated[str, Setting(metavar="T,H,W", help="Tokens per tile along each axis.")]
 _Searches = Annotated[
     Path,
-    Setting(
-        metavar="FOLDER",
-        help="Folder of the searches, or of those of the positive prompts.",
-    ),
+    Setting(metavar="FOLDER", help="Folder of the searches, or of those of the positive prompts."),
 ]
 _StrategyFile = Annotated[
-    Path,
-    Setting(
-        metavar="FILE",
-        help="Strategy file to write; an older one is replaced.",
-    ),
+    Path, Setting(metavar="FILE", help="Strategy file to write; an older one is replaced.")
 ]
 _Negative = Annotated[
     Path | None,
@@ -78,27 +71,17 @@ _TargetDensity = Annotated[
     ),
 ]
 _SkipTimeSteps = Annotated[
-    int,
-    Setting(
-        metavar="N",
-        ge=0,
-        help="First denoising steps that stay dense.",
-    ),
+    int, Setting(metavar="N", ge=0, help="First denoising steps that stay dense.")
 ]
 _Shown = Annotated[Path, typer.Argument(metavar="FILE", help="Strategy file.")]
 _Tiles = Annotated[
     str | None,
     Setting(
-        metavar="T,H,W",
-        help="Grid of tiles the windows are for. Default: what the file tells.",
+        metavar="T,H,W", help="Grid of tiles the windows are for. Default: what the file tells."
     ),
 ]
 _Png = Annotated[
-    Path | None,
-    Setting(
-        metavar="FILE",
-        help="Also draw the windows into a PNG file.",
-    ),
+    Path | None, Setting(metavar="FILE", help="Also draw the windows into a PNG file.")
 ]
 
 

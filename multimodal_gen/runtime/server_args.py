@@ -182,10 +182,7 @@ class ServerArgs:
     ] = None
     mask_path: Annotated[
         Path | str | None,
-        Setting(
-            metavar="FILE",
-            help="Image or video whose white pixels are made anew.",
-        ),
+        Setting(metavar="FILE", help="Image or video whose white pixels are made anew."),
     ] = None
     pipeline_arg: Annotated[
         Mapping[str, object] | Sequence[str] | str | None,
