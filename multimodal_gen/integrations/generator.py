@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -194,7 +195,6 @@ class DiffGenerator:
         self._attention = dict(attention or {})
         self._lock = threading.RLock()
         self._loaded = {name: getattr(args, name) for name in LOADING_SETTINGS}
-        self._explicit = False
         self._ahead: Ahead | None = None
         # What generations with a guard asked for, each with the last guard; the newest comes last.
         self._guarded: list[tuple[object, AttentionGuard]] = []
@@ -204,7 +204,7 @@ class DiffGenerator:
                 failed.callback(self._stop_ahead)
             elif args.compile_ahead:  # by the first generation, which alone says what is made
                 require_one_gpu(pick_device(args.device))
-            self._session: Session | None = Session(args, self._attach)
+            self._session: Session | None = Session(args)
             failed.pop_all()
 
     @classmethod
@@ -311,9 +311,14 @@ class DiffGenerator:
                     "a DiffGenerator must not be used once it is closed; load it again"
                 )
             self._compile_ahead(job.args)
-            self._explicit = job.explicit
             return self._session.generate(
-                job.args, facts=facts, mark=mark, save=save, on_chunk=on_chunk, on_step=on_step
+                job.args,
+                partial(self._attach, job),
+                facts=facts,
+                mark=mark,
+                save=save,
+                on_chunk=on_chunk,
+                on_step=on_step,
             )
 
     @property
@@ -344,8 +349,9 @@ class DiffGenerator:
         if self._ahead is not None:
             self._ahead.stop()
 
-    def _attach(self, args: ServerArgs, pipe: Any) -> Handle:
+    def _attach(self, job: Job, pipe: Any) -> Handle:
         """Attach what a generation asks for to the loaded pipeline."""
+        args = job.args
         if args.backend == "diffusers":
             name = None if args.attention_backend is None else str(args.attention_backend)
             return DiffusersAttention(pipe, name)
@@ -353,7 +359,7 @@ class DiffGenerator:
         # On several ranks, all of them would compute all of what diffusers ships.
         named = scope.default or scope.components or scope.rules
         others = args.attention_guard or args.cuda_graph or args.compile_ahead
-        nothing_asked = not (self._explicit or named or others)
+        nothing_asked = not (job.explicit or named or others)
         try:
             handle = apply(
                 pipe,

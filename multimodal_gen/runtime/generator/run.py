@@ -90,10 +90,9 @@ class Handle(Protocol):
         """Restore the pipeline."""
 
 
-Attach: TypeAlias = Callable[[ServerArgs, Any], Handle]
-"""Attaches what the arguments of a generation ask for to a loaded pipeline; layers above the
-generator pass it in."""
-
+Attach: TypeAlias = Callable[[Any], Handle]
+"""Attaches what a generation asks for to a loaded pipeline; layers above the generator pass it
+in."""
 
 OnStep: TypeAlias = Callable[[int, torch.Tensor], None]
 """Takes the index of every denoising step, from 0 on, and the latents after it, in the pipeline's
@@ -237,7 +236,6 @@ class Session:
 
     Args:
         args: what to load, and how: its `LOADING_SETTINGS`.
-        attach: attaches attention backends to the loaded pipeline for a generation.
 
     Raises:
         UsageError: an option does not fit the pipeline or the device; the device runs out of
@@ -245,9 +243,7 @@ class Session:
         MissingDependencyError: diffusers, or what an option needs, is not installed.
     """
 
-    def __init__(self, args: ServerArgs, attach: Attach) -> None:
-        self._attach = attach
-        self._args = args
+    def __init__(self, args: ServerArgs) -> None:
         self.device = rank_device(args.device)
         self.index = PipelineIndex.read(args.model_path, args.pipeline_class_name)
         start = time.perf_counter()
@@ -264,6 +260,7 @@ class Session:
     def generate(
         self,
         args: ServerArgs,
+        attach: Attach,
         *,
         facts: Mapping[str, Json] = MappingProxyType({}),
         mark: str = "",
@@ -279,6 +276,7 @@ class Session:
 
         Args:
             args: what to generate and where to write it; what concerns loading is as it was.
+            attach: see `Attach`.
             facts: further entries for the record, e.g. this package's version.
             mark: what the names of half-written files start with; see `files.sweep`.
             save: write files; otherwise nothing but the latents and pixels in memory is left.
@@ -307,7 +305,7 @@ class Session:
             stream = Streaming(args, partial(_give, video, on_chunk))
         try:
             with out_of_memory_explained():
-                run, call, report = self._run(args, timings, check, stream, on_step)
+                run, call, report = self._run(args, attach, timings, check, stream, on_step)
         finally:
             if video is not None:
                 video.close()
@@ -350,10 +348,11 @@ class Session:
     def _run(
         self,
         args: ServerArgs,
+        attach: Attach,
         timings: Timings,
         check: AttentionCheck | None,
-        stream: Streaming | None = None,
-        on_step: OnStep | None = None,
+        stream: Streaming | None,
+        on_step: OnStep | None,
     ) -> tuple[Denoised, Call, Report]:
         """Attach attention, denoise, and leave the pipeline as it was."""
         pipe = self._pipe
@@ -366,7 +365,7 @@ class Session:
         cache = None if args.cache is None else read_cache(args.cache)
         named = args.attention_backend if args.backend == "diffusers" else None
         with timings.phase("attach"):
-            handle = self._attach(args, pipe)
+            handle = attach(pipe)
         try:
             with (
                 watching(check),
@@ -399,7 +398,7 @@ class Session:
 def observe(
     args: ServerArgs,
     prompts: Iterable[str],
-    attach: Callable[[Any], Handle],
+    attach: Attach,
     make: Callable[[], _RecorderT],
     watch: Callable[[_RecorderT], AbstractContextManager[object]],
 ) -> Generator[tuple[_RecorderT, float, tuple[int | str, int | str]], None, None]:

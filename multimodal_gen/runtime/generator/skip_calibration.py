@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from multimodal_gen.errors import UsageError, short
 from multimodal_gen.runtime.generator.library_errors import out_of_memory_explained
 from multimodal_gen.runtime.generator.load import denoisers
-from multimodal_gen.runtime.generator.run import Handle, observe
+from multimodal_gen.runtime.generator.run import Attach, Handle, observe
 from multimodal_gen.runtime.layers.attention.call import AttentionCall, watching
 from multimodal_gen.runtime.layers.attention.request import AttentionRole
 from multimodal_gen.runtime.layers.attention.sparse.methods.skip_softmax import BLOCK
@@ -249,7 +249,7 @@ class Calibrated:
 def calibrate(
     args: ServerArgs,
     prompts: Sequence[str],
-    attach: Callable[[Any], Handle],
+    attach: Attach,
     *,
     component: str | None = None,
     told: Callable[[int, float], None] = lambda number, seconds: None,

@@ -4,7 +4,7 @@ Every prompt leaves one file per branch of guidance, that of the positive one la
 the prompt is done, and an interrupted search goes on behind it.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,7 +15,7 @@ from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.files import require_writable
 from multimodal_gen.runtime.generator.library_errors import out_of_memory_explained
 from multimodal_gen.runtime.generator.load import pick_device, pick_dtype
-from multimodal_gen.runtime.generator.run import Handle, observe
+from multimodal_gen.runtime.generator.run import Attach, observe
 from multimodal_gen.runtime.generator.skeleton import model_identity
 from multimodal_gen.runtime.layers.attention.sparse.methods.sta.search import (
     POSITIVE,
@@ -86,7 +86,7 @@ class WindowSearch:
         """The prompts that are still to be searched."""
         return tuple(prompt for prompt in self.prompts if prompt not in self.done)
 
-    def run(self, attach: Callable[[Any], Handle]) -> Iterator[Searched]:
+    def run(self, attach: Attach) -> Iterator[Searched]:
         """Search the pending prompts, and yield each once its files are written.
 
         Args:

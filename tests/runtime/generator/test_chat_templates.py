@@ -29,7 +29,7 @@ def session(tiny_pipeline, tmp_path):
         args = ServerArgs(
             model_path=str(folder), prompt="a fox", num_inference_steps=1, height=32, width=32
         )
-        return Session(args, lambda args, pipe: Nothing()), args
+        return Session(args), args
 
     return make
 
@@ -39,14 +39,14 @@ def session(tiny_pipeline, tmp_path):
 def test_a_template_that_fails_is_explained_in_the_run(template: str, session) -> None:
     loaded, args = session(template)
     with pytest.raises(UsageError, match="the chat template of the model's tokenizer fails, check"):
-        loaded.generate(args, save=False)
+        loaded.generate(args, lambda pipe: Nothing(), save=False)
 
 
 def test_a_template_that_never_ends_is_given_up_in_the_run(session, monkeypatch) -> None:
     monkeypatch.setattr("multimodal_gen.runtime.generator.chat_templates._SECONDS", 0.2)
     loaded, args = session(NESTED)
     with pytest.raises(UsageError, match=r"chat template .* must be filled in within 0.2 s"):
-        loaded.generate(args, save=False)
+        loaded.generate(args, lambda pipe: Nothing(), save=False)
 
 
 def test_the_limit_is_for_the_block_alone(session) -> None:
