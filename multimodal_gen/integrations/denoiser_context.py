@@ -103,9 +103,7 @@ class TokenShare:
         return torch.cat((text[0], own, text[1]), dim)
 
 
-def share_tokens(
-    total: int, num_ranks: int, index: int, text: TextSpan | None, *, exact: bool = False
-) -> TokenShare:
+def share_tokens(total: int, num_ranks: int, index: int, text: TextSpan | None) -> TokenShare:
     """Split tokens over ranks as evenly as they can be, in order.
 
     Args:
@@ -113,7 +111,6 @@ def share_tokens(
         num_ranks: ranks to split them over.
         index: this rank.
         text: where text is in joint attention, or None when there is none.
-        exact: see `TokenShare`.
 
     Raises:
         UsageError: a rank would have no token.
@@ -131,7 +128,6 @@ def share_tokens(
         index=index,
         front=length if in_front else 0,
         back=0 if in_front else length,
-        exact=exact,
     )
 
 

@@ -160,11 +160,13 @@ class TokenSplitter:
         self._calls = 0
 
     def _settle(self, text: TextSpan | None, behind: int | None, tokens: int) -> TokenShare:
-        group, exact = self._group, self._plan.tokens is None
-        share = share_tokens(tokens, group.size, group.index, text, exact=exact)
-        back = share.back if behind is None else behind
-        share = replace(share, back=back, keys_alone=self._plan.keys_alone)
-        self.split.share = share
+        share = share_tokens(tokens, self._group.size, self._group.index, text)
+        share = self.split.share = replace(
+            share,
+            back=share.back if behind is None else behind,
+            keys_alone=self._plan.keys_alone,
+            exact=self._plan.tokens is None,
+        )
         return share
 
     def install(self, undo: ExitStack) -> None:
