@@ -386,8 +386,8 @@ class GraphedDenoiser:
                 return self._call(own, args, kwargs)
 
         self._owner.denoisers.append(self)
+        undo.callback(self._end)  # once no call comes here any more
         replace_method(self._model, "forward", forward, undo)
-        undo.callback(self._end)
 
     def graphs(self) -> list[_Graph]:
         """Return those there are."""
