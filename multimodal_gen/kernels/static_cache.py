@@ -66,7 +66,8 @@ def static_cache(maxsize: int) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]
     A replay reads the memory that its capture saw, however many shapes were seen since: what is
     asked for during a capture is held as long as the process lives, or by whom `held_by_graph`
     gives it to. Nothing is made during one: it would hold nothing before a replay, and lie in
-    memory of that graph alone. What is made is waited for: any stream may read what is cached.
+    memory of that graph alone. What is made is waited for: any stream may read what is cached. Nor
+    are there inference tensors: the first caller must not decide what later ones may do with them.
 
     Args:
         maxsize: how many results are held that no graph reads.
@@ -81,7 +82,8 @@ def static_cache(maxsize: int) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]
                     f"settings, which makes what the graph reads; got none ({make.__qualname__}); "
                     "run the call once before the capture"
                 )
-            made = make(*args, **kwargs)
+            with torch.inference_mode(False):
+                made = make(*args, **kwargs)
             wait_for_devices(made, *args, *kwargs.values())
             return made
 

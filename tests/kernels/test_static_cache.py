@@ -33,6 +33,19 @@ def test_the_last_results_are_kept() -> None:
     assert make(1) is not first
 
 
+def test_what_is_first_asked_for_under_inference_mode_serves_training() -> None:
+    @static_cache(maxsize=2)
+    def make(size: int) -> torch.Tensor:
+        return torch.ones(size)
+
+    with torch.inference_mode():
+        found = make(1)
+    assert make(1) is found
+    weight = torch.ones(1, requires_grad=True)
+    (found * weight).backward()
+    assert weight.grad is not None
+
+
 def test_what_is_made_is_there_for_every_stream(monkeypatch) -> None:
     done: list[str] = []
     monkeypatch.setattr(module, "wait_for_devices", lambda *_: done.append("waited"))

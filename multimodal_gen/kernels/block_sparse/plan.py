@@ -158,9 +158,8 @@ def _moved(
 def _regular_bounds(
     num: int, size: int, total: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    with torch.inference_mode(False):
-        starts = torch.arange(num, dtype=torch.int32, device=device).view(1, 1, -1) * size
-        return starts, (total - starts).clamp_max(size)
+    starts = torch.arange(num, dtype=torch.int32, device=device).view(1, 1, -1) * size
+    return starts, (total - starts).clamp_max(size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -62,7 +62,7 @@ def initial_centroids(
 @static_cache(maxsize=32)
 def _shuffled(total: int, device: torch.device) -> torch.Tensor:
     # Cached, because the copy waits for the device.
-    with torch.inference_mode(False), torch.device("cpu"):
+    with torch.device("cpu"):
         generator = torch.Generator().manual_seed(_SEED)
         return torch.randperm(total, generator=generator).to(device)
 

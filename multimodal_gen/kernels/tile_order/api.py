@@ -105,8 +105,7 @@ def _indexed(device: torch.device) -> torch.device:
 @static_cache(maxsize=32)
 def _tile_order(grid: _Grid, tile: _Grid, device: torch.device) -> TileOrder:
     tiles = tuple(-(-size // edge) for size, edge in zip(grid, tile, strict=True))
-    # Not as inference tensors: the first caller must not decide what later ones may do with them.
-    with torch.inference_mode(False), torch.device("cpu"):
+    with torch.device("cpu"):
         tile_of_token = torch.zeros(1, dtype=torch.int32)
         lengths = torch.ones(1, dtype=torch.int32)
         for size, edge, num in zip(grid, tile, tiles, strict=True):

@@ -166,9 +166,8 @@ def dense_plan(
         causal: whether keys after the query are dropped.
         device: where the tensors lie.
     """
-    with torch.inference_mode(False):
-        q, kv = Blocks.regular(num_queries, q_size), Blocks.regular(num_keys, kv_size)
-        return replace(BlockPlan.dense(q, kv, device, causal=causal), shared=True)
+    q, kv = Blocks.regular(num_queries, q_size), Blocks.regular(num_keys, kv_size)
+    return replace(BlockPlan.dense(q, kv, device, causal=causal), shared=True)
 
 
 def drop_masked(

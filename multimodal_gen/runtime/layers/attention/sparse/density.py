@@ -31,10 +31,9 @@ def _shares(
     queries: Blocks, keys: Blocks, layout: SequenceLayout, times: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return keys of every block, fp32, and rows over all pairs of `times` heads; cached."""
-    with torch.inference_mode(False):
-        rows, lengths = (x.bounds(device)[1][0, 0] for x in (queries, keys))
-        pairs = times * layout.num_queries * layout.num_keys
-        return lengths.float(), rows.double() / pairs
+    rows, lengths = (x.bounds(device)[1][0, 0] for x in (queries, keys))
+    pairs = times * layout.num_queries * layout.num_keys
+    return lengths.float(), rows.double() / pairs
 
 
 def density_of_plan(

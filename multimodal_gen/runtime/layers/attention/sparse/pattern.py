@@ -39,7 +39,7 @@ class Pattern:
 
     @classmethod
     def of_map(cls, kept: torch.Tensor) -> "Pattern":
-        """Return the pattern of a map, bool [N, N]."""
+        """Return the pattern of a map, bool [N, N], or of some rows and columns of one."""
         counts = kept.sum(1, dtype=torch.int32)
         # Kept blocks first, in order.
         order = torch.argsort(kept.logical_not().int(), dim=1, stable=True)
@@ -119,18 +119,16 @@ def _plan_of(heads: Sequence[_ShardLists], mine: Shard, keys: Blocks) -> BlockPl
     if not most:
         return None
     assert mine.queries is not None, "callers know"
-    # Not as inference tensors: the first caller must not decide what later ones may do with them.
-    with torch.inference_mode(False):
-        padded = [F.pad(held.indices, (0, room - held.indices.shape[3])) for held in heads]
-        plan = BlockPlan(
-            indices=torch.cat(padded, dim=1).to(mine.tiles.device),
-            counts=torch.cat([held.counts for held in heads], dim=1).to(mine.tiles.device),
-            q=mine.queries,
-            kv=keys,
-            uniform=all(held.least == most for held in heads),
-            shared=True,
-        )
-        return plan.longest_first()
+    padded = [F.pad(held.indices, (0, room - held.indices.shape[3])) for held in heads]
+    plan = BlockPlan(
+        indices=torch.cat(padded, dim=1).to(mine.tiles.device),
+        counts=torch.cat([held.counts for held in heads], dim=1).to(mine.tiles.device),
+        q=mine.queries,
+        kv=keys,
+        uniform=all(held.least == most for held in heads),
+        shared=True,
+    )
+    return plan.longest_first()
 
 
 @lru_cache(maxsize=128)
@@ -167,7 +165,7 @@ def halo_of(patterns: Patterns, shards: tuple[Shard | None, ...], me: int) -> Ha
     held = [shard for shard in shards if shard is not None and not shard.keys.num_text_blocks]
     if len(held) < len(shards):
         return None
-    with torch.inference_mode(False), torch.device("cpu"):
+    with torch.device("cpu"):
         kept = torch.stack([pattern.as_map() for pattern in dict.fromkeys(patterns)]).any(0)
         wanted = [kept[shard.tiles.cpu()].any(0) for shard in held]
         lengths = [shard.lengths.cpu() for shard in held]
@@ -204,20 +202,18 @@ def _halo_plan(
     )
     if not len(lengths):
         return None
-    with torch.inference_mode(False):
-        rows = mine.tiles.cpu()
-        pairs = zip(shards, needs, strict=True)
-        tiles = torch.cat([shard.tiles.cpu()[need] for shard, need in pairs])
-        distinct = dict.fromkeys(patterns)
-        lists = {pattern: _listed(pattern.as_map()[rows][:, tiles]) for pattern in distinct}
-        starts, size = (lengths.cumsum(0) - lengths).int(), mine.keys.order.largest
-        uniform = bool((lengths == size).all())
-        keys = blocks_without_gaps(starts, lengths, int(lengths.sum()), size, uniform=uniform)
+    rows = mine.tiles.cpu()
+    pairs = zip(shards, needs, strict=True)
+    tiles = torch.cat([shard.tiles.cpu()[need] for shard, need in pairs])
+    distinct = dict.fromkeys(patterns)
+    lists = {pattern: _listed(pattern.as_map()[rows][:, tiles]) for pattern in distinct}
+    starts, size = (lengths.cumsum(0) - lengths).int(), mine.keys.order.largest
+    uniform = bool((lengths == size).all())
+    keys = blocks_without_gaps(starts, lengths, int(lengths.sum()), size, uniform=uniform)
     return _plan_of([lists[pattern] for pattern in patterns], mine, keys)
 
 
 def _listed(kept: torch.Tensor) -> _ShardLists:
     """Return what a map of blocks, bool [n, M], keeps."""
-    # Kept blocks first, in order.
-    order = torch.argsort(kept.logical_not().int(), dim=1, stable=True).int()
-    return _ShardLists(order[None, None], kept.sum(1, dtype=torch.int32)[None, None])
+    found = Pattern.of_map(kept)
+    return _ShardLists(found.indices[None, None], found.counts[None, None])

@@ -61,7 +61,7 @@ def raster_blocks(
     """
     video, length = layout.video, layout.num_video
     text = [slice(0, video.start), slice(video.stop, layout.num_keys)]
-    with torch.inference_mode(False), torch.device("cpu"):
+    with torch.device("cpu"):
         q_bounds = _cut([video], q_size)
         kv_bounds = _cut([video, *text], kv_size)
         ends = kv_bounds[1].cumsum(0)
@@ -92,8 +92,7 @@ def raster_blocks(
 @static_cache(maxsize=64)
 def static_shares(blocks: RasterBlocks, dtype: torch.dtype) -> torch.Tensor:
     """Return `shares_of` the video's blocks of keys; the last 64 are cached."""
-    with torch.inference_mode(False):
-        return shares_of(blocks.lengths, dtype)
+    return shares_of(blocks.lengths, dtype)
 
 
 def shares_of(lengths: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -549,15 +549,13 @@ def _query_order(mine: Shard, prefix: int, suffix: int) -> torch.Tensor:
     """Return the order of a rank's queries: its tokens in tiles between those that all hold."""
     index = mine.keys.index
     total = prefix + len(index)
-    with torch.inference_mode(False):
-        before = torch.arange(prefix, dtype=torch.int32, device=index.device)
-        after = torch.arange(total, total + suffix, dtype=torch.int32, device=index.device)
-        return torch.cat((before, index + prefix, after))
+    before = torch.arange(prefix, dtype=torch.int32, device=index.device)
+    after = torch.arange(total, total + suffix, dtype=torch.int32, device=index.device)
+    return torch.cat((before, index + prefix, after))
 
 
 @static_cache(maxsize=256)
 def _plan_of_all(num_queries: int, theirs: Shard) -> BlockPlan:
     size = next((rows for rows in _DENSE_ROWS if num_queries <= rows), _DENSE_ROWS[-1])
-    with torch.inference_mode(False):
-        rows, keys = Blocks.regular(num_queries, size), theirs.keys
-        return replace(BlockPlan.dense(rows, keys.blocks, keys.index.device), shared=True)
+    rows, keys = Blocks.regular(num_queries, size), theirs.keys
+    return replace(BlockPlan.dense(rows, keys.blocks, keys.index.device), shared=True)

@@ -383,8 +383,7 @@ def tiled_video(layout: SequenceLayout, tile: Window, device: torch.device) -> T
     """
     first = layout.start
     alone = tiled_sequence(replace(layout, start=0), layout.num_video, tile, device)
-    with torch.inference_mode(False):
-        index = alone.index + first if first else alone.index
+    index = alone.index + first if first else alone.index
     return replace(alone, index=index, rest=layout.text)
 
 
@@ -416,7 +415,7 @@ def shard_of(
     """
     order, total = _in_cells(tile_order(grid, tile, "cpu"), cells), stop - first
     size = order.largest
-    with torch.inference_mode(False), torch.device("cpu"):
+    with torch.device("cpu"):
         index, counts = _video_first(order, video_start - first, total)
         in_order = bool((index == torch.arange(total)).all())
         tiles = counts.nonzero().flatten()
@@ -512,8 +511,7 @@ def pool_video(
 @static_cache(maxsize=64)
 def static_cells_held(order: TileOrder, cells: int) -> torch.Tensor:
     """Return which cells of tiles hold tokens, bool [1, N * cells]; the last 64 are cached."""
-    with torch.inference_mode(False):
-        return cells_held(order.as_tiles(), cells)
+    return cells_held(order.as_tiles(), cells)
 
 
 def kept_tokens(video: TiledSequence, mask: torch.Tensor | None) -> torch.Tensor:
@@ -574,8 +572,7 @@ def uniform_plan(indices: torch.Tensor, queries: Blocks, keys: Blocks) -> BlockP
 @static_cache(maxsize=256)
 def _alike(count: int, device: torch.device) -> torch.Tensor:
     """Return the counts of lists of equal length, int32 [1, 1, 1]; not to be written to."""
-    with torch.inference_mode(False):
-        return torch.full((1, 1, 1), count, dtype=torch.int32, device=device)
+    return torch.full((1, 1, 1), count, dtype=torch.int32, device=device)
 
 
 def kept_first(

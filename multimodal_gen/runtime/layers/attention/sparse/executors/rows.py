@@ -89,8 +89,7 @@ class RowChunks(NamedTuple):
 @static_cache(maxsize=64)
 def static_key_blocks(keys: TiledSequence, groups: ChunkGroups, heads: int) -> Blocks:
     """Return `key_blocks` of the keys of `row_chunks`; the last 64 are cached."""
-    with torch.inference_mode(False):
-        return key_blocks(keys.blocks, groups, heads, keys.index.device)
+    return key_blocks(keys.blocks, groups, heads, keys.index.device)
 
 
 def key_blocks(blocks: Blocks, groups: ChunkGroups, heads: int, device: torch.device) -> Blocks:
@@ -136,7 +135,7 @@ def row_chunks(layout: SequenceLayout, chunk: Window, device: torch.device) -> R
     """
     keys = tiled_sequence(layout, layout.num_keys, chunk, device, one_rest=True)
     order = tile_order(layout.grid, chunk, "cpu")
-    with torch.inference_mode(False), torch.device("cpu"):
+    with torch.device("cpu"):
         own = torch.repeat_interleave(order.lengths.long())[order.inverse.long()].int()
         return RowChunks(keys=keys, own=own.to(device))
 
@@ -309,7 +308,7 @@ def _held_chunks(shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:
     The former is int64 [N (+ 1)], the rest behind the chunks, and the number of blocks for chunks
     that are not there; the latter bits of an int32 [words].
     """
-    with torch.inference_mode(False), torch.device("cpu"):
+    with torch.device("cpu"):
         block = shard.block_of.cpu().long()
         held, blocks = block >= 0, shard.keys.blocks.num
         rest = torch.arange(shard.keys.num_tiles, blocks)
@@ -425,8 +424,7 @@ def _in_order(num: int, device: torch.device) -> torch.Tensor:
     Neighbours read the same keys. To start those with most keys first takes longer: sorting, and
     by what the L2 cache then lacks.
     """
-    with torch.inference_mode(False):
-        return torch.arange(num, dtype=torch.int32, device=device)
+    return torch.arange(num, dtype=torch.int32, device=device)
 
 
 def _passes(

@@ -219,7 +219,7 @@ class SkipSoftmaxRouter(Router[SkipSoftmaxConfig]):
 
 @static_cache(maxsize=64)
 def _everything(num: int) -> Pattern:
-    with torch.inference_mode(False), torch.device("cpu"):
+    with torch.device("cpu"):
         return Pattern.of_lists(torch.arange(num, dtype=torch.int32).repeat(num, 1))
 
 

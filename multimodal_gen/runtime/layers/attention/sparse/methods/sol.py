@@ -220,9 +220,8 @@ def _outstanding(config: SolConfig, stats: BlockStats) -> torch.Tensor:
 @static_cache(maxsize=64)
 def _even(num: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the weights of blocks that all count, [1, 1, N, 1], and their sum; cached."""
-    with torch.inference_mode(False):
-        weight = torch.ones(1, 1, num, 1, device=device)
-        return weight, weight.sum(2, keepdim=True)
+    weight = torch.ones(1, 1, num, 1, device=device)
+    return weight, weight.sum(2, keepdim=True)
 
 
 class SolBackend(SparseBackend):

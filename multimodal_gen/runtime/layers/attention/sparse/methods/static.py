@@ -166,21 +166,21 @@ def _interval(config: StaticConfig, frames: int) -> int:
 
 @static_cache(maxsize=64)
 def _radial(frames: int, tokens: int, decay: float, sink: bool, following: int) -> Pattern:
-    with torch.inference_mode(False), torch.device("cpu"):
+    with torch.device("cpu"):
         kept = radial_map(frames, tokens, block=_BLOCK, decay=decay, sink=sink, following=following)
         return Pattern.of_map(kept)
 
 
 @static_cache(maxsize=256)
 def _lvsa(frames: int, window: int, first: int, interval: int, offset: int) -> Pattern:
-    with torch.inference_mode(False), torch.device("cpu"):
+    with torch.device("cpu"):
         kept = lvsa_map(frames, window=window, first=first, interval=interval, offset=offset)
         return Pattern.of_map(kept)
 
 
 @static_cache(maxsize=64)
 def _chunks(frames: int, chunk: int, radius: int, anchors: str) -> Pattern:
-    with torch.inference_mode(False), torch.device("cpu"):
+    with torch.device("cpu"):
         return Pattern.of_map(chunks_map(frames, chunk=chunk, radius=radius, anchors=anchors))
 
 

@@ -183,7 +183,7 @@ class WindowPattern(Pattern):
 
 @static_cache(maxsize=1024)
 def _pattern(window: Window, tiles: Window) -> WindowPattern:
-    with torch.inference_mode(False), torch.device("cpu"):
+    with torch.device("cpu"):
         kept = Pattern.of_lists(kept_indices(window, tiles))
     return WindowPattern(indices=kept.indices, counts=kept.counts, window=window)
 
