@@ -40,7 +40,7 @@ from multimodal_gen.kernels.block_sparse.triton_kernel import (
 )
 from multimodal_gen.kernels.block_sparse.tuning import BackwardTiles, TritonTile
 from multimodal_gen.kernels.launch.launcher import Launcher
-from multimodal_gen.kernels.shared_kernel import dot, next_power_of_2
+from multimodal_gen.kernels.shared_kernel import dot, padded_channels
 
 PREPARED = 64  # rows that a program prepares
 
@@ -357,7 +357,7 @@ def levels(call: Backward) -> torch.Tensor:
     _launch_prepare(
         (-(-total // PREPARED), batch * heads), out, grad_out, lse, given, found[0], found[1],
         out.stride(), grad_out.stride(), lse.stride(), given.stride(), total, heads,
-        BM=PREPARED, D=head_size, DP=next_power_of_2(max(head_size, 16)),
+        BM=PREPARED, D=head_size, DP=padded_channels(head_size),
         GRAD_LSE=call.grad_lse is not None, num_warps=4,
     )  # fmt: skip
     return found
@@ -407,7 +407,7 @@ def _loaded(call: Backward, tile: TritonTile, copy_engine: bool) -> tuple[object
     inputs = (call.q, call.k, call.v, call.grad_out)
     if not copy_engine:
         return inputs
-    width = next_power_of_2(max(call.q.shape[3], 16))
+    width = padded_channels(call.q.shape[3])
     rows = (tile.rows, tile.keys, tile.keys, tile.rows)
     return tuple(describe(x, n, width) for x, n in zip(inputs, rows, strict=True))
 

@@ -20,7 +20,13 @@ from multimodal_gen.kernels.block_sparse.plan import bounds_of
 from multimodal_gen.kernels.block_sparse.triton_kernel import describe
 from multimodal_gen.kernels.block_sparse.tuning import TritonTile
 from multimodal_gen.kernels.launch.launcher import Launcher
-from multimodal_gen.kernels.shared_kernel import bounds, dot, interpreted, next_power_of_2
+from multimodal_gen.kernels.shared_kernel import (
+    bounds,
+    dot,
+    interpreted,
+    next_power_of_2,
+    padded_channels,
+)
 from multimodal_gen.kernels.tensors import unit_stride
 
 LOG2E = 1.4426950408889634
@@ -331,7 +337,7 @@ def launch(
     if queries is not None:
         num_q, q_size, starts, lengths = queries.num, queries.size, queries.starts, queries.lengths
         bounds, strides = bounds_of(queries, batch, heads, sizes)
-    width = next_power_of_2(max(size, 16))
+    width = padded_channels(size)
     by_row = queries is None
     pair = flags is None and not by_row and lengths is None and 2 * q_size == tile.rows
     per_block = 1 if pair or by_row else -(-q_size // tile.rows)

@@ -29,7 +29,7 @@ from multimodal_gen.kernels.block_sparse.steps_kernel import (
 )
 from multimodal_gen.kernels.block_sparse.tuning import TritonTile
 from multimodal_gen.kernels.launch.launcher import Launcher
-from multimodal_gen.kernels.shared_kernel import bounds, dot, interpreted, next_power_of_2
+from multimodal_gen.kernels.shared_kernel import bounds, dot, interpreted, padded_channels
 
 LOG2E = 1.4426950408889634
 
@@ -487,7 +487,7 @@ def shape_of(
         blocks, rows, step = plan.kv, tile.keys, tile.rows
     made = TileShape(
         rows=rows, step=step, channels=channels,
-        width=width or next_power_of_2(max(channels, 16)),
+        width=width or padded_channels(channels),
         tiles=-(-blocks.size // rows), sub=work.lists.sub, ragged_end=work.ragged,
         starts=blocks.starts is not None, lengths=blocks.lengths is not None,
         # Under causality the first keys, which start first, are seen by the most queries.

@@ -14,6 +14,7 @@ import triton.language as tl
 from multimodal_gen.kernels.cluster_attention.plan import Groups
 from multimodal_gen.kernels.launch.launcher import Launcher
 from multimodal_gen.kernels.shared_kernel import maximum, minimum, next_power_of_2
+from multimodal_gen.kernels.tensors import unit_stride
 
 STEP = 64
 BOX_KEYS = 8
@@ -130,14 +131,12 @@ def make_boxes(keys: Groups, cluster_mask: torch.Tensor) -> Boxes:
             for n in (whole_room, room, room, 3)
         )
     )
-    if cluster_mask.stride(3) != 1:
-        cluster_mask = cluster_mask.contiguous()
-    begin, count = (x if x.stride(2) == 1 else x.contiguous() for x in (keys.starts, keys.counts))
+    mask, begin, count = map(unit_stride, (cluster_mask, keys.starts, keys.counts))
     block = max(next_power_of_2(num_k), 32)
     _launch_boxes(
         (batch * heads * num_q,),
-        cluster_mask.view(torch.uint8), begin, count, *boxes,
-        *cluster_mask.stride()[:3], *begin.stride()[:2], *count.stride()[:2],
+        mask.view(torch.uint8), begin, count, *boxes,
+        *mask.stride()[:3], *begin.stride()[:2], *count.stride()[:2],
         heads, heads // count.shape[1], num_q, num_k, whole_room, room,
         BLOCK=block, STEP=STEP, BOX=BOX_KEYS, num_warps=4,
     )  # fmt: skip

@@ -14,6 +14,7 @@ import triton.language as tl
 from multimodal_gen.kernels.coded_attention.codes import GROUP, Coded
 from multimodal_gen.kernels.launch.launcher import Launcher
 from multimodal_gen.kernels.shared_kernel import dot, interpreted, padded_channels
+from multimodal_gen.kernels.tensors import unit_stride
 
 LOG2E = 1.4426950408889634
 
@@ -159,7 +160,7 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the kernel; see `api.coded_attention`."""
     batch, queries, heads, size = q.shape
-    q = q if q.stride(3) == 1 else q.contiguous()
+    q = unit_stride(q)
     keys, values = (_readable(coded) for coded in (keys, values))
     out = q.new_empty(q.shape)
     lse = q.new_empty((batch, heads, queries), dtype=torch.float32)

@@ -19,6 +19,7 @@ from multimodal_gen.kernels.linear_attention.reference import (
     Target,
 )
 from multimodal_gen.kernels.shared_kernel import add_product, interpreted, padded_channels
+from multimodal_gen.kernels.tensors import unit_stride
 
 
 @triton.jit
@@ -335,7 +336,7 @@ def _summarise(
 def add_linear(target: Target, state: KeyState, rows: slice) -> None:
     """Launch the pass over the queries, which changes `out`; see `api.add_linear`."""
     out, query, projection, feature_map = target
-    query = query if query.stride(3) == 1 else query.contiguous()
+    query = unit_stride(query)
     batch, _, heads, head_size = query.shape
     padded = padded_channels(head_size)
     columns = _columns(padded)
@@ -361,7 +362,7 @@ def add_unselected(target: Target, key: torch.Tensor, value: torch.Tensor, plan:
     tensor cores. Changes `out`; D is at most 128. See `api.add_unselected`.
     """
     out, query, projection, feature_map = target
-    query = query if query.stride(3) == 1 else query.contiguous()
+    query = unit_stride(query)
     batch, _, heads, head_size = query.shape
     kv_heads = key.shape[2]
     group = heads // kv_heads

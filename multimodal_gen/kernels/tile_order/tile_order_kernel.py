@@ -29,6 +29,7 @@ from multimodal_gen.kernels.launch.launcher import (
     vector_of,
 )
 from multimodal_gen.kernels.shared_kernel import next_power_of_2
+from multimodal_gen.kernels.tensors import unit_stride
 
 _MOST_TENSORS = 4
 MAX_TOKENS = 256
@@ -344,7 +345,7 @@ def _launch(
     vector = vector_of(*forms, *moved)
     width = next_power_of_2(size)
     tokens = max(_BYTES * vector // (16 * width), 1)
-    index = index if index.stride(2) == 1 else index.contiguous()
+    index = unit_stride(index)
     num_blocks = -(-num // tokens)
     grid = (batch * heads * num_blocks,)
     slots = [min(slot, len(tensors) - 1) for slot in range(3)]
