@@ -76,6 +76,11 @@ def padded_channels(head_size: int) -> int:
     return next_power_of_2(max(head_size, 16))
 
 
+def wide_channels(head_size: int) -> int:
+    """Return the channels of a head, with those that pad it, of kernels with two widths."""
+    return 64 if head_size <= 64 else 128
+
+
 def interpreted() -> bool:
     """Whether Triton's interpreter stands in for a GPU in this process."""
     return not isinstance(bounds, triton.runtime.JITFunction)

@@ -373,20 +373,16 @@ def launch(
         tile: shape of a program.
     """
     batch, _, heads, channels = own[0].shape
-    size = 64 if channels <= 64 else 128
     work = work_list(plan, tile.keys, batch, heads, heads)
-    shape = GradientShape(
-        of_keys=len(outs) == 2, keys=tile.keys, head_size=size, channels=channels,
-        sub=work.lists.sub, q_tiles=1 if tile.own else -(-plan.q.size // (64 * tile.consumers)),
-        consumers=tile.consumers, stages=tile.stages, own=tile.own,
-        ragged=work.ragged, ordered=work.lists.ordered,
-        q_starts=plan.q.starts is not None, q_lengths=plan.q.lengths is not None,
-        registers=tile.registers,
+    shape = GradientShape.of_work(
+        plan, work, channels, of_keys=len(outs) == 2, keys=tile.keys,
+        q_tiles=1 if tile.own else -(-plan.q.size // (64 * tile.consumers)),
+        consumers=tile.consumers, stages=tile.stages, own=tile.own, registers=tile.registers,
     )  # fmt: skip
     _launcher(
-        (-(-work.num // tile.consumers) if tile.own else work.num * shape.q_tiles,),
-        *(describe_tokens(x, 64, size) for x in own),
-        *(describe_tokens(x, tile.keys, size) for x in steps_of),
+        (shape.num_tiles(work),),
+        *(describe_tokens(x, 64, shape.head_size) for x in own),
+        *(describe_tokens(x, tile.keys, shape.head_size) for x in steps_of),
         outs[0], outs[-1], rows, *work.arguments, work.num,
         *outs[0].stride()[:3], *rows.stride()[1:3], rows.stride(0), scale,
         C=shape, num_warps=4,

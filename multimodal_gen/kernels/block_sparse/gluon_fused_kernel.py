@@ -254,15 +254,15 @@ def attend_backward(
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     rows = levels(call) if rows is None else rows
     batch, _, heads, channels = q.shape
-    work = work_list(transposed(plan), STEP, batch, heads, heads)
-    shape = GradientShape(
-        keys=STEP, head_size=128, channels=channels, sub=work.lists.sub,
-        q_tiles=plan.kv.size // KEYS, consumers=2, stages=STAGES,
-        ragged=work.ragged, ordered=work.lists.ordered, registers=240,
+    of_keys = transposed(plan)
+    work = work_list(of_keys, STEP, batch, heads, heads)
+    shape = GradientShape.of_work(
+        of_keys, work, channels, keys=STEP, q_tiles=plan.kv.size // KEYS, consumers=2,
+        stages=STAGES, registers=240,
     )  # fmt: skip
     sums = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     _launcher(
-        (work.num * shape.q_tiles,),
+        (shape.num_tiles(work),),
         describe_tokens(k, 64, 128), describe_tokens(v, 64, 128),
         describe_tokens(k, 64, HALF.value), describe_tokens(q, STEP, 128),
         describe_tokens(grad, STEP, 128), _describe_rows(rows),

@@ -52,6 +52,7 @@ from multimodal_gen.kernels.block_sparse.gluon_work_kernel import (
     find_work,
     first_turn,
     infinity,
+    launch_with_redo,
     lost,
     make_rings,
     step_start,
@@ -66,7 +67,7 @@ from multimodal_gen.kernels.block_sparse.steps_kernel import (
     lists_of,
     work_list,
 )
-from multimodal_gen.kernels.block_sparse.tuning import GluonTile, redone_together
+from multimodal_gen.kernels.block_sparse.tuning import GluonTile
 from multimodal_gen.kernels.hopper_kernel import (
     OVERFLOW,
     fetch,
@@ -308,8 +309,7 @@ class Prepared:
     Attributes:
         launch: the kernel, and the one that redoes flagged tiles, if any.
         step: keys of a step.
-        num_flags: int32 flags to make room for, a multiple of what any program looks at; 0 where
-            no tile is flagged.
+        num_flags: int32 flags to make room for; see `launch_with_redo`.
         num_sweeps: positions of key sweeps to make room for.
         inputs: returns the descriptors of q, k and v at three addresses.
     """
@@ -368,36 +368,25 @@ def prepare(
     # A plan with row bits is always cut in steps, none of which are merged.
     work = work_list(plan, tile.keys, batch, heads, k.shape[2], blocks=plan.row_bits is None)
     bits = work.lists.bits
-    shape = Shape(
+    shape = Shape.of_work(
+        plan,
+        work,
+        channels,
         **dataclasses.asdict(tile),
-        head_size=64 if channels <= 64 else 128,
-        channels=channels,
         lse=lse is not None,
-        sub=work.lists.sub,
         q_tiles=1 if tile.own else -(-plan.q.size // (64 * tile.consumers)),
-        ragged=work.ragged,
-        ordered=work.lists.ordered,
-        q_starts=plan.q.starts is not None,
-        q_lengths=plan.q.lengths is not None,
         bits=plan.row_bits is not None,
         one_word=plan.row_bits is not None and plan.row_bits.shape[3] == 1,
         skip=below,
         passes=plan.row_bits is not None and plan.kv.num < 32 and tile.fast,
     )
-    num_tiles = -(-work.num // tile.consumers) if tile.own else work.num * shape.q_tiles
     arguments = (
         *work.numbers, work.num, k.shape[2],
         *bits.expand(batch, heads, -1, -1).stride()[:2], bits.shape[3],
         *out.stride()[:3], *((0, 0) if lse is None else lse.stride()[:2]),
     )  # fmt: skip
-    grids: list[tuple[int, ...]] = [(num_tiles,)]
-    shapes = [shape]
-    if tile.fast:
-        together = redone_together(num_tiles)
-        redo = dataclasses.replace(shape, fast=False, passes=False, redo=together, sync=0)
-        grids.append((-(-num_tiles // together),))
-        shapes.append(redo)
-    variants = [{"C": each, "num_warps": 4} for each in shapes]
+    redo = {"passes": False, "sync": 0}
+    launch, num_flags = launch_with_redo(_launcher, shape, work, arguments, **redo)
     described = partial(
         _inputs_at,
         forms=tuple((x.shape, x.stride(), x.dtype) for x in (q, k, v)),
@@ -405,9 +394,9 @@ def prepare(
         head_size=shape.head_size,
     )
     return Prepared(
-        launch=Launch(_launcher, grids, arguments, variants),
+        launch=launch,
         step=tile.keys,
-        num_flags=-(-num_tiles // 32) * 32 if tile.fast else 0,
+        num_flags=num_flags,
         num_sweeps=batch * k.shape[2] if tile.sync else 0,
         inputs=lru_cache(maxsize=1024)(described),
     )

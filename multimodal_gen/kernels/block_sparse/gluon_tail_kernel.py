@@ -41,6 +41,7 @@ from multimodal_gen.kernels.hopper_kernel import (
 )
 from multimodal_gen.kernels.launch.descriptors import describe, describe_tokens
 from multimodal_gen.kernels.launch.launcher import Launcher
+from multimodal_gen.kernels.shared_kernel import wide_channels
 
 _ROWS = 64  # of a consumer
 _KEYS = 64  # of a step; their bits are one word
@@ -318,7 +319,7 @@ def _add(call: TailCall, bits: torch.Tensor, sizes: torch.Tensor, tile: GluonTil
     out, lse, q, pooled, _, queries, scale = call
     assert queries is not None, "others are refused"
     batch, total, heads, channels = q.shape
-    size = 64 if channels <= 64 else 128
+    size = wide_channels(channels)
     per_block = -(-queries.size // _ROWS)
     pieces = queries.num * per_block
     tiles = -(-pieces // tile.consumers)

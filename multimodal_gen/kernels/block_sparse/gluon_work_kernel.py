@@ -1,13 +1,19 @@
 """What a program of the SM90 kernel works on: its tile, its steps, and where results go."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
+from typing_extensions import Self
 
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan
+from multimodal_gen.kernels.block_sparse.steps_kernel import WorkList
+from multimodal_gen.kernels.block_sparse.tuning import redone_together
 from multimodal_gen.kernels.hopper_kernel import ProgramShape, barriers
+from multimodal_gen.kernels.launch.launcher import Launch, Launcher
+from multimodal_gen.kernels.shared_kernel import wide_channels
 
 SEARCH = gl.constexpr(256)
 
@@ -117,10 +123,54 @@ class Shape(ProgramShape):
     passes: bool = False
     redo: int = 0
 
+    @classmethod
+    def of_work(cls, plan: BlockPlan, work: WorkList, channels: int, **more: Any) -> Self:
+        """Return the shape of programs that read a plan, of whose fields `more` are the others."""
+        return cls(
+            head_size=wide_channels(channels),
+            channels=channels,
+            sub=work.lists.sub,
+            ragged=work.ragged,
+            ordered=work.lists.ordered,
+            q_starts=plan.q.starts is not None,
+            q_lengths=plan.q.lengths is not None,
+            **more,
+        )
+
+    def num_tiles(self, work: WorkList) -> int:
+        """Return how many programs there are."""
+        return -(-work.num // self.consumers) if self.own else work.num * self.q_tiles
+
     @property
     def tail_first(self) -> bool:
         """Whether the first step is a partial one, if there is any."""
         return self.ragged and not self.passes
+
+
+def launch_with_redo(
+    launcher: Launcher, shape: Shape, work: WorkList, arguments: tuple[Any, ...], **exact: Any
+) -> tuple[Launch, int]:
+    """Return launches of a kernel, and, where it is fast, of one that redoes the tiles it flags.
+
+    Args:
+        launcher: of the kernel.
+        shape: of its programs.
+        work: what they read.
+        arguments: those that are the same every time.
+        **exact: fields of the shape that differ in the redo.
+
+    Returns:
+        The launches, and how many int32 flags to make room for: a multiple of what any program
+        looks at, and 0 where no tile is flagged.
+    """
+    num_tiles, shapes = shape.num_tiles(work), [shape]
+    grids: list[tuple[int, ...]] = [(num_tiles,)]
+    if shape.fast:
+        together = redone_together(num_tiles)
+        grids.append((-(-num_tiles // together),))
+        shapes.append(replace(shape, fast=False, redo=together, **exact))
+    launch = Launch(launcher, grids, arguments, [{"C": c, "num_warps": 4} for c in shapes])
+    return launch, -(-num_tiles // 32) * 32 if shape.fast else 0
 
 
 @gluon.jit

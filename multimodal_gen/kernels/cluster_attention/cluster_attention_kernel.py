@@ -26,6 +26,7 @@ from multimodal_gen.kernels.hopper_kernel import fetch, specialize, wait_full
 from multimodal_gen.kernels.launch.compat import async_load
 from multimodal_gen.kernels.launch.descriptors import describe_tokens
 from multimodal_gen.kernels.launch.launcher import Launcher
+from multimodal_gen.kernels.shared_kernel import wide_channels
 
 BOX = gl.constexpr(BOX_KEYS)
 BOXES = gl.constexpr(STEP // BOX_KEYS)
@@ -242,7 +243,7 @@ def attend(
     """
     tile = tile or (FAST if q.dtype == torch.bfloat16 else EXACT)
     batch, _, heads, channels = q.shape
-    width = 64 if channels <= 64 else 128
+    width = wide_channels(channels)
     assert tile.consumers * 64 == TILE_ROWS, "pieces are cut for these tiles"
     boxes = make_boxes(keys, cluster_mask)
     num = pieces.starts.shape[2]
@@ -274,7 +275,7 @@ def _shape(tile: GluonTile, channels: int, *, redo: int, lse: bool) -> Shape:
         tile = replace(tile, fast=False, lazy=True)
     return Shape(
         **asdict(tile),
-        head_size=64 if channels <= 64 else 128,
+        head_size=wide_channels(channels),
         channels=channels,
         lse=lse,
         box=BOX_KEYS,

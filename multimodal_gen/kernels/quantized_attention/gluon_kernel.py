@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from multimodal_gen.kernels.block_sparse.gluon_work_kernel import (
     Outs,
+    launch_with_redo,
     store_lse,
     store_values,
 )
@@ -38,7 +39,6 @@ from multimodal_gen.kernels.block_sparse.steps_kernel import (
     lists_of,
     work_list,
 )
-from multimodal_gen.kernels.block_sparse.tuning import redone_together
 from multimodal_gen.kernels.hopper_kernel import (
     OVERFLOW,
     barriers,
@@ -528,31 +528,19 @@ def _prepare(
     batch, _, heads, channels = out.shape
     slotted = in_slots(plan, tile.unit)
     work = work_list(slotted, tile.unit, batch, heads, packed.k.shape[1])
-    shape = Shape(
+    shape = Shape.of_work(
+        plan,
+        work,
+        channels,
         **dataclasses.asdict(tile),
-        head_size=packed.q.shape[3],
-        channels=channels,
-        sub=work.lists.sub,
         q_tiles=packed.q_slots // tile.rows,
-        ragged=work.ragged,
-        ordered=work.lists.ordered,
-        q_starts=plan.q.starts is not None,
-        q_lengths=plan.q.lengths is not None,
         lse=lse is not None,
     )
     arguments = (
         *work.numbers, work.num, packed.q_slots, packed.q.shape[2], packed.k_scale.shape[2],
         *out.stride()[:3], *((0, 0) if lse is None else lse.stride()[:2]),
     )  # fmt: skip
-    num_tiles = -(-work.num // tile.consumers) if tile.own else work.num * shape.q_tiles
-    grids: list[tuple[int, ...]] = [(num_tiles,)]
-    shapes = [shape]
-    if tile.fast:
-        together = redone_together(num_tiles)
-        redo = dataclasses.replace(shape, fast=False, redo=together)
-        if tile.pairs:  # which exact steps have no registers for
-            redo = dataclasses.replace(redo, keys=tile.unit, pairs=False, stages=2 * tile.stages)
-        shapes.append(redo)
-        grids.append((-(-num_tiles // together),))
-    launch = Launch(_launcher, grids, arguments, [{"C": c, "num_warps": 4} for c in shapes])
-    return launch, -(-num_tiles // 32) * 32 if tile.fast else 0
+    exact: dict[str, Any] = {}
+    if tile.pairs:  # which exact steps have no registers for
+        exact = {"keys": tile.unit, "pairs": False, "stages": 2 * tile.stages}
+    return launch_with_redo(_launcher, shape, work, arguments, **exact)

@@ -20,7 +20,13 @@ from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks, bounds_o
 from multimodal_gen.kernels.launch.launcher import Form, Launch, Launcher
 from multimodal_gen.kernels.quantized_attention.packed import Kind, Packed, Slots, rotation
 from multimodal_gen.kernels.quantized_attention.tuning import quantise_tile
-from multimodal_gen.kernels.shared_kernel import bounds, dot, interpreted, next_power_of_2
+from multimodal_gen.kernels.shared_kernel import (
+    bounds,
+    dot,
+    interpreted,
+    next_power_of_2,
+    wide_channels,
+)
 
 MEAN_CHUNKS = 64
 MEAN_ROWS = 64
@@ -230,7 +236,7 @@ def prepare_mean(k: Form, slots: Slots) -> Callable[[torch.Tensor, Blocks], torc
         slots: slots of the keys, in tiles of a multiple of 64; nothing holds their tensors.
     """
     batch, _, heads, head_size = k.shape
-    blocks, width = slots.blocks, _width(head_size)
+    blocks, width = slots.blocks, wide_channels(head_size)
     tiles = slots.total // MEAN_ROWS
     chunks = min(MEAN_CHUNKS, tiles)
     matrix = rotation(width, torch.float32, k.device)
@@ -284,7 +290,7 @@ def prepare(forms: tuple[Form, ...], q_slots: Slots, kv_slots: Slots, kind: Kind
     """
     of_q, of_k, of_v = forms
     batch, _, heads, head_size = of_q.shape
-    kv_heads, width = of_k.shape[2], _width(head_size)
+    kv_heads, width = of_k.shape[2], wide_channels(head_size)
     tile = quantise_tile(kv_slots.tile)
     q_tiles, kv_tiles = q_slots.total // Q_ROWS, kv_slots.total // kv_slots.tile
     copy = not kind.e4m3 and (kind.copied is not None or not kv_slots.in_place)
@@ -356,8 +362,3 @@ def prepare(forms: tuple[Form, ...], q_slots: Slots, kv_slots: Slots, kind: Kind
         )  # fmt: skip
 
     return quantise
-
-
-def _width(head_size: int) -> int:
-    """Return the channels of a head with those that pad it."""
-    return 64 if head_size <= 64 else 128
