@@ -47,8 +47,6 @@ from multimodal_gen.kernels.engine import (
     Request,
     SelectedKernel,
     choose,
-    cudnn_size,
-    fa4_keys,
     kernel_name,
     records_gradient,
     serves,
@@ -284,18 +282,6 @@ def _prepare_gluon(call: Call, out: torch.Tensor, lse: torch.Tensor | None) -> "
     return prepare(call, out, lse, tile=tile)
 
 
-def _run_fa4(call: Call) -> _Results:
-    keys = fa4_keys(call.form.request)
-    assert keys is not None, "the reasons refuse such plans"
-    return fa4.attend(call, keys=keys)
-
-
-def _run_cudnn(call: Call) -> _Results:
-    size = cudnn_size(call.form.request)
-    assert size is not None, "the reasons refuse such plans"
-    return cudnn.attend(call, size=size)
-
-
 def _run_triton(call: Call) -> _Results:
     from multimodal_gen.kernels.block_sparse.triton_kernel import attend
 
@@ -339,8 +325,8 @@ def _run_reference(call: Call) -> _Results:
 RUN: MappingProxyType[str, Callable[[Call], _Results]] = MappingProxyType(
     {
         "gluon": _run_gluon,
-        "fa4": _run_fa4,
-        "cudnn": _run_cudnn,
+        "fa4": fa4.attend,
+        "cudnn": cudnn.attend,
         "triton": _run_triton,
         "reference": _run_reference,
     }

@@ -13,6 +13,7 @@ import torch
 
 from multimodal_gen.kernels.block_sparse.call import Call
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, key_tiles
+from multimodal_gen.kernels.engine import cudnn_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -58,13 +59,12 @@ def make_lists(plan: BlockPlan, size: int, batch: int, heads: int) -> BlockLists
     )
 
 
-def attend(call: Call, *, size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+def attend(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return out and, where asked for, lse.
 
     Args:
         call: on a plan of regular blocks without row bits; q, k and v are copied unless they are
             contiguous and aligned to 16 bytes.
-        size: tokens of a block of the package's, as `cudnn_size` chooses it.
 
     Returns:
         out, contiguous [B, Sq, H, D] in q's dtype; lse, fp32 [B, H, Sq], natural logarithm, or
@@ -73,6 +73,8 @@ def attend(call: Call, *, size: int) -> tuple[torch.Tensor, torch.Tensor | None]
     from cudnn.block_sparse_attention import block_sparse_attention_forward
 
     plan, (batch, _, heads, _) = call.plan, call.q.shape
+    size = cudnn_size(call.form.request)
+    assert size is not None, "the reasons refuse such plans"
     lists = plan.derive(("cudnn", size, batch, heads), make_lists, plan, size, batch, heads)
     found = block_sparse_attention_forward(
         _compact(call.q),

@@ -11,6 +11,7 @@ import torch
 
 from multimodal_gen.kernels.block_sparse.call import Call
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, key_tiles
+from multimodal_gen.kernels.engine import fa4_keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -48,13 +49,12 @@ def make_lists(plan: BlockPlan, keys: int) -> TileLists:
     )
 
 
-def attend(call: Call, *, keys: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+def attend(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return out and, where asked for, lse.
 
     Args:
         call: on a plan of regular blocks without row bits; q, k and v are copied by the package
             if their rows are not aligned to 16 bytes.
-        keys: keys of a tile, as `fa4_keys` chooses them.
 
     Returns:
         out, contiguous [B, Sq, H, D] in q's dtype; lse, fp32 [B, H, Sq], natural logarithm, or
@@ -63,7 +63,8 @@ def attend(call: Call, *, keys: int) -> tuple[torch.Tensor, torch.Tensor | None]
     from flash_attn.cute import flash_attn_func
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
-    plan = call.plan
+    plan, keys = call.plan, fa4_keys(call.form.request)
+    assert keys is not None, "the reasons refuse such plans"
     lists = plan.derive(("fa4", keys), make_lists, plan, keys)
     out, lse = flash_attn_func(
         call.q,
