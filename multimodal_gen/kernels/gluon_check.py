@@ -70,7 +70,7 @@ def _first_fault(device: torch.device, *checks: _Check) -> str | None:
     """Return what the installed Gluon lacks, or the first thing that a check finds wrong."""
     from multimodal_gen.kernels.launch.compat import lacking
 
-    names = lacking()
+    names = list(lacking())
     if names:
         return f"its Gluon lacks {', '.join(names)}"
     with torch.cuda.device(device):

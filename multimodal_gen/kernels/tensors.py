@@ -46,8 +46,8 @@ def unit_stride(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def usable_device(name: str, device: object) -> torch.device:
-    """Return what a caller names as a device.
+def usable_device(device: object) -> torch.device:
+    """Return what a caller names as its `device`.
 
     Raises:
         UsageError: it is none, or this machine has no such device.
@@ -57,7 +57,7 @@ def usable_device(name: str, device: object) -> torch.device:
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError, TypeError, ValueError, OverflowError) as error:
         raise UsageError(
-            f"`{name}` must be a torch device of this machine, got {short(device)} "
+            f"`device` must be a torch device of this machine, got {short(device)} "
             f"({first_line(error).partition('. ')[0]})"
         ) from error
     return found

@@ -168,7 +168,7 @@ def tile_lists(
     counts = torch.full(shape, room, dtype=torch.int32, device=device)
     every = torch.arange(num + key_text, dtype=torch.int32, device=device)
     for i, window in enumerate(distinct):
-        indices[i, :num, : kept[i]] = kept_indices(window, tiles, device)
+        indices[i, :num, : kept[i]] = kept_indices(window, tiles)
         indices[i, :num, kept[i] : kept[i] + key_text] = every[num:]
         counts[i, :num] = kept[i] + key_text
     if query_text:

@@ -62,7 +62,7 @@ def segment_plan(
     kv = _adjoining(keys, max(keys))
     rows = mask.cpu()[..., torch.tensor(owner), :]
     rows = rows[None, None] if rows.dim() == 2 else rows
-    return BlockPlan.from_map(rows, q, kv).longest_first().to(usable_device("device", device))
+    return BlockPlan.from_map(rows, q, kv).longest_first().to(usable_device(device))
 
 
 def _adjoining(lengths: Sequence[int], size: int) -> Blocks:

@@ -258,7 +258,7 @@ class BlockPlan:
         """Every query block attends to every key block; one list, shared by expansion."""
         _expect_kind("q", q, Blocks)
         _expect_kind("kv", kv, Blocks)
-        device = usable_device("device", device)
+        device = usable_device(device)
         every = torch.arange(kv.num, dtype=torch.int32, device=device)
         counts = torch.tensor(kv.num, dtype=torch.int32, device=device)
         return cls(

@@ -64,12 +64,8 @@ _NEEDED: tuple[tuple[Any, dict[str, tuple[str, ...]]], ...] = (
 )
 
 
-def lacking() -> tuple[str, ...]:
-    """Return what the kernels need of Gluon and the installed Triton has not, as it is written."""
-    return tuple(_lacking())
-
-
-def _lacking() -> Iterator[str]:
+def lacking() -> Iterator[str]:
+    """Yield what the kernels need of Gluon and the installed Triton has not, as it is written."""
     if async_load is None:
         yield "tma.async_load"
     for owner, names in _NEEDED:

@@ -289,7 +289,7 @@ def sort_rows_reference(
     patterns = _patterns(bits, groups)
     tokens = patterns.shape[-1]
     order = sort_keys(patterns, groups.size).argsort(stable=True, dim=-1)
-    position = _inverse(order).int()
+    position = inverse_of(order).int()
     used = (patterns != 0).sum(-1, dtype=torch.int32)
     moved = patterns.gather(-1, order)
     if extra:
@@ -326,10 +326,10 @@ def sort_keys(patterns: torch.Tensor, size: int) -> torch.Tensor:
     return turned
 
 
-def _inverse(order: torch.Tensor) -> torch.Tensor:
+def inverse_of(order: torch.Tensor) -> torch.Tensor:
     """Return where every entry of permutations [..., S] is, int64."""
     places = torch.arange(order.shape[-1], device=order.device).expand(order.shape)
-    return torch.zeros_like(places).scatter(-1, order.long(), places)
+    return torch.empty_like(places).scatter_(-1, order.long(), places)
 
 
 def _block_lists(
@@ -359,7 +359,7 @@ def _block_lists(
 
 def move_rows_reference(query: torch.Tensor, rows: SortedRows) -> torch.Tensor:
     """Put queries [B, S, H, D] in the order of every group, zeros behind: [B, S', H * G, D]."""
-    order = _inverse(rows.position)
+    order = inverse_of(rows.position)
     q_rows = query.transpose(1, 2).unsqueeze(2).expand(-1, -1, order.shape[2], -1, -1)
     moved = q_rows.gather(3, order.unsqueeze(-1).expand(*order.shape, query.shape[3]))
     moved = F.pad(moved, (0, 0, 0, rows.room - query.shape[1]))

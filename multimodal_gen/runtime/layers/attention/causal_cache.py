@@ -376,7 +376,7 @@ class CausalCache:
         if not isinstance(positions, str) or positions not in ("start", "window"):
             raise UsageError(f'positions must be "start" or "window", got {short(positions)}')
         self.size = size
-        self.device = usable_device("device", device)
+        self.device = usable_device(device)
         _refuse_what_does_not_fit(size, self.device, limit_bytes)
         self._rotate, self._positions = rotate, positions
         with torch.inference_mode(False):  # made under any mode, all may write to it

@@ -73,16 +73,18 @@ def pair_density(window: Window, grid: Window, tile: Window) -> float:
     return density
 
 
-def kept_indices(window: Window, tiles: Window, device: torch.device | str = "cpu") -> torch.Tensor:
+def kept_indices(window: Window, tiles: Window) -> torch.Tensor:
     """Return the tiles that each tile attends to, in raster order of tiles.
 
     Returns:
-        int32 [N, K], strictly increasing along every row.
+        int32 [N, K] on the CPU, strictly increasing along every row.
     """
-    ranges = [
-        _ranges(kept_width(w, n), n, device) for w, n in zip(window, tiles, strict=True)
-    ]  # each [n, width]
-    time, height, width = ranges
+    sizes = ((kept_width(w, n), n) for w, n in zip(window, tiles, strict=True))
+    time, height, width = (
+        torch.tensor(first_kept(kept, n), dtype=torch.int32, device="cpu")[:, None]
+        + torch.arange(kept, dtype=torch.int32, device="cpu")
+        for kept, n in sizes
+    )  # each [n, kept]
     rows = time[:, None, None, :, None, None] * tiles[1] + height[:, None, None, :, None]
     listed = rows * tiles[2] + width[:, None, None, :]
     return listed.reshape(tiles[0] * tiles[1] * tiles[2], -1)
@@ -97,9 +99,3 @@ def kept_width(window: int, tiles: int) -> int:
 def first_kept(width: int, tiles: int) -> list[int]:
     """Return the first tile that each one along an axis keeps of so many."""
     return [min(max(i - width // 2, 0), tiles - width) for i in range(tiles)]
-
-
-def _ranges(width: int, tiles: int, device: torch.device | str) -> torch.Tensor:
-    first = torch.arange(tiles, dtype=torch.int32, device=device) - width // 2
-    first = first.clamp(0, tiles - width)
-    return first[:, None] + torch.arange(width, dtype=torch.int32, device=device)

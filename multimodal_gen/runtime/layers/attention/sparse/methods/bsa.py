@@ -42,6 +42,7 @@ import torch
 import torch.nn.functional as F
 
 from multimodal_gen.kernels.engine import BLOCK_SPARSE, recording_gradients
+from multimodal_gen.kernels.select.row_reference import inverse_of
 from multimodal_gen.kernels.tile_order.api import gather_tokens
 from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.backends.engine import engine_variants
@@ -188,10 +189,10 @@ def _computed(call: SparseCall, queries: TiledSequence, share: Fraction) -> Comp
         centre = middle[:, None, :, None, None].expand(batch, some, -1, 1, size)
         alike = F.cosine_similarity(tokens, tokens.gather(3, centre), dim=-1)
         ranks = alike.masked_fill(~real.unsqueeze(1), torch.inf).argsort(dim=-1, stable=True)
-        compared = _inverse(ranks) < counts[:, None, :, None]
+        compared = inverse_of(ranks) < counts[:, None, :, None]
         first = torch.where(compared, 0, 2 - masked.int()).argsort(dim=-1, stable=True)
         found = token.expand_as(first).gather(-1, first)
-        source = _inverse(first).gather(-1, torch.where(masked, slots, _nearest(compared)))
+        source = inverse_of(first).gather(-1, torch.where(masked, slots, _nearest(compared)))
         both = torch.stack((found, source + order.starts[:, None]), dim=-1).int()
         return both[:, :, tile, place]
 
@@ -200,12 +201,6 @@ def _computed(call: SparseCall, queries: TiledSequence, share: Fraction) -> Comp
     index, source = (x.contiguous() for x in both.unbind(-1))
     every = counts + masked[:, 0].sum(-1)
     return ComputedQueries(index=index, source=source, counts=every.int(), compared=counts.int())
-
-
-def _inverse(order: torch.Tensor) -> torch.Tensor:
-    """Return where each place lies in permutations of the last dimension."""
-    places = torch.arange(order.shape[-1], device=order.device)
-    return torch.empty_like(order).scatter_(-1, order, places.expand_as(order))
 
 
 def _nearest(marked: torch.Tensor) -> torch.Tensor:
