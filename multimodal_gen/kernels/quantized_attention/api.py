@@ -104,30 +104,6 @@ def quantized_attention(
     return out if lse is None else (out, lse)
 
 
-def kernel_for(
-    q: torch.Tensor, plan: BlockPlan, kernel: KernelChoice = AUTO, values: Values = "16-bit"
-) -> str:
-    """Return the name of the kernel that `quantized_attention` would run.
-
-    Raises:
-        UnsupportedBackendError: the call cannot be served; lists the reasons.
-    """
-    return choose(QUANTIZED, kernel, _request(q, plan, values))
-
-
-def _request(q: torch.Tensor, plan: BlockPlan, values: Values) -> Request:
-    return Request(
-        *place_of(q.device),
-        q.dtype,
-        q.shape[3],
-        q_size=plan.q.size,
-        kv_size=plan.kv.size,
-        causal=plan.causal,
-        e4m3=values == "e4m3",
-        device=q.device.index,
-    )
-
-
 def _checked(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -149,7 +125,16 @@ def _checked(
     def make() -> Request:
         check_arguments(q, k, v, plan, scale)
         _validate(k, plan, values)
-        return _request(q, plan, values)
+        return Request(
+            *place_of(q.device),
+            q.dtype,
+            q.shape[3],
+            q_size=plan.q.size,
+            kv_size=plan.kv.size,
+            causal=plan.causal,
+            e4m3=values == "e4m3",
+            device=q.device.index,
+        )
 
     forms = _forms(q, k, v) if alike else ()
     if not forms:

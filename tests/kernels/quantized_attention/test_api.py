@@ -11,7 +11,7 @@ from multimodal_gen.kernels.block_sparse.call import forms_of
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.engine import QUANTIZED, choose
 from multimodal_gen.kernels.quantized_attention import api
-from multimodal_gen.kernels.quantized_attention.api import kernel_for, quantized_attention
+from multimodal_gen.kernels.quantized_attention.api import quantized_attention
 from multimodal_gen.kernels.quantized_attention.packed import in_slots, slots_of
 from multimodal_gen.kernels.quantized_attention.tuning import gluon_tile, triton_tile
 from tests.helpers.block_plans import PlanShape, random_plan
@@ -187,8 +187,7 @@ def test_triton_without_what_gluon_needs_leaves_the_portable_kernel() -> None:
 
 
 def test_on_the_cpu_the_reference_runs() -> None:
-    q, _, _ = make_qkv(1, 64, 2, 64)
-    assert kernel_for(q, dense()) == "reference"
+    assert choose(QUANTIZED, "auto", H100._replace(platform="cpu", capability=None)) == "reference"
 
 
 @pytest.mark.parametrize(("size", "tile", "slots"), [(128, 64, 128), (90, 64, 128), (64, 128, 128)])
