@@ -31,14 +31,14 @@ from multimodal_gen.runtime.layers.attention.scope import (
     SelectionScope,
     Source,
 )
-from multimodal_gen.runtime.layers.attention.sparse.executors.linear import plan_of_blocks
+from multimodal_gen.runtime.layers.attention.sparse.executors.linear import block_stats
 from multimodal_gen.runtime.layers.attention.sparse.methods.sla import (
     SLAConfig,
     SLARouter,
 )
 from multimodal_gen.runtime.layers.attention.sparse.raster import raster_blocks
-from multimodal_gen.runtime.layers.attention.sparse.router import BlockStats, Budget
-from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout
+from multimodal_gen.runtime.layers.attention.sparse.router import Budget
+from multimodal_gen.runtime.layers.attention.sparse.tiles import SequenceLayout, uniform_plan
 from multimodal_gen.runtime.managers.forward_context import TextSpan, set_forward_context
 from multimodal_gen.runtime.platforms import AttentionBackendEnum
 from tests.kernels.linear_attention.naive import UNSELECTED_ROUNDINGS
@@ -206,11 +206,9 @@ def test_a_layer_is_the_definition(branch: str, where: str, sizes: tuple[int, in
     kept = Budget.of_share(ratio, blocks.num_video).kept
     # The choice of blocks has tests of its own; here only what is made of it counts.
     budget = Budget(kept, blocks.num_video)
-
-    def choose(stats: BlockStats) -> torch.Tensor:
-        return SLARouter().choose(SLAConfig(), stats, budget)
-
-    plan = plan_of_blocks(choose, query, key_means(key, blocks.keys), blocks.keys, blocks)
+    stats = block_stats(query, key_means(key, blocks.keys), blocks.keys, blocks)
+    lists = SLARouter().choose(SLAConfig(), stats, budget)
+    plan = uniform_plan(lists, blocks.queries, blocks.keys)
     q, k, v = (x.float() for x in (query, key, value))
     exact, _ = attention_reference(q, k, v, plan, scale=head_size**-0.5)
     weights = Projection(weight=linear.weight, bias=linear.bias)

@@ -8,8 +8,7 @@ branch, which is a sum over all tokens; in a ring ranks add up what they hold.
 Shapes: B batch, S tokens, H heads, D head size, N blocks; q/k suffix = query/key side.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -111,11 +110,13 @@ def _attend_both(
     if budget.kept == budget.blocks:
         plan = BlockPlan.dense(blocks.queries, keys, q.device)
     else:
-        choose = partial(router.chosen, settings, budget=budget)
-        make = partial(plan_of_blocks, choose, q, means, keys, blocks)
-        if found is not None:
-            make = partial(_plan_found, found, make, keys, blocks)
-        plan = make(scale=call.scale, mask=call.mask)
+        lists = None if found is None else found.get()
+        if lists is None:
+            stats = block_stats(q, means, keys, blocks, scale=call.scale, mask=call.mask)
+            lists = router.chosen(settings, stats, budget)
+            if found is not None:
+                found.set(lists, blocks.num_video + blocks.num_text)
+        plan = uniform_plan(lists, blocks.queries, keys)
     record_plan(slice(0, q.shape[2]), plan, (q.shape[1], k.shape[1]), keys=index)
     mean = None if call.engine is None else means.mean(2).float()  # any that is close will do
     out = call.attend(plan, q, k, v, call.tail_of(blocks.num_video, slice(None)), mean)
@@ -133,8 +134,7 @@ def _attend_both(
     return out.to(given), plan
 
 
-def plan_of_blocks(
-    choose: Callable[[BlockStats], torch.Tensor],
+def block_stats(
     query: torch.Tensor,
     means: torch.Tensor,
     keys: Blocks,
@@ -142,11 +142,10 @@ def plan_of_blocks(
     *,
     scale: float = 1.0,
     mask: torch.Tensor | None = None,
-) -> BlockPlan:
-    """Return the plan in which blocks of queries keep what is chosen for them, and all text.
+) -> BlockStats:
+    """Return what blocks of queries choose among the video's blocks of keys by.
 
     Args:
-        choose: gives lists of equal length, text included.
         query: [B, Sq, H, D].
         means: means of the key blocks, fp32 or fp64 [B, Hkv, Nk, D].
         keys: the key blocks, which may have become shorter than those of `blocks`.
@@ -164,7 +163,7 @@ def plan_of_blocks(
         lengths = keys.bounds(query.device)[1][:, 0, : blocks.num_video]
         # A block whose keys are all masked has no mean, and attending to it would be for nothing.
         real = lengths > 0
-    stats = BlockStats(
+    return BlockStats(
         query=pooled,
         key=means[:, :, : blocks.num_video] if blocks.num_text else means,
         real=(None, real),
@@ -174,19 +173,6 @@ def plan_of_blocks(
         shares=shares,
         always=blocks.num_text,
     )
-    return uniform_plan(choose(stats), blocks.queries, keys)
-
-
-def _plan_found(
-    found: Chosen, make: Callable[..., BlockPlan], keys: Blocks, blocks: RasterBlocks, **how: Any
-) -> BlockPlan:
-    """Return the plan of what was chosen in an earlier step, else the one that is made."""
-    lists = found.get()
-    if lists is not None:
-        return uniform_plan(lists, blocks.queries, keys)
-    plan = make(**how)
-    found.set(plan.indices, blocks.num_video + blocks.num_text)
-    return plan
 
 
 def _weights(linear: nn.Linear, device: torch.device) -> Projection:
