@@ -3,14 +3,11 @@
 Tested by simulation only: the calls are checked against a package with the same signatures.
 """
 
-from typing import ClassVar
-
 import torch
 from typing_extensions import override
 
 from multimodal_gen.kernels.requirements import HeadSizes
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
-    AttentionImpl,
     DenseBackend,
     DenseImpl,
 )
@@ -36,10 +33,10 @@ class AiterImpl(FlashAttentionImpl):
 class AiterBackend(DenseBackend):
     """AITER's FlashAttention."""
 
-    backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.AITER
-    summary: ClassVar[str] = "AITER FlashAttention for AMD GPUs"
-    impl: ClassVar[type[AttentionImpl]] = AiterImpl
-    variants: ClassVar[tuple[Variant, ...]] = (
+    backend = AttentionBackendEnum.AITER
+    summary = "AITER FlashAttention for AMD GPUs"
+    impl = AiterImpl
+    variants = (
         Variant(
             name="aiter",
             platforms=_ROCM,
@@ -69,12 +66,12 @@ class AiterSageImpl(DenseImpl):
 class AiterSageBackend(DenseBackend):
     """AITER's SageAttention."""
 
-    backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.AITER_SAGE
-    summary: ClassVar[str] = "AITER SageAttention for AMD GPUs: quantised operands"
-    never_unasked: ClassVar[str] = "rounds to 8 bits"
-    operand_bits: ClassVar[int] = 8
-    impl: ClassVar[type[AttentionImpl]] = AiterSageImpl
-    variants: ClassVar[tuple[Variant, ...]] = (
+    backend = AttentionBackendEnum.AITER_SAGE
+    summary = "AITER SageAttention for AMD GPUs: quantised operands"
+    never_unasked = "rounds to 8 bits"
+    operand_bits = 8
+    impl = AiterSageImpl
+    variants = (
         Variant(
             name="aiter_sage",
             platforms=_ROCM,

@@ -8,7 +8,7 @@ Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import override
@@ -225,8 +225,8 @@ def refuse_foreign_values(kernel: str, values: "Values", backend: str, *own: str
 class QuantizedBackend(AttentionBackend):
     """A backend on the engine, whose own kernels take the parameter `values`."""
 
-    never_unasked: ClassVar[str] = "rounds to 8 bits"
-    operand_bits: ClassVar[int] = 8
+    never_unasked = "rounds to 8 bits"
+    operand_bits = 8
 
     @override
     @classmethod

@@ -8,7 +8,7 @@ natural logarithm in fp32 [B, H, S]. Version 3 has kernels for operands in e4m3,
 import importlib
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from typing_extensions import Unpack, override
@@ -17,7 +17,6 @@ from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.kernels.engine import FLASH_ATTN_4, records_gradient
 from multimodal_gen.kernels.requirements import Capability, HeadSizes
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
-    AttentionImpl,
     DenseBackend,
     DenseImpl,
 )
@@ -217,11 +216,11 @@ _FA4 = replace(
 class FlashAttentionBackend(DenseBackend):
     """FlashAttention 2, 3 or 4."""
 
-    backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.FA
-    summary: ClassVar[str] = "FlashAttention 2, 3 or 4, the best one for the GPU"
-    config_cls: ClassVar[type[BackendConfig]] = FlashAttnConfig
-    impl: ClassVar[type[AttentionImpl]] = FlashAttentionImpl
-    variants: ClassVar[tuple[Variant, ...]] = (
+    backend = AttentionBackendEnum.FA
+    summary = "FlashAttention 2, 3 or 4, the best one for the GPU"
+    config_cls = FlashAttnConfig
+    impl = FlashAttentionImpl
+    variants = (
         _FA3,
         _FA3_FORWARD,
         _FA4,

@@ -1,14 +1,12 @@
 """FlashInfer's prefill attention, one call per sample."""
 
 import math
-from typing import ClassVar
 
 import torch
 from typing_extensions import override
 
 from multimodal_gen.kernels.requirements import Capability, HeadSizes
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
-    AttentionImpl,
     DenseBackend,
     DenseImpl,
 )
@@ -56,10 +54,10 @@ class FlashInferImpl(DenseImpl):
 class FlashInferBackend(DenseBackend):
     """FlashInfer."""
 
-    backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.FLASHINFER
-    summary: ClassVar[str] = "FlashInfer prefill kernels"
-    impl: ClassVar[type[AttentionImpl]] = FlashInferImpl
-    variants: ClassVar[tuple[Variant, ...]] = (
+    backend = AttentionBackendEnum.FLASHINFER
+    summary = "FlashInfer prefill kernels"
+    impl = FlashInferImpl
+    variants = (
         Variant(
             name="flashinfer",
             head_sizes=HeadSizes(listed=(64, 128, 256)),

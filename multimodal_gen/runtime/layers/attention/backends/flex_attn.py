@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import override
@@ -19,7 +19,6 @@ from multimodal_gen.kernels.requirements import HeadSizes
 from multimodal_gen.kernels.static_cache import static_cache
 from multimodal_gen.kernels.tensors import unit_stride
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
-    AttentionImpl,
     DenseBackend,
     DenseImpl,
 )
@@ -130,11 +129,11 @@ class FlexAttentionImpl(DenseImpl):
 class FlexAttentionBackend(DenseBackend):
     """PyTorch FlexAttention."""
 
-    backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.FLEX_ATTN
-    summary: ClassVar[str] = "PyTorch FlexAttention, compiled on first use"
-    never_unasked: ClassVar[str] = "is compiled on first use"
-    impl: ClassVar[type[AttentionImpl]] = FlexAttentionImpl
-    variants: ClassVar[tuple[Variant, ...]] = (
+    backend = AttentionBackendEnum.FLEX_ATTN
+    summary = "PyTorch FlexAttention, compiled on first use"
+    never_unasked = "is compiled on first use"
+    impl = FlexAttentionImpl
+    variants = (
         Variant(
             name="flex_attn",
             platforms=CUDA_ONLY | {PlatformEnum.ROCM, PlatformEnum.XPU},

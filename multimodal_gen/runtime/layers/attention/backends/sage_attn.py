@@ -7,7 +7,7 @@ import importlib
 import math
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from typing_extensions import override
@@ -17,7 +17,6 @@ from multimodal_gen.kernels.quantized_attention.api import quantized_attention
 from multimodal_gen.kernels.requirements import Capability, HeadSizes
 from multimodal_gen.kernels.tensors import place_of, unit_stride
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
-    AttentionImpl,
     DenseBackend,
     DenseImpl,
 )
@@ -258,11 +257,11 @@ _GLUON, _TRITON = engine_variants(QUANTIZED, _ENGINE, roles=ALL_ROLES, kernels=(
 class SageAttentionBackend(QuantizedBackend, DenseBackend):
     """SageAttention, by the fastest implementation present."""
 
-    backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.SAGE_ATTN
-    summary: ClassVar[str] = "SageAttention: 8-bit queries and keys"
-    config_cls: ClassVar[type[BackendConfig]] = SageAttnConfig
-    impl: ClassVar[type[AttentionImpl]] = SageAttentionImpl
-    variants: ClassVar[tuple[Variant, ...]] = (
+    backend = AttentionBackendEnum.SAGE_ATTN
+    summary = "SageAttention: 8-bit queries and keys"
+    config_cls = SageAttnConfig
+    impl = SageAttentionImpl
+    variants = (
         Variant(
             name="sage2",
             head_sizes=_UP_TO_128,
@@ -332,12 +331,12 @@ class SageAttention3Impl(DenseImpl):
 class SageAttention3Backend(DenseBackend):
     """SageAttention 3."""
 
-    backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.SAGE_ATTN_3
-    summary: ClassVar[str] = "SageAttention 3: FP4 operands, for SM12x GPUs"
-    never_unasked: ClassVar[str] = "rounds to 4 bits"
-    operand_bits: ClassVar[int] = 4
-    impl: ClassVar[type[AttentionImpl]] = SageAttention3Impl
-    variants: ClassVar[tuple[Variant, ...]] = (
+    backend = AttentionBackendEnum.SAGE_ATTN_3
+    summary = "SageAttention 3: FP4 operands, for SM12x GPUs"
+    never_unasked = "rounds to 4 bits"
+    operand_bits = 4
+    impl = SageAttention3Impl
+    variants = (
         Variant(
             name="sage3",
             head_sizes=HeadSizes(listed=(64, 128)),

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,6 @@ from multimodal_gen.kernels.engine import CUDNN_FRONTEND, records_gradient
 from multimodal_gen.kernels.requirements import Capability, HeadSizes
 from multimodal_gen.kernels.tensors import unit_stride
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
-    AttentionImpl,
     DenseBackend,
     DenseImpl,
 )
@@ -133,10 +132,10 @@ class SDPAImpl(DenseImpl):
 class SDPABackend(DenseBackend):
     """PyTorch's own attention; runs everywhere."""
 
-    backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.TORCH_SDPA
-    summary: ClassVar[str] = "PyTorch scaled_dot_product_attention, cuDNN first on SM90 and later"
-    impl: ClassVar[type[AttentionImpl]] = SDPAImpl
-    variants: ClassVar[tuple[Variant, ...]] = (
+    backend = AttentionBackendEnum.TORCH_SDPA
+    summary = "PyTorch scaled_dot_product_attention, cuDNN first on SM90 and later"
+    impl = SDPAImpl
+    variants = (
         Variant(
             name="torch_sdpa",
             platforms=_MEASURED,
@@ -224,13 +223,11 @@ class CudnnSDPAImpl(DenseImpl):
 class CudnnSDPABackend(DenseBackend):
     """cuDNN's attention through PyTorch, and nothing else."""
 
-    backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.TORCH_CUDNN_SDPA
-    summary: ClassVar[str] = (
-        "cuDNN attention through PyTorch; raises rather than use another kernel"
-    )
-    config_cls: ClassVar[type[BackendConfig]] = CudnnSDPAConfig
-    impl: ClassVar[type[AttentionImpl]] = CudnnSDPAImpl
-    variants: ClassVar[tuple[Variant, ...]] = (
+    backend = AttentionBackendEnum.TORCH_CUDNN_SDPA
+    summary = "cuDNN attention through PyTorch; raises rather than use another kernel"
+    config_cls = CudnnSDPAConfig
+    impl = CudnnSDPAImpl
+    variants = (
         Variant(
             name="torch_cudnn_sdpa",
             head_sizes=HeadSizes(minimum=8, maximum=256, multiple_of=8),

@@ -4,7 +4,7 @@ Shapes: B batch, S tokens, H heads, D head size; q/k suffix = query/key side.
 """
 
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from typing_extensions import override
@@ -13,7 +13,6 @@ from multimodal_gen.kernels.block_sparse.api import block_sparse_attention
 from multimodal_gen.kernels.engine import AUTO, BLOCK_SPARSE, SelectedKernel
 from multimodal_gen.kernels.tensors import loadable
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
-    AttentionImpl,
     DenseBackend,
     DenseImpl,
 )
@@ -22,7 +21,6 @@ from multimodal_gen.runtime.layers.attention.backends.declaration import (
     ALL_ROLES,
     BASIC,
     MERGEABLE,
-    Variant,
 )
 from multimodal_gen.runtime.layers.attention.backends.engine import (
     DENSE_BLOCK,
@@ -50,7 +48,7 @@ class TritonAttentionImpl(DenseImpl):
 
     label = "triton_attn"
     kernel: SelectedKernel
-    masks_lse: ClassVar[bool] = True
+    masks_lse = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -131,10 +129,10 @@ def query_block(num_queries: int, heads: int, device: torch.device) -> int:
 class TritonAttentionBackend(DenseBackend):
     """Dense attention that needs nothing but torch and its Triton."""
 
-    backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.TRITON_ATTN
-    summary: ClassVar[str] = "dense attention on the package's own kernels"
-    impl: ClassVar[type[AttentionImpl]] = TritonAttentionImpl
-    variants: ClassVar[tuple[Variant, ...]] = engine_variants(
+    backend = AttentionBackendEnum.TRITON_ATTN
+    summary = "dense attention on the package's own kernels"
+    impl = TritonAttentionImpl
+    variants = engine_variants(
         BLOCK_SPARSE, _FEATURES, roles=ALL_ROLES, kernels=("gluon", "triton")
     )
 

@@ -4,7 +4,7 @@ Tested by simulation only: the calls are checked against packages with the same 
 """
 
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from typing_extensions import Unpack, override
@@ -12,7 +12,6 @@ from typing_extensions import Unpack, override
 from multimodal_gen.errors import UnsupportedBackendError
 from multimodal_gen.kernels.requirements import HeadSizes
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
-    AttentionImpl,
     DenseBackend,
     DenseImpl,
 )
@@ -37,10 +36,10 @@ _BOTTOM_RIGHT_CAUSAL = 3  # sparse_mode
 class MusaFlashAttentionBackend(DenseBackend):
     """FlashAttention on MUSA: mate's wrapper, which has FlashAttention 3's interface."""
 
-    backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.FA
-    summary: ClassVar[str] = "FlashAttention for Moore Threads GPUs"
-    impl: ClassVar[type[AttentionImpl]] = FlashAttentionImpl
-    variants: ClassVar[tuple[Variant, ...]] = (
+    backend = AttentionBackendEnum.FA
+    summary = "FlashAttention for Moore Threads GPUs"
+    impl = FlashAttentionImpl
+    variants = (
         Variant(
             name="musa",
             platforms=frozenset({PlatformEnum.MUSA}),
@@ -83,10 +82,10 @@ class NpuFlashAttentionImpl(DenseImpl):
 class NpuFlashAttentionBackend(DenseBackend):
     """FlashAttention on NPU."""
 
-    backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.FA
-    summary: ClassVar[str] = "FlashAttention for Ascend NPUs"
-    impl: ClassVar[type[AttentionImpl]] = NpuFlashAttentionImpl
-    variants: ClassVar[tuple[Variant, ...]] = (
+    backend = AttentionBackendEnum.FA
+    summary = "FlashAttention for Ascend NPUs"
+    impl = NpuFlashAttentionImpl
+    variants = (
         Variant(
             name="npu",
             platforms=frozenset({PlatformEnum.NPU}),
@@ -151,10 +150,10 @@ class XpuFlashAttentionImpl(DenseImpl):
 class XpuFlashAttentionBackend(DenseBackend):
     """FlashAttention on XPU."""
 
-    backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.FA
-    summary: ClassVar[str] = "FlashAttention for Intel GPUs"
-    impl: ClassVar[type[AttentionImpl]] = XpuFlashAttentionImpl
-    variants: ClassVar[tuple[Variant, ...]] = (
+    backend = AttentionBackendEnum.FA
+    summary = "FlashAttention for Intel GPUs"
+    impl = XpuFlashAttentionImpl
+    variants = (
         Variant(
             name="xpu",
             platforms=frozenset({PlatformEnum.XPU}),

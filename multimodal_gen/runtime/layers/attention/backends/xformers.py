@@ -1,6 +1,6 @@
 """xFormers' memory-efficient attention."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from typing_extensions import override
@@ -8,7 +8,6 @@ from typing_extensions import override
 from multimodal_gen.kernels.requirements import Capability, HeadSizes
 from multimodal_gen.kernels.tensors import unit_stride
 from multimodal_gen.runtime.layers.attention.backends.attention_backend import (
-    AttentionImpl,
     DenseBackend,
     DenseImpl,
 )
@@ -60,10 +59,10 @@ class XFormersImpl(DenseImpl):
 class XFormersBackend(DenseBackend):
     """xFormers."""
 
-    backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.XFORMERS
-    summary: ClassVar[str] = "xFormers memory-efficient attention"
-    impl: ClassVar[type[AttentionImpl]] = XFormersImpl
-    variants: ClassVar[tuple[Variant, ...]] = (
+    backend = AttentionBackendEnum.XFORMERS
+    summary = "xFormers memory-efficient attention"
+    impl = XFormersImpl
+    variants = (
         Variant(
             name="xformers",
             head_sizes=HeadSizes(minimum=8, maximum=256, multiple_of=8),

@@ -2,7 +2,7 @@
 
 import warnings
 from abc import abstractmethod
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from typing_extensions import override
@@ -62,10 +62,10 @@ class SparseImpl(SparseMethodImpl, Generic[_ConfigT]):
         kernel: what computes every call.
     """
 
-    router_cls: ClassVar[type[Router[Any]]] = _NoRouter
-    takes_projection: ClassVar[bool] = False
-    trains_in_ring: ClassVar[bool] = False
-    cache_reason: ClassVar[str] = "it chooses among the keys of one call"
+    router_cls = _NoRouter
+    takes_projection = False
+    trains_in_ring = False
+    cache_reason = "it chooses among the keys of one call"
     config: _ConfigT
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -180,7 +180,7 @@ class SparseMethodImpl(AttentionImpl):
 
     declaration: ClassVar[type[AttentionBackend]]
     router_cls: ClassVar[type[Router[Any]]]
-    is_sparse: ClassVar[bool] = True
+    is_sparse = True
     config: SparseConfig
     kernel: SelectedKernel
 

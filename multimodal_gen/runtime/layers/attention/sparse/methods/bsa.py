@@ -36,7 +36,7 @@ L places of a tile.
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +44,6 @@ import torch.nn.functional as F
 from multimodal_gen.kernels.engine import BLOCK_SPARSE, recording_gradients
 from multimodal_gen.kernels.select.row_reference import inverse_of
 from multimodal_gen.kernels.tile_order.api import gather_tokens
-from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.backends.engine import engine_variants
 from multimodal_gen.runtime.layers.attention.config import (
     Ratio,
@@ -218,12 +217,8 @@ def _nearest(marked: torch.Tensor) -> torch.Tensor:
 class BsaBackend(SparseBackend):
     """Bidirectional Sparse Attention."""
 
-    backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.BSA_ATTN
-    summary: ClassVar[str] = (
-        "BSA: tiles that hold a row's mass, for a share of every tile's queries"
-    )
-    config_cls: ClassVar[type[BsaConfig]] = BsaConfig
-    router: ClassVar[type[BsaRouter]] = BsaRouter
-    variants: ClassVar[tuple[Variant, ...]] = engine_variants(
-        BLOCK_SPARSE, SPARSE_FEATURES, plans=("ragged",)
-    )
+    backend = AttentionBackendEnum.BSA_ATTN
+    summary = "BSA: tiles that hold a row's mass, for a share of every tile's queries"
+    config_cls = BsaConfig
+    router = BsaRouter
+    variants = engine_variants(BLOCK_SPARSE, SPARSE_FEATURES, plans=("ragged",))

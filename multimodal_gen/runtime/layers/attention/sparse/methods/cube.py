@@ -6,7 +6,6 @@ rule is that of sglang's `cube_sparse_attn`, whose ratios are one per denoising 
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import ClassVar
 
 import torch
 
@@ -134,7 +133,7 @@ def _at(config: CubeConfig, step: int, total: int | None) -> CubeConfig:
 class CubeBackend(SparseBackend):
     """Cube sparse attention."""
 
-    backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.CUBE_SPARSE_ATTN
-    summary: ClassVar[str] = "the best cubes by their means, a ratio per step"
-    config_cls: ClassVar[type[CubeConfig]] = CubeConfig
-    router: ClassVar[type[CubeRouter]] = CubeRouter
+    backend = AttentionBackendEnum.CUBE_SPARSE_ATTN
+    summary = "the best cubes by their means, a ratio per step"
+    config_cls = CubeConfig
+    router = CubeRouter

@@ -30,7 +30,6 @@ Shapes: B batch, H heads, D head size, R and N patches of queries and of keys.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -136,7 +135,7 @@ def _bound(
 class DraftBackend(SparseBackend):
     """Draft attention."""
 
-    backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.DRAFT_ATTN
-    summary: ClassVar[str] = "draft attention: the largest entries of a head's pooled map"
-    config_cls: ClassVar[type[DraftConfig]] = DraftConfig
-    router: ClassVar[type[DraftRouter]] = DraftRouter
+    backend = AttentionBackendEnum.DRAFT_ATTN
+    summary = "draft attention: the largest entries of a head's pooled map"
+    config_cls = DraftConfig
+    router = DraftRouter

@@ -29,7 +29,7 @@ Shapes: B batch, H heads, D head size, R and N tiles of queries and of keys.
 import math
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 
@@ -171,7 +171,7 @@ def _nearby(widths: Window, stats: BlockStats) -> torch.Tensor:
 class NablaBackend(SparseBackend):
     """NABLA."""
 
-    backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.NABLA_ATTN
-    summary: ClassVar[str] = "NABLA: tiles that hold most of a pooled map's mass, and those nearby"
-    config_cls: ClassVar[type[NablaConfig]] = NablaConfig
-    router: ClassVar[type[NablaRouter]] = NablaRouter
+    backend = AttentionBackendEnum.NABLA_ATTN
+    summary = "NABLA: tiles that hold most of a pooled map's mass, and those nearby"
+    config_cls = NablaConfig
+    router = NablaRouter

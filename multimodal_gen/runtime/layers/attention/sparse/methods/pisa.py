@@ -8,7 +8,6 @@ Shapes: B batch, S tokens, H heads, D head size, N blocks.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from multimodal_gen.runtime.layers.attention.config import (
     EngineKernel,
@@ -76,7 +75,7 @@ class PisaRouter(Router[PisaConfig]):
 class PisaBackend(SparseBackend):
     """PISA."""
 
-    backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.PISA_ATTN
-    summary: ClassVar[str] = "PISA: the best blocks exactly, the others to first order"
-    config_cls: ClassVar[type[PisaConfig]] = PisaConfig
-    router: ClassVar[type[PisaRouter]] = PisaRouter
+    backend = AttentionBackendEnum.PISA_ATTN
+    summary = "PISA: the best blocks exactly, the others to first order"
+    config_cls = PisaConfig
+    router = PisaRouter

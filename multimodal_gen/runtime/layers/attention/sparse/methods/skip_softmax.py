@@ -35,14 +35,13 @@ What differs from them, or is easily missed:
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 
 from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.kernels.engine import BLOCK_SPARSE
 from multimodal_gen.kernels.static_cache import static_cache
-from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.backends.engine import engine_variants
 from multimodal_gen.runtime.layers.attention.config import (
     Axis,
@@ -85,7 +84,7 @@ class SkipSoftmaxConfig(SparseConfig):
         ConfigError: several settings are given.
     """
 
-    example: ClassVar[str] = "threshold=0.01"
+    example = "threshold=0.01"
 
     threshold: float | None = option(
         None, "lambda: weights at most this share of the largest so far are left out", gt=0, lt=1
@@ -226,10 +225,10 @@ def _everything(num: int) -> Pattern:
 class SkipSoftmaxBackend(SparseBackend):
     """Skip-softmax."""
 
-    backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.SKIP_SOFTMAX
-    summary: ClassVar[str] = "Skip-softmax (BLASST): all scores, and only the weights that count"
-    config_cls: ClassVar[type[SkipSoftmaxConfig]] = SkipSoftmaxConfig
-    router: ClassVar[type[SkipSoftmaxRouter]] = SkipSoftmaxRouter
-    variants: ClassVar[tuple[Variant, ...]] = engine_variants(
+    backend = AttentionBackendEnum.SKIP_SOFTMAX
+    summary = "Skip-softmax (BLASST): all scores, and only the weights that count"
+    config_cls = SkipSoftmaxConfig
+    router = SkipSoftmaxRouter
+    variants = engine_variants(
         BLOCK_SPARSE, (Feature.GQA, Feature.KEY_MASK), plans=("skip_below",), trains=False
     )

@@ -10,7 +10,7 @@ Shapes: B batch, S tokens, H heads, D head size, N blocks; q/k suffix = query/ke
 
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from typing_extensions import override
@@ -20,9 +20,8 @@ from multimodal_gen.kernels.block_sparse.plan import BlockPlan
 from multimodal_gen.kernels.engine import QUANTIZED, TRITON
 from multimodal_gen.kernels.requirements import Capability
 from multimodal_gen.kernels.tensors import place_of
-from multimodal_gen.runtime.layers.attention.backends.attention_backend import DenseLimits
 from multimodal_gen.runtime.layers.attention.backends.common import refuse_grad
-from multimodal_gen.runtime.layers.attention.backends.declaration import HALF_DTYPES, Variant
+from multimodal_gen.runtime.layers.attention.backends.declaration import HALF_DTYPES
 from multimodal_gen.runtime.layers.attention.backends.engine import (
     QuantizedBackend,
     engine_variants,
@@ -160,7 +159,7 @@ _SettingsT = TypeVar("_SettingsT", bound=SLAParameters)
 class _BothRouter(Router[_SettingsT]):
     """The blocks of keys whose means match those of the queries' block best."""
 
-    takes_projection: ClassVar[bool] = True
+    takes_projection = True
 
     def cut(self, settings: _SettingsT, grid: Window) -> Cut:
         """Return blocks of raster order."""
@@ -282,17 +281,17 @@ class SageSLARouter(_BothRouter[SageSLAConfig]):
 class SLABackend(SparseBackend):
     """Sparse-Linear Attention."""
 
-    backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.SLA_ATTN
-    summary: ClassVar[str] = "Sparse-Linear Attention: exact over the best blocks, linear beside it"
-    config_cls: ClassVar[type[SLAConfig]] = SLAConfig
-    router: ClassVar[type[SLARouter]] = SLARouter
+    backend = AttentionBackendEnum.SLA_ATTN
+    summary = "Sparse-Linear Attention: exact over the best blocks, linear beside it"
+    config_cls = SLAConfig
+    router = SLARouter
     # sla.csv at 694f3b1, 21x45x80, no projection: 0.0998 in 17.7 ms; blocks of 64 queries by
     # engine.csv at 56740c3, r64: 505.4 of 754.7 TFLOP/s; triton 434.3 of 675.0 and, in blocks of
     # 128, 505.4 of 688.2 TFLOP/s of FA3.
-    dense_above: ClassVar[DenseLimits] = MappingProxyType(
+    dense_above = MappingProxyType(
         {"gluon": ((0, 0.67), (128, 0.91)), "triton": ((0, 0.64), (128, 0.73))}
     )
-    variants: ClassVar[tuple[Variant, ...]] = (
+    variants = (
         *SparseBackend.variants,
         upstream_variant(UPSTREAM, SLA, TRITON, capability=Capability(minimum=(8, 0))),
     )
@@ -301,12 +300,12 @@ class SLABackend(SparseBackend):
 class SageSLABackend(QuantizedBackend, SparseBackend):
     """Sparse-Linear Attention with 8-bit scores."""
 
-    backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.SAGE_SLA_ATTN
-    summary: ClassVar[str] = "Sparse-Linear Attention: 8-bit scores, and 16-bit values by default"
-    config_cls: ClassVar[type[SageSLAConfig]] = SageSLAConfig
-    router: ClassVar[type[SageSLARouter]] = SageSLARouter
-    trained_by: ClassVar[str] = "sla_attn, whose block map and projection it shares"
-    variants: ClassVar[tuple[Variant, ...]] = (
+    backend = AttentionBackendEnum.SAGE_SLA_ATTN
+    summary = "Sparse-Linear Attention: 8-bit scores, and 16-bit values by default"
+    config_cls = SageSLAConfig
+    router = SageSLARouter
+    trained_by = "sla_attn, whose block map and projection it shares"
+    variants = (
         *engine_variants(QUANTIZED, SPARSE_FEATURES),
         SPAS_SAGE_VARIANT,
     )

@@ -8,13 +8,12 @@ Shapes: B batch, S tokens, H heads, D head size, N blocks.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 
 from multimodal_gen.errors import ConfigError
 from multimodal_gen.kernels.static_cache import static_cache
-from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.config import (
     ComputeMode,
     EngineKernel,
@@ -227,8 +226,8 @@ def _even(num: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 class SolBackend(SparseBackend):
     """Sol-Attn."""
 
-    backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.SOL_ATTN
-    summary: ClassVar[str] = "Sol-Attn: blocks that stand out exactly, the others by their means"
-    config_cls: ClassVar[type[SolConfig]] = SolConfig
-    router: ClassVar[type[SolRouter]] = SolRouter
-    variants: ClassVar[tuple[Variant, ...]] = VARIANTS_OF_BOTH
+    backend = AttentionBackendEnum.SOL_ATTN
+    summary = "Sol-Attn: blocks that stand out exactly, the others by their means"
+    config_cls = SolConfig
+    router = SolRouter
+    variants = VARIANTS_OF_BOTH

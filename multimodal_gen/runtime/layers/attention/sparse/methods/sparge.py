@@ -12,7 +12,7 @@ Shapes: B batch, S tokens, H heads, D head size, N blocks of 64 tokens.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,6 @@ from typing_extensions import override
 
 from multimodal_gen.errors import ConfigError
 from multimodal_gen.kernels.tensors import place_of
-from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.backends.sage_attn import (
     SPAS_SAGE,
     SPAS_SAGE_VARIANT,
@@ -220,11 +219,11 @@ def _merged(
 class SpargeBackend(SparseBackend):
     """SpargeAttn."""
 
-    backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.SPARGE_ATTN
-    summary: ClassVar[str] = "SpargeAttn: the best blocks among those that are alike inside"
-    config_cls: ClassVar[type[SpargeConfig]] = SpargeConfig
-    router: ClassVar[type[SpargeRouter]] = SpargeRouter
-    variants: ClassVar[tuple[Variant, ...]] = (
+    backend = AttentionBackendEnum.SPARGE_ATTN
+    summary = "SpargeAttn: the best blocks among those that are alike inside"
+    config_cls = SpargeConfig
+    router = SpargeRouter
+    variants = (
         *SparseBackend.variants,
         SPAS_SAGE_VARIANT,
     )

@@ -12,14 +12,13 @@ import math
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 
 from multimodal_gen.errors import ConfigError
 from multimodal_gen.kernels.engine import BLOCK_SPARSE
 from multimodal_gen.kernels.static_cache import static_cache
-from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.backends.engine import engine_variants
 from multimodal_gen.runtime.layers.attention.config import (
     BackendConfig,
@@ -346,13 +345,11 @@ def _global(frames: int, first: int, interval: int, offset: int) -> set[int]:
 class StaticBackend(SparseBackend):
     """Static sparse attention."""
 
-    backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.STATIC_SPARSE_ATTN
-    summary: ClassVar[str] = "Patterns known in advance: Radial Attention, LVSA, or chunks"
-    config_cls: ClassVar[type[StaticConfig]] = StaticConfig
-    router: ClassVar[type[StaticRouter]] = StaticRouter
-    variants: ClassVar[tuple[Variant, ...]] = engine_variants(
-        BLOCK_SPARSE, SPARSE_FEATURES, plans=("ragged",)
-    )
+    backend = AttentionBackendEnum.STATIC_SPARSE_ATTN
+    summary = "Patterns known in advance: Radial Attention, LVSA, or chunks"
+    config_cls = StaticConfig
+    router = StaticRouter
+    variants = engine_variants(BLOCK_SPARSE, SPARSE_FEATURES, plans=("ragged",))
 
     @classmethod
     def block_sizes(cls, config: BackendConfig | None) -> tuple[int, int]:

@@ -8,9 +8,8 @@ Shapes: B batch, S tokens, H heads, D head size, N blocks.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
-from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.config import (
     ComputeMode,
     EngineKernel,
@@ -52,8 +51,8 @@ class SubblockConfig(SparseConfig):
         kernel: which kernel runs; `auto` takes the fastest one supported.
     """
 
-    first_dense_steps: ClassVar[str] = "skip_first_steps"
-    first_dense_layers: ClassVar[str] = "skip_first_layers"
+    first_dense_steps = "skip_first_steps"
+    first_dense_layers = "skip_first_layers"
 
     sparsity: Ratio = option(0.75, "share of key blocks to skip", ge=0, le=1)
     n_q: Literal[1, 2, 4, 8] = option(4, "cells of a block of queries")
@@ -101,8 +100,8 @@ def kept_blocks(sparsity: float, num_blocks: int) -> int:
 class SubblockBackend(SparseBackend):
     """Sub-block sparse attention."""
 
-    backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.SUBBLOCK_SPARSE_ATTN
-    summary: ClassVar[str] = "the best blocks by the means of their cells"
-    config_cls: ClassVar[type[SubblockConfig]] = SubblockConfig
-    router: ClassVar[type[SubblockRouter]] = SubblockRouter
-    variants: ClassVar[tuple[Variant, ...]] = VARIANTS_OF_BOTH
+    backend = AttentionBackendEnum.SUBBLOCK_SPARSE_ATTN
+    summary = "the best blocks by the means of their cells"
+    config_cls = SubblockConfig
+    router = SubblockRouter
+    variants = VARIANTS_OF_BOTH

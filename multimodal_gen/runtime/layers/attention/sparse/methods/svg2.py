@@ -14,7 +14,7 @@ Shapes: B batch, S tokens, H query heads, Hkv key heads, D head size, Cq and Ck 
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from typing_extensions import override
@@ -23,10 +23,8 @@ from multimodal_gen.errors import ConfigError, UnsupportedBackendError
 from multimodal_gen.kernels.cluster_attention.plan import cluster_weights, kept_clusters
 from multimodal_gen.kernels.engine import AUTO, BLOCK_SPARSE, FLASH_KMEANS, KMEANS
 from multimodal_gen.kernels.kmeans.api import Clusters, by_similarity, initial_centroids, kmeans
-from multimodal_gen.kernels.requirements import Capability, PackageProbe, platform_reason
+from multimodal_gen.kernels.requirements import Capability, platform_reason
 from multimodal_gen.kernels.static_cache import being_captured
-from multimodal_gen.runtime.layers.attention.backends.attention_backend import DenseLimits
-from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.backends.engine import (
     engine_variants,
     upstream_variant,
@@ -102,8 +100,8 @@ class SVG2Config(SparseConfig):
         ConfigError: `svg2_first_layers_fp` or `svg2_first_times_fp` is above 1 and no whole number.
     """
 
-    first_dense_steps: ClassVar[str] = "svg2_first_times_fp"
-    first_dense_layers: ClassVar[str] = "svg2_first_layers_fp"
+    first_dense_steps = "svg2_first_times_fp"
+    first_dense_layers = "svg2_first_layers_fp"
 
     svg2_num_q_centroids: int = option(
         300, "clusters of queries per head, at most one for four tokens", ge=1
@@ -294,18 +292,16 @@ class SVG2Router(Router[SVG2Config]):
 class SVG2Backend(SparseBackend):
     """Sparse VideoGen 2."""
 
-    backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN
-    summary: ClassVar[str] = "Sparse VideoGen 2: clusters of queries attend to clusters of keys"
-    config_cls: ClassVar[type[SVG2Config]] = SVG2Config
+    backend = AttentionBackendEnum.SPARSE_VIDEO_GEN_2_ATTN
+    summary = "Sparse VideoGen 2: clusters of queries attend to clusters of keys"
+    config_cls = SVG2Config
     # svg2.csv at d3e5331, the layer: 470.2 of the 753.0 TFLOP/s of "ragged dense" in engine.csv;
     # triton 198.3 of 460.4.
-    dense_above: ClassVar[DenseLimits] = MappingProxyType(
-        {"gluon": ((0, 0.62),), "triton": ((0, 0.43),)}
-    )
-    router: ClassVar[type[SVG2Router]] = SVG2Router
-    trained_by: ClassVar[str] = "a dense backend: it is made for models as they were trained"
-    packages: ClassVar[tuple[PackageProbe, ...]] = (FLASH_KMEANS,)
-    variants: ClassVar[tuple[Variant, ...]] = (
+    dense_above = MappingProxyType({"gluon": ((0, 0.62),), "triton": ((0, 0.43),)})
+    router = SVG2Router
+    trained_by = "a dense backend: it is made for models as they were trained"
+    packages = (FLASH_KMEANS,)
+    variants = (
         # Clusters of tokens that training moves are of no use a step later.
         *engine_variants(
             BLOCK_SPARSE, (Feature.GQA, Feature.KEY_MASK), plans=("ragged",), trains=False

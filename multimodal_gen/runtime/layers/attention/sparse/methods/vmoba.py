@@ -9,7 +9,7 @@ Shapes: B batch, S tokens, H heads, D head size.
 
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -18,8 +18,6 @@ from multimodal_gen.kernels.block_sparse.slots import CacheCut, KeptChunks
 from multimodal_gen.kernels.engine import BLOCK_SPARSE
 from multimodal_gen.kernels.select.row_reference import Rule
 from multimodal_gen.kernels.select.rows import select_chunks
-from multimodal_gen.runtime.layers.attention.backends.attention_backend import DenseLimits
-from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.backends.engine import (
     engine_variants,
     upstream_variant,
@@ -92,10 +90,10 @@ class VMoBAConfig(SparseConfig):
         kernel: which kernel runs; `auto` takes the fastest one supported.
     """
 
-    groups: ClassVar[tuple[str, ...]] = ("moba_config",)
-    first_dense_steps: ClassVar[str] = "first_full_step"
-    first_dense_layers: ClassVar[str] = "first_full_layer"
-    example: ClassVar[str] = "temporal_chunk_size=2,spatial_layer=0,st_layer=0"
+    groups = ("moba_config",)
+    first_dense_steps = "first_full_step"
+    first_dense_layers = "first_full_layer"
+    example = "temporal_chunk_size=2,spatial_layer=0,st_layer=0"
 
     temporal_chunk_size: int | None = option(None, "frames per temporal chunk", ge=1)
     temporal_topk: int | None = option(None, "temporal chunks each query keeps", ge=1)
@@ -288,15 +286,13 @@ def _check_grid(config: VMoBAConfig, grid: Window) -> None:
 class VMoBABackend(SparseBackend):
     """V-MoBA."""
 
-    backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.VMOBA_ATTN
-    summary: ClassVar[str] = "V-MoBA: each query picks temporal, spatial or 3-D chunks of keys"
-    config_cls: ClassVar[type[VMoBAConfig]] = VMoBAConfig
+    backend = AttentionBackendEnum.VMOBA_ATTN
+    summary = "V-MoBA: each query picks temporal, spatial or 3-D chunks of keys"
+    config_cls = VMoBAConfig
     # vmoba.csv, 40 heads: chunks of 455, 1,365 and 4,680 keys at 1da8268, of 1,890 at 505f3d8.
-    dense_above: ClassVar[DenseLimits] = MappingProxyType(
-        {"gluon": ((0, 0.43), (1365, 0.62), (1890, 0.71), (4680, 0.79))}
-    )
-    router: ClassVar[type[VMoBARouter]] = VMoBARouter
-    variants: ClassVar[tuple[Variant, ...]] = (
+    dense_above = MappingProxyType({"gluon": ((0, 0.43), (1365, 0.62), (1890, 0.71), (4680, 0.79))})
+    router = VMoBARouter
+    variants = (
         *engine_variants(BLOCK_SPARSE, SPARSE_FEATURES, plans=("row_bits",)),
         upstream_variant(UPSTREAM, FASTVIDEO_KERNEL, FLASH_ATTN_ANY),
     )

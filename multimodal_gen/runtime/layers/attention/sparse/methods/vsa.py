@@ -12,14 +12,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from typing_extensions import override
 
 from multimodal_gen.errors import ConfigError
-from multimodal_gen.runtime.layers.attention.backends.attention_backend import DenseLimits
-from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.backends.engine import upstream_variant
 from multimodal_gen.runtime.layers.attention.backends.packages import FASTVIDEO_KERNEL, VSA
 from multimodal_gen.runtime.layers.attention.config import (
@@ -80,7 +78,7 @@ class VideoSparseConfig(SparseConfig):
         kernel: which kernel runs; `auto` takes the fastest one supported.
     """
 
-    example: ClassVar[str] = "sparsity=0.9"
+    example = "sparsity=0.9"
 
     sparsity: Ratio = option(
         0.0, "share of key tiles to skip", aliases=("VSA_sparsity",), ge=0, le=1
@@ -169,16 +167,14 @@ def kept_tiles(config: VideoSparseConfig, num_tiles: int, num_tokens: int) -> in
 class VideoSparseBackend(SparseBackend):
     """Video Sparse Attention."""
 
-    backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.VIDEO_SPARSE_ATTN
-    summary: ClassVar[str] = "Video Sparse Attention: coarse attention picks the tiles to attend to"
-    config_cls: ClassVar[type[VideoSparseConfig]] = VideoSparseConfig
+    backend = AttentionBackendEnum.VIDEO_SPARSE_ATTN
+    summary = "Video Sparse Attention: coarse attention picks the tiles to attend to"
+    config_cls = VideoSparseConfig
     # sparse.csv at 56740c3, 21x45x80: 0.1 of the tiles in 32.5 ms, dense 162.2 ms; triton 434.3 of
     # the 675.0 TFLOP/s of FA3 in blocks of 64, less what the layer loses with gluon.
-    dense_above: ClassVar[DenseLimits] = MappingProxyType(
-        {"gluon": ((0, 0.50),), "triton": ((0, 0.48),)}
-    )
-    router: ClassVar[type[VideoSparseRouter]] = VideoSparseRouter
-    variants: ClassVar[tuple[Variant, ...]] = (
+    dense_above = MappingProxyType({"gluon": ((0, 0.50),), "triton": ((0, 0.48),)})
+    router = VideoSparseRouter
+    variants = (
         *VARIANTS_OF_BOTH,
         upstream_variant("vsa", VSA),
         upstream_variant("fastvideo_kernel", FASTVIDEO_KERNEL),

@@ -37,12 +37,11 @@ Shapes: B batch, H heads, D head size, N tiles, P pieces of text.
 
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 
 from multimodal_gen.errors import ConfigError
-from multimodal_gen.runtime.layers.attention.backends.attention_backend import DenseLimits
 from multimodal_gen.runtime.layers.attention.config import (
     EngineKernel,
     IndexSelector,
@@ -86,8 +85,8 @@ class VideoSparseH3Config(SparseConfig):
         kernel: which kernel runs; `auto` takes the fastest one supported.
     """
 
-    first_dense_steps: ClassVar[str] = "vsa_dense_first_n_steps"
-    names_layers: ClassVar[tuple[str, ...]] = ("dense_layers", "vsa_dense_layers")
+    first_dense_steps = "vsa_dense_first_n_steps"
+    names_layers = ("dense_layers", "vsa_dense_layers")
 
     sparsity: Ratio = option(
         0.9, "share of the video's key tiles to skip", aliases=("VSA_sparsity",), ge=0, le=1
@@ -164,11 +163,9 @@ class VideoSparseH3Router(Router[VideoSparseH3Config]):
 class VideoSparseH3Backend(SparseBackend):
     """VSA-H3."""
 
-    backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.VIDEO_SPARSE_ATTN_H3
-    summary: ClassVar[str] = "VSA of MiniMax-H3: text is kept, or competes, and has a coarse stage"
-    config_cls: ClassVar[type[VideoSparseH3Config]] = VideoSparseH3Config
+    backend = AttentionBackendEnum.VIDEO_SPARSE_ATTN_H3
+    summary = "VSA of MiniMax-H3: text is kept, or competes, and has a coarse stage"
+    config_cls = VideoSparseH3Config
     # Of video_sparse_attn, which runs the same plans.
-    dense_above: ClassVar[DenseLimits] = MappingProxyType(
-        {"gluon": ((0, 0.50),), "triton": ((0, 0.48),)}
-    )
-    router: ClassVar[type[VideoSparseH3Router]] = VideoSparseH3Router
+    dense_above = MappingProxyType({"gluon": ((0, 0.50),), "triton": ((0, 0.48),)})
+    router = VideoSparseH3Router

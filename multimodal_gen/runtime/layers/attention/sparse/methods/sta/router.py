@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 
@@ -15,8 +15,6 @@ from multimodal_gen.errors import ConfigError, UsageError
 from multimodal_gen.kernels.block_sparse.slots import CacheCut, KeptChunks
 from multimodal_gen.kernels.static_cache import static_cache
 from multimodal_gen.kernels.tile_order.api import TileOrder
-from multimodal_gen.runtime.layers.attention.backends.attention_backend import DenseLimits
-from multimodal_gen.runtime.layers.attention.backends.declaration import Variant
 from multimodal_gen.runtime.layers.attention.backends.engine import upstream_variant
 from multimodal_gen.runtime.layers.attention.backends.packages import FASTVIDEO_KERNEL, ST_ATTN
 from multimodal_gen.runtime.layers.attention.config import (
@@ -98,8 +96,8 @@ class SlidingTileConfig(SparseConfig):
         kernel: which kernel runs; `auto` takes the fastest one supported.
     """
 
-    first_dense_steps: ClassVar[str] = "skip_time_steps"
-    example: ClassVar[str] = "window=[3,3,3],skip_time_steps=15"
+    first_dense_steps = "skip_time_steps"
+    example = "window=[3,3,3],skip_time_steps=15"
 
     mask_strategy_file_path: str | None = option(
         None, "JSON file with a window per step, layer and head"
@@ -352,17 +350,15 @@ def _strategy(config: SlidingTileConfig) -> Strategy:
 class SlidingTileBackend(SparseBackend):
     """Sliding Tile Attention."""
 
-    backend: ClassVar[AttentionBackendEnum] = AttentionBackendEnum.SLIDING_TILE_ATTN
-    summary: ClassVar[str] = "Sliding Tile Attention: a window of tiles per step, layer and head"
-    config_cls: ClassVar[type[SlidingTileConfig]] = SlidingTileConfig
-    head_groups: ClassVar[int] = 2
+    backend = AttentionBackendEnum.SLIDING_TILE_ATTN
+    summary = "Sliding Tile Attention: a window of tiles per step, layer and head"
+    config_cls = SlidingTileConfig
+    head_groups = 2
     # sparse.csv at 56740c3, 21x45x80: 0.123 of the tiles in 23.5 ms, dense 162.2 ms; triton 534.6
     # of the 690.6 TFLOP/s of FA3, less what the layer loses with gluon.
-    dense_above: ClassVar[DenseLimits] = MappingProxyType(
-        {"gluon": ((0, 0.84),), "triton": ((0, 0.70),)}
-    )
-    router: ClassVar[type[SlidingTileRouter]] = SlidingTileRouter
-    variants: ClassVar[tuple[Variant, ...]] = (
+    dense_above = MappingProxyType({"gluon": ((0, 0.84),), "triton": ((0, 0.70),)})
+    router = SlidingTileRouter
+    variants = (
         *SparseBackend.variants,
         upstream_variant("st_attn", ST_ATTN, head_sizes=(128,)),
         upstream_variant("fastvideo_kernel", FASTVIDEO_KERNEL, head_sizes=(128,)),
