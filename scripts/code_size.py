@@ -34,7 +34,7 @@ KERNELS = f"{PACKAGE}/kernels"
 METHODS = f"{ATTENTION}/sparse/methods"
 
 CEILINGS = {
-    "attention and kernels": 23_445,
+    "attention and kernels": 23_519,
     "files for the ring": 4,
     "files for STA": 8,
     "longest file of a method": 250,

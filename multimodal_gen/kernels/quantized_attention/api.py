@@ -62,9 +62,10 @@ def quantized_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention over the pairs of `plan`, on int8 queries and keys.
 
-    The keys' mean is subtracted from them first, which changes no weight; lse is corrected for it.
-    Then both are rotated over their channels, which changes no score: channels that stand out are
-    spread over the others, instead of making the steps of 8 bits coarse for all.
+    A mean of the keys is subtracted from them first, which changes no weight; lse is corrected for
+    it. Then queries are made shorter along what they have in common and keys longer, and both are
+    rotated over their channels, which changes no score: neither an offset nor channels that stand
+    out make the steps of 8 bits coarse for all.
 
     Does not wait for the device after its first call there, and has no backward pass.
 

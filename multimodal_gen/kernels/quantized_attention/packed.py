@@ -13,6 +13,10 @@ import torch
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 
+SAMPLE = 512
+"""Slots of queries, and of keys, of which means are taken."""
+LEAST_STRETCH, MOST_STRETCH = 1.25, 8.0
+"""Of keys, along what queries have in common; less is none."""
 Results: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 """Out [B, Sq, H, D] and lse [B, H, Sq], contiguous, or None where no lse is wanted."""
 

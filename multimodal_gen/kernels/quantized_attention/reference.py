@@ -1,7 +1,7 @@
 """The definition of 8-bit attention in plain PyTorch: any device.
 
-    q' = scale_i round(q R / scale_i), one scale per row: max|q_i R| / 127
-    k' = scale_t round((k - mean) R / scale_t), one scale per tile of keys
+    q' = scale_i round(q P R / scale_i), one scale per row: max|q_i P R| / 127
+    k' = scale_t round((k - mean) P^-1 R / scale_t), one scale per tile of keys
     v' = scale_t e4m3(v / scale_t), one scale per tile of keys: max|v_t| / 448
 
 and then block-sparse attention of q', k' and v' in fp32, with scale q . mean added to lse. Kernels
@@ -14,6 +14,20 @@ whose size the scales would follow, over all n channels (QuaRot, arXiv:2404.0045
 and caches of language models); n is 64 or 128, the size to which heads are padded with zeros:
 
     R_ij = (-1)^popcount(i & j) / sqrt(n),   0 <= i, j < n
+
+P = I - p p^T changes none, either; by Sherman and Morrison P^-1 = I + p p^T / (1 - |p|^2). It moves
+what all queries have in common, u in length and direction, from queries to keys, whose mean is off
+already: both are then about as long, and their steps as fine (SmoothQuant, arXiv:2211.10438, there
+for channels). Queries become shorter along u by the factor
+
+    1 - |p|^2 = 1 / s,   s = min(8, ((1 + |u|^2 / variance of queries) / r^2)^(3/16))
+
+with r, the variance of keys along u, or a ninth of the largest square where that is more, over the
+variance along any channel: no key may make the steps of its tile coarse. With r and an exponent of
+1/4 queries and keys that are typical would be as long as each other; keys that queries attend to
+are longer along u than those, the more the more they vary, and this errs less. Below s = 5/4 p is
+zero, as a mean of few rows is not. All of it comes from `SAMPLE` slots of either side, one in each
+of as many even parts, and so does the mean of the keys: any vector may be taken off them.
 """
 
 import math
@@ -23,16 +37,63 @@ import torch
 
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from multimodal_gen.kernels.block_sparse.reference import attention_reference
-from multimodal_gen.kernels.quantized_attention.packed import Packed, Slots, in_slots, rotation
+from multimodal_gen.kernels.quantized_attention.packed import (
+    LEAST_STRETCH,
+    MOST_STRETCH,
+    SAMPLE,
+    Packed,
+    Slots,
+    in_slots,
+    rotation,
+)
 
 KEY_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
 """The key at each of 16 places of permuted values."""
 
 
 def key_mean_reference(k: torch.Tensor, slots: Slots) -> torch.Tensor:
-    """Return the mean of the keys [B, Sk, Hkv, D] that lie in blocks: fp32 [B, Hkv, D]."""
-    _, lengths = slots.blocks.bounds(k.device)
-    return _in_slots(k, slots).sum(2) / lengths.sum(-1, keepdim=True).clamp_min(1)
+    """Return the mean of the sampled keys of [B, Sk, Hkv, D]: fp32 [B, Hkv, D]."""
+    keys, real = _sampled(k, slots)
+    return (keys / SAMPLE).sum(2) * (SAMPLE / real.sum(2).clamp_min(1))
+
+
+def shrink_reference(
+    q: torch.Tensor, k: torch.Tensor, mean: torch.Tensor, q_slots: Slots, kv_slots: Slots
+) -> torch.Tensor:
+    """Return p of the definition above: fp32 [B, Hkv, D]; one for the query heads of a key head.
+
+    Numbers of queries that are not finite count as zeros.
+    """
+    batch, _, kv_heads, channels = k.shape
+    queries, real = (x.reshape(batch, kv_heads, -1, x.shape[3]) for x in _sampled(q, q_slots))
+    queries = queries.where(queries.abs() < math.inf, 0.0)
+    num = real.sum(2).clamp_min(1)
+    common = queries.sum(2) / num
+    length = common.square().sum(-1, keepdim=True)
+    rest = queries.square().sum((2, 3)).unsqueeze(-1) / num - length
+    along = common * length.clamp_min(1e-30).rsqrt()
+    keys, real = _sampled(k, kv_slots)
+    keys = torch.where(real, keys - mean.unsqueeze(2), 0.0)
+    far = (keys * along.unsqueeze(2)).sum(-1).square()
+    furthest = far.amax(-1, keepdim=True) * SAMPLE / 9
+    spread = torch.maximum(far.sum(-1, keepdim=True), furthest)
+    spread = (channels * spread + 1e-30) / (keys.square().sum((2, 3)).unsqueeze(-1) + 1e-30)
+    # Queries may all be the same.
+    size = 1 + channels * length / torch.maximum(rest, 1e-6 * length).clamp_min(1e-30)
+    stretch = (size / spread.square()).pow(3 / 16).clamp_max(MOST_STRETCH)
+    return torch.where(stretch >= LEAST_STRETCH, along * (1 - 1 / stretch).clamp_min(0).sqrt(), 0.0)
+
+
+def _sampled(x: torch.Tensor, slots: Slots) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows of `SAMPLE` slots, fp32 [B, H, SAMPLE, D], and which are real, [.., 1]."""
+    i = torch.arange(SAMPLE, device=x.device)
+    slot = slots.total * (i * SAMPLE + i * 317 % SAMPLE) // SAMPLE**2
+    batch, _, heads, head_size = x.shape
+    row, real = (
+        t[..., slot].expand(batch, heads, -1).unsqueeze(-1) for t in _rows(slots, x.device)
+    )
+    taken = x.float().transpose(1, 2).gather(2, row.expand(-1, -1, -1, head_size))
+    return taken.masked_fill(~real, 0.0), real
 
 
 def _rows(slots: Slots, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,12 +137,18 @@ def quantise_reference(
     rows = _in_slots(q, q_slots)
     group = q.shape[2] // k.shape[2]
     shift = scale * (rows * mean.repeat_interleave(group, 1).unsqueeze(2)).sum(-1)
+    shrink = shrink_reference(q, k, mean, q_slots, kv_slots).unsqueeze(2)
+    of_rows = shrink.repeat_interleave(group, 1)
+    part = (rows * of_rows).sum(-1, keepdim=True)
+    rows = rows - part.where(part.abs() < math.inf, 0.0) * of_rows
     rows = torch.nn.functional.pad(rows, pad) @ matrix
     largest = rows.abs().amax(-1, keepdim=True).clamp_min(1e-12)
     q8 = (rows * (127.0 / largest)).round()
     real = _rows(kv_slots, k.device)[1].unsqueeze(-1)
     keys = _in_slots(k, kv_slots)
     keys = torch.where(real, keys - mean.unsqueeze(2), 0.0)
+    inverse = shrink / (1 - shrink.square().sum(-1, keepdim=True))
+    keys = keys + (keys * shrink).sum(-1, keepdim=True) * inverse
     keys = torch.nn.functional.pad(keys, pad) @ matrix
     k8, k_scale = _tiles(keys, kv_slots.tile, 127.0, 1e-12)
     k8 = k8.round()

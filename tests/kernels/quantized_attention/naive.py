@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from multimodal_gen.kernels.block_sparse.plan import BlockPlan
+from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
 from tests.helpers.block_plans import dense_mask
 
 
@@ -26,6 +26,31 @@ def tiles_of(plan: BlockPlan, b: int, h: int, tile: int) -> list[list[int]]:
         keys = list(range(first, first + length))
         found += [keys[i : i + tile] for i in range(0, length, tile)]
     return found
+
+
+def sampled(blocks: Blocks, b: int, h: int, tile: int) -> list[int]:
+    """Return the rows of 512 slots, spread evenly, without those that are empty."""
+    size = -(-blocks.size // tile) * tile
+    total = blocks.num * size
+    if blocks.is_regular and size == blocks.size:
+        total = -(-blocks.total // tile) * tile
+    starts, lengths = (
+        x[min(b, x.shape[0] - 1), min(h, x.shape[1] - 1)].tolist()
+        for x in blocks.bounds(torch.device("cpu"))
+    )
+    places = [divmod(total * (i * 512 + i * 317 % 512) // 512**2, size) for i in range(512)]
+    return [starts[block] + inside for block, inside in places if inside < lengths[block]]
+
+
+def shrink(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Return p, by which queries shrink along what they have in common: of rows, [D]."""
+    common = queries.mean(0)
+    unit = common / common.norm()
+    variance = (queries - common).square().mean()
+    along = (keys @ unit).square()
+    share = max(along.mean(), along.max() * 512 / len(keys) / 9) / keys.square().mean()
+    stretch = min(8.0, float((1 + common @ common / variance) / share**2) ** (3 / 16))
+    return unit * math.sqrt(1 - 1 / stretch) if stretch >= 1.25 else torch.zeros_like(unit)
 
 
 def naive_quantised(
@@ -52,10 +77,17 @@ def naive_quantised(
         for h in range(heads):
             keys, values = k[b, :, h // group].double(), v[b, :, h // group].double()
             cut = tiles_of(plan, b, h // group, tile)
-            mean = keys[[key for one in cut for key in one]].mean(0)
+            seen = sampled(plan.kv, b, h // group, tile)
+            mean = keys[seen].mean(0)
+            alike = [
+                q[b, sampled(plan.q, b, each, tile), each].double()
+                for each in range(h // group * group, h // group * group + group)
+            ]
+            p = shrink(torch.cat(alike), keys[seen] - mean)
+            inverse = torch.linalg.inv(torch.eye(size).double() - torch.outer(p, p))
             key_8, value_8 = torch.zeros_like(rotate(keys)), torch.zeros_like(values)
             for one in filter(None, cut):
-                smooth = rotate(keys[one] - mean)
+                smooth = rotate((keys[one] - mean) @ inverse)
                 step = smooth.abs().max().clamp_min(1e-12) / 127
                 key_8[one] = step * torch.round(smooth / step)
                 value_8[one] = values[one]
@@ -68,7 +100,7 @@ def naive_quantised(
                 if not seen.any():
                     continue
                 query = q[b, row, h].double()
-                rotated = rotate(query)
+                rotated = rotate(query - (query @ p) * p)
                 step = rotated.abs().max().clamp_min(1e-12) / 127
                 scores = scale * (key_8[seen] @ (step * torch.round(rotated / step)))
                 weights = scores.softmax(0)

@@ -128,7 +128,7 @@ QUICK = OLDEST if with_oldest() else NEWEST
 def test_every_kernel_compiles_without_spills_or_warnings(compiler: Compiler, case: Case) -> None:
     compiler.driver.capability = case.capability
     case.launch(case.plan())
-    made = {"attention_kernel", "quantise_kernel", "mean_kernel", "rotated_mean_kernel"}
+    made = {"attention_kernel", "quantise_kernel", "centre_kernel"}
     assert compiler.names >= made
     assert_clean(compiler.kernels, known_spills(case))
 
@@ -153,12 +153,12 @@ def test_launches_are_prepared_once_for_all_plans_of_a_form(
         seen = {x.data_ptr() for x in read if isinstance(x, torch.Tensor)}
         assert own
         assert seen >= {x.data_ptr() for x in own}  # its own, not those of the first
-    assert len(made) == 4  # two for the mean, one to quantise, one to attend
+    assert len(made) == 3  # for the centres, to quantise, to attend
 
 
 def known_spills(case: Case) -> int:
-    if with_oldest():
-        return 0
+    if with_oldest():  # the quantising kernel, on 128 keys
+        return 20 if case.kernel == "gluon" and case.e4m3 else 0
     if case.kernel == "triton":
         return 8 if case.capability == 89 else 0
     return 0 if case.e4m3 else NEWER_SPILLS.get((case.sizes, case.form), 0)

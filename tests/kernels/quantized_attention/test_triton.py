@@ -20,6 +20,7 @@ from multimodal_gen.kernels.quantized_attention.packed import Kind, Packed, rota
 from multimodal_gen.kernels.quantized_attention.reference import (
     key_mean_reference,
     quantise_reference,
+    shrink_reference,
 )
 from tests.helpers.block_plans import PlanShape, random_plan
 from tests.helpers.drawn import plan_shapes
@@ -218,35 +219,41 @@ def test_queries_whose_blocks_change_in_place_are_heeded(shared: bool) -> None:
 
 
 @pytest.mark.slow_cases(
-    "padded-False-40-dtype2", "ragged-True-64-dtype3", "regular-False-128-dtype1"
+    "padded-False-40-dtype2-True", "ragged-True-64-dtype3-False", "regular-False-128-dtype1-False"
 )
 @pytest.mark.parametrize(
-    ("form", "permuted", "head_size", "dtype"),
+    ("form", "permuted", "head_size", "dtype", "offset"),
     [
-        ("regular", True, 72, torch.bfloat16),
-        ("regular", False, 128, torch.bfloat16),
-        ("padded", False, 40, torch.float16),
-        ("ragged", True, 64, torch.float16),
+        ("regular", True, 72, torch.bfloat16, True),
+        ("regular", False, 128, torch.bfloat16, False),
+        ("padded", False, 40, torch.float16, True),
+        ("ragged", True, 64, torch.float16, False),
     ],
 )
 def test_the_quantising_kernel_makes_what_the_definition_does(
-    form: str, permuted: bool, head_size: int, dtype: torch.dtype
+    form: str, permuted: bool, head_size: int, dtype: torch.dtype, offset: bool
 ) -> None:
-    from multimodal_gen.kernels.quantized_attention.quantise_kernel import prepare, prepare_mean
+    from multimodal_gen.kernels.quantized_attention.quantise_kernel import prepare, prepare_centre
 
     plan = random_plan(PlanShape(q_size=100, kv_size=90, q_form=form, kv_form=form), seed=5)
     q, k, v = (x.to(dtype) for x in inputs(plan, head_size=head_size))
     # The difference of such keys and their mean does not fit into 16 bits.
     k[..., [3, 30]] += torch.tensor([12.0, -10.0], dtype=dtype)
+    if offset:
+        q += 6 * torch.linspace(-1, 1, head_size).to(dtype)
     qkv = QKV(q, k, v)
     slots = slots_of(plan.q, 128), slots_of(plan.kv, 64)
     forms = tuple(map(form_of, qkv))
     kinds = (Kind(own_mean, True, True, permuted) for own_mean in (True, False))
     own, given_one = (prepare(forms, *slots, kind) for kind in kinds)
-    rotated = prepare_mean(forms[1], slots[1])(k, plan.kv)
-    matrix = rotation(rotated.shape[2], torch.float32, k.device)
-    mean = (rotated @ matrix / len(matrix))[..., :head_size].contiguous()
+    centre = prepare_centre(*forms[:2], *slots, own_mean=True)(q, k, plan, None)
+    matrix = rotation(centre.shape[3], torch.float32, k.device)
+    mean, shrink = (centre @ matrix / len(matrix))[..., :head_size].contiguous().unbind(2)
+    mean = mean.contiguous()
     torch.testing.assert_close(mean, key_mean_reference(k, slots[1]), rtol=1e-5, atol=1e-5)
+    wanted_shrink = shrink_reference(q, k, mean, *slots)
+    assert (wanted_shrink.square().sum(-1) > 0.2).all() == offset
+    torch.testing.assert_close(shrink * len(matrix) ** 0.5, wanted_shrink, rtol=1e-4, atol=1e-5)
     options = {"scale": 0.1, "e4m3": True, "permuted": permuted}
     wanted = quantise_reference(*qkv, *slots, mean=mean, **options)
     assert_alike(own(*qkv, plan, scale=0.1), wanted)
@@ -261,3 +268,28 @@ def assert_alike(made: Packed, wanted: Packed) -> None:
         assert ((found - expected).abs() <= step).all()
         # Only where a quotient lies on a rounding border.
         assert (found != expected).float().mean() < 0.005
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, which interprets
+def test_a_query_that_is_not_finite_shows_in_its_row_alone() -> None:
+    plan = BlockPlan.dense(Blocks.regular(70, 64), Blocks.regular(70, 64), "cpu")
+    q, k, v = inputs(plan)
+    for offset in (0.0, 3.0):
+        far = q + offset * torch.linspace(-1, 1, 64).bfloat16()
+        whole = quantized_attention(far, k, v, plan, kernel="triton")
+        far[:, 7, :, 3] = torch.inf
+        out = quantized_attention(far, k, v, plan, kernel="triton")
+        assert not out[:, 7].isfinite().any()
+        rest = torch.arange(70) != 7
+        assert (out - whole)[:, rest].norm() < 0.03 * whole.norm()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, which interprets
+def test_sums_that_overflow_spoil_nothing_else() -> None:
+    plan = BlockPlan.dense(Blocks.regular(100, 64), Blocks.regular(100, 64), "cpu")
+    q, k, v = inputs(plan)
+    whole = quantized_attention(q, k, v, plan, kernel="triton")
+    q[:, 7, :, 3] = 2e38  # a hundred of them, or five, are more than fp32 holds
+    out = quantized_attention(q, k, v, plan, kernel="triton")
+    rest = torch.arange(100) != 7
+    assert (out - whole)[:, rest].norm() < 0.03 * whole.norm()
