@@ -39,7 +39,7 @@ class Pattern:
 
     @classmethod
     def of_map(cls, kept: torch.Tensor) -> "Pattern":
-        """Return the pattern of a map, bool [N, N], or of some rows and columns of one."""
+        """Return the pattern of a map, bool [N, N]."""
         counts = kept.sum(1, dtype=torch.int32)
         # Kept blocks first, in order.
         order = torch.argsort(kept.logical_not().int(), dim=1, stable=True)
@@ -215,5 +215,6 @@ def _halo_plan(
 
 def _listed(kept: torch.Tensor) -> _ShardLists:
     """Return what a map of blocks, bool [n, M], keeps."""
-    found = Pattern.of_map(kept)
-    return _ShardLists(found.indices[None, None], found.counts[None, None])
+    # Kept blocks first, in order; what is past a count is a block, too.
+    order = torch.argsort(kept.logical_not().int(), dim=1, stable=True).int()
+    return _ShardLists(order[None, None], kept.sum(1, dtype=torch.int32)[None, None])
