@@ -9,13 +9,15 @@ import torch
 
 from multimodal_gen.kernels.block_sparse.api import refresh_plan
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
+from multimodal_gen.kernels.engine import QUANTIZED, Request, choose
 from multimodal_gen.kernels.launch.launcher import form_of
-from multimodal_gen.kernels.quantized_attention.api import kernel_for, quantized_attention
+from multimodal_gen.kernels.quantized_attention.api import quantized_attention
 from multimodal_gen.kernels.quantized_attention.packed import Kind, Packed, slots_of
 from multimodal_gen.kernels.quantized_attention.reference import (
     key_mean_reference,
     quantise_reference,
 )
+from multimodal_gen.kernels.tensors import place_of
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.backends.sage_attn import SageAttnConfig
 from multimodal_gen.runtime.layers.attention.scope import (
@@ -40,8 +42,18 @@ kernels = pytest.mark.parametrize(("kernel", "values"), KERNELS, ids=[" ".join(k
 
 
 def skip_without(q: torch.Tensor, plan: BlockPlan, kernel: str, values: str) -> None:
+    request = Request(
+        *place_of(q.device),
+        q.dtype,
+        q.shape[3],
+        q_size=plan.q.size,
+        kv_size=plan.kv.size,
+        causal=plan.causal,
+        e4m3=values == "e4m3",
+        device=q.device.index,
+    )
     try:
-        kernel_for(q, plan, kernel, values)
+        choose(QUANTIZED, kernel, request)
     except ValueError as error:
         pytest.skip(str(error))
 
