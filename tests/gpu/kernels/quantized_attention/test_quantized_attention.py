@@ -7,17 +7,17 @@ import math
 import pytest
 import torch
 
+from multimodal_gen.errors import UnsupportedBackendError
 from multimodal_gen.kernels.block_sparse.api import refresh_plan
 from multimodal_gen.kernels.block_sparse.plan import BlockPlan, Blocks
-from multimodal_gen.kernels.engine import QUANTIZED, Request, choose
+from multimodal_gen.kernels.engine import QUANTIZED, choose
 from multimodal_gen.kernels.launch.launcher import form_of
-from multimodal_gen.kernels.quantized_attention.api import quantized_attention
+from multimodal_gen.kernels.quantized_attention.api import _checked, quantized_attention
 from multimodal_gen.kernels.quantized_attention.packed import Kind, Packed, slots_of
 from multimodal_gen.kernels.quantized_attention.reference import (
     key_mean_reference,
     quantise_reference,
 )
-from multimodal_gen.kernels.tensors import place_of
 from multimodal_gen.runtime.layers.attention import LocalAttention
 from multimodal_gen.runtime.layers.attention.backends.sage_attn import SageAttnConfig
 from multimodal_gen.runtime.layers.attention.scope import (
@@ -41,20 +41,10 @@ KERNELS = [("gluon", "16-bit"), ("gluon", "e4m3"), ("triton", "16-bit"), ("trito
 kernels = pytest.mark.parametrize(("kernel", "values"), KERNELS, ids=[" ".join(k) for k in KERNELS])
 
 
-def skip_without(q: torch.Tensor, plan: BlockPlan, kernel: str, values: str) -> None:
-    request = Request(
-        *place_of(q.device),
-        q.dtype,
-        q.shape[3],
-        q_size=plan.q.size,
-        kv_size=plan.kv.size,
-        causal=plan.causal,
-        e4m3=values == "e4m3",
-        device=q.device.index,
-    )
+def skip_without(qkv: QKV, plan: BlockPlan, kernel: str, values: str) -> None:
     try:
-        choose(QUANTIZED, kernel, request)
-    except ValueError as error:
+        choose(QUANTIZED, kernel, _checked(*qkv, plan, None, values).request)
+    except UnsupportedBackendError as error:
         pytest.skip(str(error))
 
 
@@ -72,7 +62,7 @@ def check(plan: BlockPlan, qkv: QKV, kernel: str, values: str, *, scale: float =
     That is the weights, and the scales: the definition has one for 64 keys, some kernels for 128.
     A score then differs by a step of the coarser one, 1/127 of the largest product.
     """
-    skip_without(qkv.query, plan, kernel, values)
+    skip_without(qkv, plan, kernel, values)
     options = {"scale": scale, "values": values, "return_lse": True}
     out, lse = quantized_attention(*qkv, plan, kernel=kernel, **options)
     expected, expected_lse = quantized_attention(*qkv, plan, kernel="reference", **options)
@@ -139,7 +129,7 @@ def test_queries_whose_blocks_change_in_place_are_heeded(kernel: str, values: st
     q = Blocks.ragged(starts, lengths, total=300, size=128)
     plan = BlockPlan.dense(q, Blocks.regular(300, 128), "cuda")
     qkv = inputs(plan)
-    skip_without(qkv.query, plan, kernel, values)
+    skip_without(qkv, plan, kernel, values)
     for start, length in (([0, 150], [128, 128]), ([128, 0], [90, 100]), ([0, 64], [64, 16])):
         starts.copy_(torch.tensor(start))
         lengths.copy_(torch.tensor(length))
@@ -156,7 +146,7 @@ def test_queries_whose_blocks_change_in_place_are_heeded(kernel: str, values: st
 def test_equal_calls_give_equal_bits(kernel: str, values: str) -> None:
     plan = random_plan(PlanShape(num_q=5, num_kv=9, q_size=128, kv_size=64), seed=1, device="cuda")
     qkv = inputs(plan)
-    skip_without(qkv.query, plan, kernel, values)
+    skip_without(qkv, plan, kernel, values)
     first, second = (
         quantized_attention(*qkv, plan, kernel=kernel, values=values) for _ in range(2)
     )
@@ -231,7 +221,7 @@ def test_inputs_of_wans_sizes_stay_within_the_budget(
     q, k, v = wan_like(4680, value)
     blocks = Blocks.regular(4680, 128)
     plan = BlockPlan.dense(blocks, blocks, "cuda")
-    skip_without(q, plan, kernel, values)
+    skip_without(QKV(q, k, v), plan, kernel, values)
     out = quantized_attention(q, k, v, plan, kernel=kernel, values=values)
     assert_close(out, reference_attention(q, k, v, scale=128**-0.5)[0])
 
@@ -246,7 +236,7 @@ def test_16_bit_values_meet_the_budget_even_on_values_without_a_mean(
     v = v.bfloat16()
     blocks = Blocks.regular(4680, 128)
     plan = BlockPlan.dense(blocks, blocks, "cuda")
-    skip_without(q, plan, kernel, "16-bit")
+    skip_without(QKV(q, k, v), plan, kernel, "16-bit")
     out = quantized_attention(q, k, v, plan, kernel=kernel)
     assert_close(out, reference_attention(q, k, v, scale=128**-0.5)[0])
 
@@ -258,7 +248,7 @@ def test_kernels_on_one_plan_do_not_take_what_another_quantised() -> None:
     calls = list(itertools.product(("triton", "gluon"), ("16-bit", "e4m3"), (None, mean)))
     for _ in range(2):
         for kernel, values, given in calls:
-            skip_without(qkv.query, plan, kernel, values)
+            skip_without(qkv, plan, kernel, values)
             found, wanted = (
                 quantized_attention(*qkv, on, kernel=kernel, values=values, mean=given)
                 for on in (plan, dataclasses.replace(plan))
@@ -353,7 +343,7 @@ def test_queries_and_keys_of_zeros_give_the_mean_of_values(
     blocks = Blocks.regular(1000, size)
     plan = BlockPlan.dense(blocks, blocks, "cuda")
     value = make_qkv(2, 1000, 4, 128, dtype=torch.bfloat16, device="cuda").value
-    skip_without(value, plan, kernel, values)
+    skip_without(QKV(value, value, value), plan, kernel, values)
     zeros = torch.zeros_like(value)
     out = quantized_attention(zeros, zeros, value, plan, kernel=kernel, values=values)
     mean = value.double().mean(1, keepdim=True)
